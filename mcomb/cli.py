@@ -1,0 +1,92 @@
+"""A typed dataclass as the command line: one field, one line of help, one flag."""
+
+import argparse
+import dataclasses
+import sys
+import types
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from mcomb.base import UserError
+
+C = TypeVar("C")
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """What a field's annotation says of its flag: `Annotated[int, Flag("one line of help")]`."""
+
+    help: str
+    at_least: float | None = None
+    choices: tuple[str, ...] | None = None
+    identity: bool = True  # whether it changes the result, and so the name of its folder
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message[0].lower()}{message[1:]}: see --help")
+
+
+def flags(config: type[Any]) -> dict[str, Flag]:
+    """The flag of each field of a config class."""
+    hints = typing.get_type_hints(config, include_extras=True)
+    return {field.name: hints[field.name].__metadata__[0] for field in dataclasses.fields(config)}
+
+
+def parse(config: type[C], description: str, argv: list[str] | None = None, epilog: str = "") -> C:
+    """The config that the command line asks for."""
+    parser = _Parser(
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    hints = typing.get_type_hints(config)
+    for field in dataclasses.fields(config):  # type: ignore[arg-type]
+        flag = flags(config)[field.name]
+        kind = _kind(hints[field.name])
+        default = "the setup's" if field.default is None and "[setup]" in flag.help else field.default
+        text = flag.help.replace(" [setup]", "")
+        parser.add_argument(
+            "--" + field.name.replace("_", "-"),
+            type=_checked(kind, flag.at_least),
+            default=field.default,
+            choices=flag.choices,
+            metavar=None if flag.choices else {int: "N", float: "X", Path: "PATH"}.get(kind, "TEXT"),
+            help=text if default is None else f"{text} (default: {default})",
+        )
+    return config(**vars(parser.parse_args(argv)))
+
+
+def _kind(hint: Any) -> type:
+    """The type a flag's text is turned into: T for T and for T | None."""
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    return next(option for option in options if option is not type(None))
+
+
+def _checked(kind: type, at_least: float | None) -> Callable[[str], Any]:
+    def convert(text: str) -> Any:
+        value = kind(text)
+        if at_least is not None and not value >= at_least:
+            raise argparse.ArgumentTypeError(f"{text} is less than {at_least:g}")
+        return value
+
+    convert.__name__ = {int: "whole number", float: "number"}.get(kind, kind.__name__)
+    return convert
+
+
+def run(main: Callable[[], object]) -> None:
+    """Runs a program: a problem that a person can mend is one line on standard error and an exit code."""
+    try:
+        main()
+    except UserError as error:
+        sys.exit(_fail(str(error), error.exit_code))
+    except KeyboardInterrupt:
+        sys.exit(_fail("interrupted: the same command goes on from here", 130))
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return code
