@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from etils import epath
 from orbax.checkpoint import args
 
 from mcomb.base import Params, UserError, named_leaves
@@ -101,12 +102,11 @@ def _steps(folder: Path) -> list[int]:
 def _restore(place: Path, like: Any = None) -> Any:
     """The stored tree on this process's first device, wherever and on however many it was written."""
     place = place.absolute()
-    with ocp.StandardCheckpointer() as checkpointer:
-        stored = like if like is not None else checkpointer.metadata(place).item_metadata.tree
-        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        return checkpointer.restore(
-            place, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), stored)
-        )
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+        stored = ocp.StandardCheckpointHandler().metadata(epath.Path(place)).tree if like is None else like
+        target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), stored)
+        return checkpointer.restore(place, args=args.StandardRestore(target))
 
 
 def _reading(folder: Path, read: Any) -> Any:

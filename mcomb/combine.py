@@ -23,10 +23,8 @@ Draw = Callable[..., Params]
 
 
 def combine(a: Params, b: Params, v: Params) -> Params:
-    """Θ_v = v ⊙ Θ_A + (1 − v) ⊙ Θ_B, with `v` a tree of coefficients or one for all."""
-    if jax.tree.structure(v) == jax.tree.structure(0.0):
-        v = jax.tree.map(lambda _: v, a)
-    return jax.tree.map(lambda a, b, v: v * a + (1 - v) * b, a, b, v)
+    """Θ_v = v ⊙ Θ_A + (1 − v) ⊙ Θ_B; `v` is a tree like A's, or has one coefficient for a whole branch."""
+    return jax.tree.map(lambda v, a, b: v * a + (1 - v) * b, jax.tree.broadcast(v, a), a, b)
 
 
 def linear(key: PRNGKeyArray, share: Float[Array, ""], leaf: Array) -> Array:

@@ -69,7 +69,7 @@ def digits(data_dir: Path | None = None) -> Dataset:
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
-    order = np.random.RandomState(0).permutation(len(bunch.target))  # noqa: NPY002 (its stream is frozen)
+    order = np.random.RandomState(0).permutation(len(bunch.target))
     images = bunch.images[order, :, :, None].astype(np.uint8)
     labels = bunch.target[order].astype(np.int32)
     train, test = Split(images[:1400], labels[:1400]), Split(images[1400:], labels[1400:])

@@ -92,7 +92,7 @@ def choose_at_once(apply: Apply, params: Params, inputs: Array) -> int:
 
 
 def footprint(apply: Apply, params: Params, inputs: Array) -> int:
-    """About how many bytes one combination takes: its weights and coefficients, and its largest operation twice."""
+    """About how many bytes one combination takes: weights, coefficients, and its largest operation twice."""
     size = lambda avals: sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)  # noqa: E731
     jaxpr = jax.make_jaxpr(apply)(params, inputs).jaxpr
     largest = max(size([var.aval for var in (*eqn.invars, *eqn.outvars)]) for eqn in jaxpr.eqns)

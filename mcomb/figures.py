@@ -12,7 +12,7 @@ from mcomb.results import METRICS, SPLITS, VARIANTS, atomic
 
 COLOURS = {"naive": "#D55E00", "aligned": "#0072B2"}  # Okabe and Ito's vermilion and blue
 LINES = {"train": "--", "test": "-"}
-STYLE = {
+STYLE: Any = {
     "font.size": 8,
     "axes.titlesize": 8,
     "axes.labelsize": 8,

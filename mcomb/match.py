@@ -77,7 +77,7 @@ def _scores(spec: PermutationSpec, a: Leaves, b: Leaves, perms: Perms, name: str
 def _improves(
     spec: PermutationSpec, a: Leaves, b: Leaves, old: Perms, new: Perms, scores: np.ndarray, name: str
 ) -> bool:
-    """Whether the new permutation is truly better: scores decide, but where it acts twice on a leaf they only estimate."""
+    """Whether a permutation is truly better; where it acts twice on one leaf, the scores only estimate that."""
     places = spec.places(name)
     if len(dict(places)) < len(places):
         return _inner(spec, a, b, new, name) > _inner(spec, a, b, old, name)

@@ -45,9 +45,7 @@ class Tiny10(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "n h w c"]) -> Float[Array, "n classes"]:
         for i, (channels, size, stride, padding) in enumerate(self.LAYERS, 1):
-            x = nn.Conv(
-                channels * self.width, (size, size), stride, padding, use_bias=False, name=f"conv{i}"
-            )(x)
+            x = nn.Conv(channels * self.width, (size, size), stride, padding, use_bias=False, name=f"conv{i}")(x)
             x = nn.relu(nn.LayerNorm(name=f"norm{i}")(x))
         return nn.Dense(CLASSES, name="logits")(x.mean(axis=(1, 2)))
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Int, PRNGKeyArray
 from mcomb.base import Apply, Params, UserError, map_named, named_leaves
 
 Perms = dict[str, Int[Array | np.ndarray, "n"]]
-Axes = Mapping[str, tuple[str | None, ...]]
+Axes = dict[str, tuple[str | None, ...]]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class PermutationSpec:
     @classmethod
     def of(cls, params: Params, axes: Axes) -> "PermutationSpec":
         """The spec that `axes` describes, its sizes read off `params` (arrays or shapes)."""
-        leaves, sizes = named_leaves(params), {}
+        leaves = named_leaves(params)
+        sizes: dict[str, int] = {}
         for name, names in axes.items():
             for size, perm in zip(np.shape(leaves.get(name, ())), names, strict=False):
                 if perm is not None:
@@ -50,14 +51,13 @@ class PermutationSpec:
             for axis, (size, perm) in enumerate(zip(shape, perms, strict=True)):
                 if perm is not None and self.sizes.get(perm) != size:
                     raise UserError(
-                        f"axis {axis} of {name} has {size} entries, but permutation {perm} has {self.sizes.get(perm)}"
+                        f"axis {axis} of {name} has {size} entries, "
+                        f"but permutation {perm} has {self.sizes.get(perm)}"
                     )
 
     def places(self, perm: str) -> list[tuple[str, int]]:
         """The (leaf, axis) pairs that a permutation acts on."""
-        return [
-            (name, axis) for name, perms in self.axes.items() for axis, p in enumerate(perms) if p == perm
-        ]
+        return [(name, axis) for name, perms in self.axes.items() for axis, p in enumerate(perms) if p == perm]
 
     def apply(self, perms: Perms, params: Params) -> Params:
         """The permuted parameters: the same function, its hidden units in another order."""

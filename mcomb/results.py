@@ -119,9 +119,13 @@ def environment() -> dict[str, Any]:
     """Versions, devices and revision: what a result depends on beside its config."""
     here = Path(__file__).parent
     git = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=40"], cwd=here, capture_output=True, text=True, check=False
+        ["git", "describe", "--always", "--dirty", "--abbrev=40"],
+        cwd=here,
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    versions = {}
+    versions: dict[str, str | None] = {}
     for package in PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)
@@ -152,6 +156,8 @@ def table(results: Mapping[str, Any]) -> str:
         rows.append(("paper, aligned", "", f"{paper['loss']:.3f}", "", f"{paper['accuracy']:.3f}"))
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return "\n".join(
-        "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(r, widths, strict=True)))
+        "  ".join(
+            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(r, widths, strict=True))
+        )
         for r in rows
     )

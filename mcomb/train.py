@@ -85,9 +85,7 @@ def make_optimizer(recipe: Recipe, steps_per_epoch: int) -> optax.GradientTransf
     )
 
 
-def augment(
-    key: PRNGKeyArray, images: Shaped[Array, "n h w c"], how: Augmentation
-) -> Float32[Array, "n h w c"]:
+def augment(key: PRNGKeyArray, images: Shaped[Array, "n h w c"], how: Augmentation) -> Float32[Array, "n h w c"]:
     """Each image under a random map of its own: resize, crop, flip and rotation in one bilinear resampling."""
     return jax.vmap(partial(_augment_one, how=how))(jax.random.split(key, len(images)), images)
 

@@ -1,0 +1,273 @@
+"""What the experiments of one setup and width share: flags, folders, networks, matchings, measuring."""
+
+import dataclasses
+import itertools
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from mcomb import cli
+from mcomb.base import Apply, Params, stream
+from mcomb.checkpoint import Checkpoints, read_checkpoint
+from mcomb.cli import Flag
+from mcomb.combine import Draw
+from mcomb.data import Dataset
+from mcomb.evaluate import BATCH, Metrics, choose_at_once, evaluate, predict, replicate
+from mcomb.match import Matching, match_weights
+from mcomb.models import classifier
+from mcomb.permute import PermutationSpec, check_permuted
+from mcomb.results import Rows, atomic, digest, writable
+from mcomb.setups import SETUPS, Setup
+from mcomb.train import Recipe, initial_state, train
+
+
+@dataclass(frozen=True)
+class Config:
+    """The flags that every experiment has."""
+
+    setup: Annotated[str, Flag("model, dataset and recipe", choices=tuple(SETUPS))] = "resnet20-cifar10"
+    width: Annotated[int, Flag("width multiplier: the first layer has 16·N units", at_least=1)] = 32
+    points: Annotated[int, Flag("values of the sweep's parameter, end points included", at_least=2)] = 25
+    samples: Annotated[int, Flag("combinations drawn at each value", at_least=1)] = 5
+    train_images: Annotated[int | None, Flag("train images to evaluate on (default: all)", at_least=1)] = None
+    test_images: Annotated[int | None, Flag("test images to evaluate on (default: all)", at_least=1)] = None
+    seed: Annotated[int, Flag("root seed N; networks A, B, C have seeds 3N, 3N+1, 3N+2", at_least=0)] = 0
+    seed_a: Annotated[int | None, Flag("seed of network A (default: from --seed)", at_least=0)] = None
+    seed_b: Annotated[int | None, Flag("seed of network B (default: from --seed)", at_least=0)] = None
+    checkpoint_a: Annotated[Path | None, Flag("orbax folder to take network A from instead of training")] = None
+    checkpoint_b: Annotated[Path | None, Flag("orbax folder to take network B from instead of training")] = None
+    epochs: Annotated[int | None, Flag("training epochs; 0 leaves networks untrained [setup]", at_least=0)] = None
+    batch_size: Annotated[int | None, Flag("training images in a batch [setup]", at_least=1)] = None
+    learning_rate: Annotated[float | None, Flag("peak learning rate [setup]", at_least=0)] = None
+    weight_decay: Annotated[float | None, Flag("weight decay [setup]", at_least=0)] = None
+    data_dir: Annotated[
+        Path | None, Flag("CIFAR-10's archive or folder (default: $MCOMB_DATA_DIR, else TFDS)", identity=False)
+    ] = None
+    out: Annotated[Path, Flag("root folder of all runs", identity=False)] = Path("runs")
+    steps_per_call: Annotated[
+        int | None, Flag("training steps in one dispatch (default: automatic)", at_least=1, identity=False)
+    ] = None
+    at_once: Annotated[
+        int | None, Flag("combinations side by side on a device (default: automatic)", at_least=1, identity=False)
+    ] = None
+
+
+RECIPE_FLAGS = ("epochs", "batch_size", "learning_rate", "weight_decay")
+
+
+@dataclass(frozen=True)
+class Network:
+    """A trained network, the name it goes by in the run folders, and its fingerprint."""
+
+    name: str
+    params: Params
+    digest: str
+
+
+class Task(NamedTuple):
+    """Combinations to measure: k parameters, each given with its own key to `draw` over the networks."""
+
+    draw: Draw
+    networks: tuple[Params, ...]
+    parameters: Any  # arrays with k rows
+
+    def __len__(self) -> int:
+        return len(jax.tree.leaves(self.parameters)[0])
+
+
+class Workspace:
+    """Everything the runs of one setup and width share: data, networks and matchings, made once and kept.
+
+    out/<setup>/width-<w>/networks/<network>/      orbax checkpoints
+                          matchings/<b>-to-<a>.npz
+                          <experiment>/            results.json, samples.jsonl, figures
+    A name carries whatever was set differently from its default, as in `uniform,seed=1,points=5`.
+    """
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.setup: Setup = SETUPS[config.setup]
+        self.home = config.out / config.setup / f"width-{config.width}"
+        self.seconds: dict[str, float] = {}
+        chosen = {name: getattr(config, name) for name in RECIPE_FLAGS}
+        self.recipe: Recipe = dataclasses.replace(
+            self.setup.recipe, **{name: value for name, value in chosen.items() if value is not None}
+        )
+
+    @cached_property
+    def data(self) -> Dataset:
+        """The dataset, all of it."""
+        return self.setup.data(self.config.data_dir)
+
+    @cached_property
+    def apply(self) -> Apply:
+        """The function from parameters and raw pixels to logits."""
+        return classifier(self.setup.model(self.config.width), self.data.mean, self.data.std)
+
+    def init(self, seed: int) -> Params:
+        """A new network's parameters."""
+        model, images = self.setup.model(self.config.width), jnp.zeros((1, *self.setup.image))
+        return jax.jit(model.init)(stream(seed, "init"), images)["params"]
+
+    @cached_property
+    def shapes(self) -> Params:
+        """The shapes of a network's parameters."""
+        return jax.eval_shape(self.init, 0)
+
+    @cached_property
+    def spec(self) -> PermutationSpec:
+        """The permutation symmetries of the model."""
+        return self.setup.spec(self.shapes)
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What a result depends on: the flags that change it, and the recipe they lead to."""
+        chosen = {name: getattr(self.config, name) for name in self._identity_flags()}
+        return json.loads(json.dumps(chosen | {"recipe": dataclasses.asdict(self.recipe)}, default=str))
+
+    def folder(self, experiment: str) -> Path:
+        """Where an experiment's results go."""
+        parts = [experiment]
+        for name in self._identity_flags():
+            value, usual = getattr(self.config, name), getattr(type(self.config), name)
+            if value not in (usual, getattr(self.setup.recipe, name, usual)) and name not in ("setup", "width"):
+                parts.append(f"{name.replace('_', '-')}={value.name if isinstance(value, Path) else value}")
+        return self.home / ",".join(parts)
+
+    def _identity_flags(self) -> list[str]:
+        return [name for name, flag in cli.flags(type(self.config)).items() if flag.identity]
+
+    def network(self, letter: str) -> Network:
+        """Network A, B or C: the given checkpoint, or the one trained from its seed."""
+        given = getattr(self.config, f"checkpoint_{letter.lower()}", None)
+        if given:
+            params = read_checkpoint(given, self.shapes)
+            return Network(f"{given.name}-{digest(params)}", params, digest(params))
+        seed = getattr(self.config, f"seed_{letter.lower()}", None)
+        return self.trained(3 * self.config.seed + "ABC".index(letter) if seed is None else seed)
+
+    def trained(self, seed: int) -> Network:
+        """The network of a seed, trained as far as it is not yet."""
+        changed = [
+            f"{name.replace('_', '-')}={getattr(self.recipe, name)}"
+            for name in RECIPE_FLAGS
+            if getattr(self.recipe, name) != getattr(self.setup.recipe, name)
+        ]
+        name = ",".join([f"seed-{seed}", *changed])
+        recipe = dataclasses.asdict(self.recipe)
+        del recipe["checkpoint_every"]
+        checkpoints = Checkpoints(
+            self.home / "networks" / name,
+            {"setup": self.config.setup, "width": self.config.width, "seed": seed} | recipe,
+        )
+        if checkpoints.epoch != self.recipe.epochs:
+            with self.timed("training"):
+                self._train(seed, checkpoints)
+        params = read_checkpoint(checkpoints.folder, self.shapes)
+        return Network(name, params, digest(params))
+
+    def _train(self, seed: int, checkpoints: Checkpoints) -> None:
+        data, recipe = self.data.train, self.recipe
+        state = initial_state(self.init(seed), recipe, len(data.labels))
+        if checkpoints.epoch is not None:
+            state = checkpoints.restore(state)
+        elif recipe.epochs == 0:
+            checkpoints.save(0, state)
+        say = f"training seed {seed}"
+        for epoch, trained, _ in train(
+            self.apply, state, data, recipe, seed, per_call=self.config.steps_per_call, describe=say
+        ):
+            if epoch % recipe.checkpoint_every == 0 or epoch == recipe.epochs:
+                checkpoints.save(epoch, trained)
+
+    def aligned(self, a: Network, b: Network) -> Params:
+        """B's parameters with its units matched to A's, which is checked to change nothing but their order."""
+        permuted = self.spec.apply(self.matching(a, b).perms, b.params)
+        check_permuted(self.apply, b.params, permuted, jnp.asarray(self.data.test.images[:64]))
+        return permuted
+
+    def matching(self, a: Network, b: Network) -> Matching:
+        """The matching of B to A, found once and kept for just these two networks."""
+        path = self.home / "matchings" / f"{b.name}-to-{a.name}.npz"
+        of = [a.digest, b.digest]
+        if path.is_file():
+            with np.load(path) as kept:
+                if kept["of"].tolist() == of:
+                    perms = {name: kept[f"perms/{name}"] for name in self.spec.sizes}
+                    return Matching(perms, float(kept["objective"]), tuple(kept["trace"].tolist()))
+        print(f"matching {b.name} to {a.name} …", flush=True)
+        with self.timed("matching"):
+            matching = match_weights(self.spec, a.params, b.params, seed=self.config.seed)
+        perms = {f"perms/{name}": perm for name, perm in matching.perms.items()}
+        with atomic(writable(path.parent) / path.name) as temporary:
+            np.savez(temporary, of=of, objective=matching.objective, trace=matching.trace, **perms)
+        return matching
+
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Adds the seconds that its body takes to those spent on `what`."""
+        start = time.monotonic()
+        yield
+        self.seconds[what] = self.seconds.get(what, 0.0) + time.monotonic() - start
+
+    def measure(
+        self, experiment: str, rows: Rows, tasks: Mapping[str, Task], compare: tuple[Params, Params]
+    ) -> dict[str, dict[str, Metrics]]:
+        """The metrics of each task on each split, from the rows there are and the evaluation of all others.
+
+        Agreement is counted with the labels of the two networks to `compare` with.
+        """
+        images = {"train": self.config.train_images, "test": self.config.test_images}
+        splits = {name: replicate(getattr(self.data, name).first(count)) for name, count in images.items()}
+        references = cache(
+            lambda split: np.stack([predict(self.apply, params, splits[split].images) for params in compare])
+        )
+        root = stream(self.config.seed, "coefficients", experiment)
+        at_once = self.config.at_once or choose_at_once(self.apply, compare[0], splits["test"].images[:BATCH])
+        size = max(getattr(self.config, "samples", 1), at_once * jax.local_device_count())
+        total = len(splits) * sum(len(task) for task in tasks.values())
+        with self.timed("evaluation"), tqdm(total=total, desc="evaluating", unit="net", dynamic_ncols=True) as bar:
+            for split, (name, task) in itertools.product(splits, tasks.items()):
+                missing = [i for i in range(len(task)) if f"{name}/{split}/{i}" not in rows]
+                bar.update(len(task) - len(missing))
+                for start in range(0, len(missing), size):
+                    chunk = missing[start : start + size]
+                    same_size = np.resize(chunk, min(size, len(task)))  # repeats some, and compiles once
+                    metrics = evaluate(
+                        self.apply,
+                        task.draw,
+                        replicate(task.networks),
+                        jax.tree.map(lambda values, these=same_size: values[these], task.parameters),
+                        jax.vmap(jax.random.fold_in, (None, 0))(root, same_size),
+                        *splits[split],
+                        references=references(split),
+                        at_once=at_once,
+                    )
+                    lists = [values.tolist() for values in metrics]
+                    rows.add(
+                        {"of": f"{name}/{split}/{i}"} | dict(zip(metrics._fields, values, strict=True))
+                        for i, *values in zip(chunk, *lists, strict=False)
+                    )
+                    bar.update(len(chunk))
+        return {
+            name: {
+                split: Metrics(
+                    *(
+                        np.array([rows[f"{name}/{split}/{i}"][field] for i in range(len(task))])
+                        for field in Metrics._fields
+                    )
+                )
+                for split in splits
+            }
+            for name, task in tasks.items()
+        }
