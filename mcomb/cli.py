@@ -19,7 +19,7 @@ class Flag:
     """What a field's annotation says of its flag: `Annotated[int, Flag("one line of help")]`."""
 
     help: str
-    at_least: float | None = None
+    at_least: int | None = None
     choices: tuple[str, ...] | None = None
     identity: bool = True  # whether it changes the result, and so the name of its folder
 
@@ -66,11 +66,11 @@ def _kind(hint: Any) -> type:
     return next(option for option in options if option is not type(None))
 
 
-def _checked(kind: type, at_least: float | None) -> Callable[[str], Any]:
+def _checked(kind: type, at_least: int | None) -> Callable[[str], Any]:
     def convert(text: str) -> Any:
         value = kind(text)
         if at_least is not None and not value >= at_least:
-            raise argparse.ArgumentTypeError(f"{text} is less than {at_least:g}")
+            raise argparse.ArgumentTypeError(f"{text} is less than {at_least}")
         return value
 
     convert.__name__ = {int: "whole number", float: "number"}.get(kind, kind.__name__)

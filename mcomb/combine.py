@@ -11,9 +11,9 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Float, PRNGKeyArray
 
-from mcomb.base import Params, fold_name, map_named
+from mcomb.base import Array, Params, fold_name, map_named
 
 Distribution = Callable[[PRNGKeyArray, Float[Array, ""], Array], Array]
 """The shares of B for one leaf, from a key, the sweep's parameter and the leaf."""

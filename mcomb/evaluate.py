@@ -10,9 +10,9 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Float, Int, Key
 
-from mcomb.base import Apply, Params
+from mcomb.base import Apply, Array, Params
 from mcomb.combine import Draw
 
 MATCHES = ("A only", "B only", "both", "neither")
@@ -36,10 +36,10 @@ def evaluate(
     networks: tuple[Params, ...],
     parameters: Any,
     keys: Key[Array, "k"],
-    inputs: Array | np.ndarray,
-    labels: Array | np.ndarray,
+    inputs: Array,
+    labels: Array,
     *,
-    references: Int[Array | np.ndarray, "2 n"] | None = None,
+    references: Int[Array, "2 n"] | None = None,
     batch_size: int = BATCH,
     at_once: int | None = None,
 ) -> Metrics:
@@ -71,11 +71,9 @@ def _mesh() -> Mesh:
     return Mesh(np.array(jax.local_devices()), "device")
 
 
-def predict(
-    apply: Apply, params: Params, inputs: Array | np.ndarray, batch_size: int = BATCH
-) -> Int[np.ndarray, "n"]:
+def predict(apply: Apply, params: Params, inputs: Array, batch_size: int = BATCH) -> Int[np.ndarray, "n"]:
     """The labels that a network gives to each input."""
-    return np.asarray(_predict(apply, batch_size, params, jnp.asarray(inputs)))
+    return np.asarray(_predict(apply, batch_size, *replicate((params, inputs))))
 
 
 def choose_at_once(apply: Apply, params: Params, inputs: Array) -> int:

@@ -5,9 +5,9 @@ from typing import cast
 
 import flax.linen as nn
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Float
 
-from mcomb.base import Apply, Params
+from mcomb.base import Apply, Array, Params
 
 CLASSES = 10
 

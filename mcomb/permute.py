@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, PRNGKeyArray
+from jaxtyping import Int, PRNGKeyArray
 
-from mcomb.base import Apply, Params, UserError, map_named, named_leaves
+from mcomb.base import Apply, Array, Params, UserError, map_named, named_leaves
 
-Perms = dict[str, Int[Array | np.ndarray, "n"]]
+Perms = dict[str, Int[Array, "_"]]
 Axes = dict[str, tuple[str | None, ...]]
 
 

@@ -26,7 +26,7 @@ class Setup:
     recipe: Recipe
 
 
-PAPER_AUGMENTATION = Augmentation(scale=(0.8, 1.2), rotation=30, flip=True)
+PAPER_AUGMENTATION = Augmentation(scale=(0.8, 1.2), rotation=30.0, flip=True)
 
 SETUPS = {
     "resnet20-cifar10": Setup(

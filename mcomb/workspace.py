@@ -50,6 +50,9 @@ class Config:
     batch_size: Annotated[int | None, Flag("training images in a batch [setup]", at_least=1)] = None
     learning_rate: Annotated[float | None, Flag("peak learning rate [setup]", at_least=0)] = None
     weight_decay: Annotated[float | None, Flag("weight decay [setup]", at_least=0)] = None
+    checkpoint_every: Annotated[
+        int | None, Flag("epochs between checkpoints [setup]", at_least=1, identity=False)
+    ] = None
     data_dir: Annotated[
         Path | None, Flag("CIFAR-10's archive or folder (default: $MCOMB_DATA_DIR, else TFDS)", identity=False)
     ] = None
@@ -62,7 +65,7 @@ class Config:
     ] = None
 
 
-RECIPE_FLAGS = ("epochs", "batch_size", "learning_rate", "weight_decay")
+RECIPE_FLAGS = ("epochs", "batch_size", "learning_rate", "weight_decay")  # they name a network
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ class Workspace:
         self.setup: Setup = SETUPS[config.setup]
         self.home = config.out / config.setup / f"width-{config.width}"
         self.seconds: dict[str, float] = {}
-        chosen = {name: getattr(config, name) for name in RECIPE_FLAGS}
+        chosen = {name: getattr(config, name) for name in (*RECIPE_FLAGS, "checkpoint_every")}
         self.recipe: Recipe = dataclasses.replace(
             self.setup.recipe, **{name: value for name, value in chosen.items() if value is not None}
         )
@@ -122,7 +125,7 @@ class Workspace:
     @cached_property
     def shapes(self) -> Params:
         """The shapes of a network's parameters."""
-        return jax.eval_shape(self.init, 0)
+        return jax.eval_shape(lambda: self.init(0))
 
     @cached_property
     def spec(self) -> PermutationSpec:
