@@ -71,9 +71,20 @@ def _mesh() -> Mesh:
     return Mesh(np.array(jax.local_devices()), "device")
 
 
-def predict(apply: Apply, params: Params, inputs: Array, batch_size: int = BATCH) -> Int[np.ndarray, "n"]:
-    """The labels that a network gives to each input."""
-    return np.asarray(_predict(apply, batch_size, *replicate((params, inputs))))
+class Score(NamedTuple):
+    """One network's mean loss, its accuracy, and the label it gives to each input."""
+
+    loss: float
+    accuracy: float
+    predicted: Int[np.ndarray, "n"]
+
+
+def score(
+    apply: Apply, params: Params, inputs: Array, labels: Int[Array, "n"], *, batch_size: int = BATCH
+) -> Score:
+    """The score of one network as it is."""
+    losses, predicted = map(np.asarray, _score(apply, batch_size, *replicate((params, inputs, labels))))
+    return Score(float(losses.mean()), float(np.mean(predicted == np.asarray(labels))), predicted)
 
 
 def choose_at_once(apply: Apply, params: Params, inputs: Array) -> int:
@@ -152,6 +163,10 @@ def _evaluate(
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _predict(apply: Apply, batch_size: int, params: Params, inputs: Array) -> Array:
-    (batches,) = _batches(batch_size, inputs)
-    return jax.lax.map(lambda x: apply(params, x).argmax(axis=-1), batches).reshape(-1)[: len(inputs)]
+def _score(apply: Apply, batch_size: int, params: Params, inputs: Array, labels: Array) -> list[Array]:
+    def one(batch: list[Array]) -> tuple[Array, Array]:
+        logits = apply(params, batch[0])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]), logits.argmax(axis=-1)
+
+    batched = jax.lax.map(one, _batches(batch_size, inputs, labels))
+    return [values.reshape(-1)[: len(inputs)] for values in batched]

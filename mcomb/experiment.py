@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mcomb import cli, figures
-from mcomb.combine import Draw, linear, mix
+from mcomb.combine import Draw
 from mcomb.evaluate import Metrics
 from mcomb.results import METRICS, SPLITS, VARIANTS, Rows, barriers, environment, table, writable, write_json
 from mcomb.setups import SETUPS
@@ -46,15 +46,17 @@ def run_sweep(sweep: Sweep, config: Config) -> dict[str, Any]:
     }
     results = finished(folder, identity)
     if results is None:
+        scores = workspace.scores({"A": a.params, "B": b.params})
+        references = {split: np.stack([scores[model][split].predicted for model in "AB"]) for split in SPLITS}
         pairs = {"naive": (a.params, b.params), "aligned": (a.params, workspace.aligned(a, b))}
-        tasks = {"models": Task(mix(linear), pairs["naive"], np.array([0, 1], np.float32))}
         shares = np.repeat(values, config.samples)
-        tasks |= {variant: Task(sweep.draw, pairs[variant], shares) for variant in VARIANTS}
-        measured = workspace.measure(sweep.name, Rows(folder, identity), tasks, pairs["naive"])
-        ends = {split: listed(metrics) for split, metrics in measured["models"].items()}
+        tasks = {variant: Task(sweep.draw, pairs[variant], shares) for variant in VARIANTS}
+        measured = workspace.measure(sweep.name, Rows(folder, identity), tasks, references)
         models = {
-            model: {split: {metric: ends[split][metric][i] for metric in METRICS} for split in SPLITS}
-            for i, model in enumerate("AB")
+            model: {
+                split: {metric: getattr(score, metric) for metric in METRICS} for split, score in by_split.items()
+            }
+            for model, by_split in scores.items()
         }
         curves = {
             variant: {

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -21,8 +21,8 @@ from mcomb.base import Apply, Params, stream
 from mcomb.checkpoint import Checkpoints, read_checkpoint
 from mcomb.cli import Flag
 from mcomb.combine import Draw
-from mcomb.data import Dataset
-from mcomb.evaluate import BATCH, Metrics, choose_at_once, evaluate, predict, replicate
+from mcomb.data import Dataset, Split
+from mcomb.evaluate import BATCH, Metrics, Score, choose_at_once, evaluate, replicate, score
 from mcomb.match import Matching, match_weights
 from mcomb.models import classifier
 from mcomb.permute import PermutationSpec, check_permuted
@@ -223,24 +223,34 @@ class Workspace:
         yield
         self.seconds[what] = self.seconds.get(what, 0.0) + time.monotonic() - start
 
+    @cached_property
+    def splits(self) -> dict[str, Split]:
+        """The images to evaluate on, on every device."""
+        counts = {"train": self.config.train_images, "test": self.config.test_images}
+        return {name: replicate(getattr(self.data, name).first(count)) for name, count in counts.items()}
+
+    def scores(self, networks: Mapping[str, Params]) -> dict[str, dict[str, Score]]:
+        """The score of each network by itself on each split."""
+        with self.timed("evaluation"):
+            return {
+                name: {split: score(self.apply, params, *images) for split, images in self.splits.items()}
+                for name, params in networks.items()
+            }
+
     def measure(
-        self, experiment: str, rows: Rows, tasks: Mapping[str, Task], compare: tuple[Params, Params]
+        self, experiment: str, rows: Rows, tasks: Mapping[str, Task], references: Mapping[str, np.ndarray]
     ) -> dict[str, dict[str, Metrics]]:
         """The metrics of each task on each split, from the rows there are and the evaluation of all others.
 
-        Agreement is counted with the labels of the two networks to `compare` with.
+        `references` are, for each split, the labels of the two networks to count agreement with.
         """
-        images = {"train": self.config.train_images, "test": self.config.test_images}
-        splits = {name: replicate(getattr(self.data, name).first(count)) for name, count in images.items()}
-        references = cache(
-            lambda split: np.stack([predict(self.apply, params, splits[split].images) for params in compare])
-        )
         root = stream(self.config.seed, "coefficients", experiment)
-        at_once = self.config.at_once or choose_at_once(self.apply, compare[0], splits["test"].images[:BATCH])
+        network = next(iter(tasks.values())).networks[0]
+        at_once = self.config.at_once or choose_at_once(self.apply, network, self.splits["test"].images[:BATCH])
         size = max(getattr(self.config, "samples", 1), at_once * jax.local_device_count())
-        total = len(splits) * sum(len(task) for task in tasks.values())
+        total = len(self.splits) * sum(len(task) for task in tasks.values())
         with self.timed("evaluation"), tqdm(total=total, desc="evaluating", unit="net", dynamic_ncols=True) as bar:
-            for split, (name, task) in itertools.product(splits, tasks.items()):
+            for split, (name, task) in itertools.product(self.splits, tasks.items()):
                 missing = [i for i in range(len(task)) if f"{name}/{split}/{i}" not in rows]
                 bar.update(len(task) - len(missing))
                 for start in range(0, len(missing), size):
@@ -252,8 +262,8 @@ class Workspace:
                         replicate(task.networks),
                         jax.tree.map(lambda values, these=same_size: values[these], task.parameters),
                         jax.vmap(jax.random.fold_in, (None, 0))(root, same_size),
-                        *splits[split],
-                        references=references(split),
+                        *self.splits[split],
+                        references=references[split],
                         at_once=at_once,
                     )
                     lists = [values.tolist() for values in metrics]
@@ -262,15 +272,11 @@ class Workspace:
                         for i, *values in zip(chunk, *lists, strict=False)
                     )
                     bar.update(len(chunk))
+
+        def collected(name: str, split: str, field: str) -> np.ndarray:
+            return np.array([rows[f"{name}/{split}/{i}"][field] for i in range(len(tasks[name]))])
+
         return {
-            name: {
-                split: Metrics(
-                    *(
-                        np.array([rows[f"{name}/{split}/{i}"][field] for i in range(len(task))])
-                        for field in Metrics._fields
-                    )
-                )
-                for split in splits
-            }
-            for name, task in tasks.items()
+            name: {split: Metrics(*(collected(name, split, f) for f in Metrics._fields)) for split in self.splits}
+            for name in tasks
         }

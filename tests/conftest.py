@@ -1,6 +1,9 @@
 """Strict numerics on two virtual CPU devices, so that every test exercises the sharded code."""
 
+import atexit
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import jax
@@ -10,6 +13,12 @@ import pytest
 from mcomb import data
 from mcomb.setups import SETUPS
 
+# These programs are tiny and run once: compiling them thoroughly would take most of the time.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
+# What one test or one of the commands it starts has compiled, the others need not.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled = tempfile.mkdtemp(prefix="mcomb-tests-")
+atexit.register(shutil.rmtree, compiled, ignore_errors=True)
+jax.config.update("jax_compilation_cache_dir", compiled)
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -4,9 +4,9 @@ import numpy as np
 import optax
 import pytest
 
-from mcomb import combine, evaluate, linear, mix, predict, uniform
+from mcomb import combine, evaluate, linear, mix, score, uniform
 from mcomb.evaluate import choose_at_once, footprint
-from mcomb.models import ResNet20
+from mcomb.models import ResNet20, Tiny10
 
 KEYS = jax.random.split(jax.random.key(0), 7)
 SHARES = jnp.linspace(0, 0.5, 7)
@@ -66,15 +66,15 @@ def test_side_by_side_equals_one_by_one(at_once):
         assert together.accuracy[i] == alone.accuracy[0]
 
 
-def test_convolutions_side_by_side_equal_one_by_one(network):
-    _, model, params, images = network
-
-    def logits(params, x):
-        return model.apply({"params": params}, x)
-
-    nets, labels = (params, jax.tree.map(lambda x: x[..., ::-1], params)), np.arange(6, dtype=np.int32)
+def test_convolutions_side_by_side_equal_one_by_one():
+    model, rng = Tiny10(1), np.random.default_rng(0)
+    images = rng.normal(size=(6, 16, 16, 3)).astype(np.float32)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), images)
+    nets = tuple(
+        jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), shapes) for _ in range(2)
+    )
     one, two = (
-        evaluate(logits, mix(uniform), nets, SHARES[:4], KEYS[:4], images, labels, batch_size=4, at_once=n)
+        evaluate(model.apply, mix(uniform), nets, SHARES[:4], KEYS[:4], images, np.arange(6), batch_size=4, at_once=n)
         for n in (1, 2)
     )
     np.testing.assert_allclose(one.loss, two.loss, rtol=1e-4)
@@ -92,7 +92,7 @@ def test_one_device_equals_two(request):
 
 def test_agreement_counts_every_image_by_match_and_correctness():
     nets, x, y = problem()
-    labels = np.stack([predict(apply, net, x) for net in nets])
+    labels = np.stack([score(apply, net, x, y).predicted for net in nets])
     metrics = evaluate(apply, mix(uniform), nets, SHARES, KEYS, x, y, references=labels, batch_size=8)
     assert (metrics.agreement.sum((1, 2)) == len(y)).all()
     np.testing.assert_allclose(metrics.agreement[:, :, 0].sum(1) / len(y), metrics.accuracy)
@@ -105,15 +105,18 @@ def test_agreement_counts_every_image_by_match_and_correctness():
 
 def test_network_a_agrees_with_a_alone_or_with_both():
     nets, x, y = problem()
-    labels = np.stack([predict(apply, net, x) for net in nets])
+    labels = np.stack([score(apply, net, x, y).predicted for net in nets])
     counts = evaluate(apply, mix(linear), nets, jnp.zeros(1), KEYS[:1], x, y, references=labels).agreement[0]
     assert counts[1].sum() == counts[3].sum() == 0
     assert counts[0].sum() == (labels[0] != labels[1]).sum()
 
 
-def test_predictions_do_not_depend_on_the_batch():
-    nets, x, _ = problem()
-    np.testing.assert_array_equal(predict(apply, nets[0], x, 10), apply(nets[0], x).argmax(-1))
+@pytest.mark.parametrize("batch_size", [10, 53, 200])
+def test_a_networks_own_score_does_not_depend_on_the_batch(batch_size):
+    (net, _), x, y = problem()
+    found = score(apply, net, x, y, batch_size=batch_size)
+    assert (found.loss, found.accuracy) == pytest.approx(by_hand(net, x, y), rel=1e-5)
+    np.testing.assert_array_equal(found.predicted, apply(net, x).argmax(-1))
 
 
 def test_any_function_of_networks_can_be_evaluated():

@@ -155,15 +155,15 @@ def kill_when(process, happened):
 
 
 def test_killed_in_training_and_in_evaluation_it_ends_as_if_it_had_not_been(tmp_path):
-    flags = "--setup mlp-digits --width 2 --epochs 150 --checkpoint-every 2 --samples 30".split()  # noqa: SIM905
+    flags = "--setup mlp-digits --width 2 --epochs 100 --checkpoint-every 10 --samples 8".split()  # noqa: SIM905
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     home = killed / "mlp-digits" / "width-2"
-    network = home / "networks" / "seed-1,epochs=150"
+    network = home / "networks" / "seed-1,epochs=100"
     kill_when(command(*flags, out=killed), lambda: list(network.glob("[0-9]*")))
-    assert not (network / "150").exists()
+    assert not (network / "100").exists()
 
-    rows = home / "uniform,samples=30,epochs=150" / "samples.jsonl"
-    kill_when(command(*flags, out=killed), lambda: rows.exists() and rows.read_text().count("\n") > 200)
+    rows = home / "uniform,samples=8,epochs=100" / "samples.jsonl"
+    kill_when(command(*flags, out=killed), lambda: rows.exists() and rows.read_text().count("\n") > 100)
     assert not list(killed.rglob("results.json"))
 
     for out in (killed, whole):
@@ -230,10 +230,10 @@ def test_help_names_every_flag_on_a_line_of_its_own(capsys):
 
 @pytest.mark.parametrize("setup", ["tiny10-cifar10", "resnet20-cifar10"])
 def test_the_papers_networks_run_the_whole_job_on_real_images(setup, cifar_archive, tmp_path):
-    flags = f"--setup {setup} --width 1 --epochs 0 --points 2 --samples 1 --train-images 8 --test-images 12"
+    flags = f"--setup {setup} --width 1 --epochs 0 --points 2 --samples 1 --train-images 8 --test-images 8"
     experiment.main(
         uniform.SWEEP, None, [*flags.split(), "--data-dir", str(cifar_archive), "--out", str(tmp_path)]
     )
     results = results_in(tmp_path)
     assert results["paper"]["loss"] == {"tiny10-cifar10": 0.332, "resnet20-cifar10": 0.044}[setup]
-    assert (np.array(results["curves"]["aligned"]["test"]["agreement"]).sum((2, 3)) == 12).all()
+    assert (np.array(results["curves"]["aligned"]["test"]["agreement"]).sum((2, 3)) == 8).all()
