@@ -74,7 +74,9 @@ def test_convolutions_side_by_side_equal_one_by_one():
         jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), shapes) for _ in range(2)
     )
     one, two = (
-        evaluate(model.apply, mix(uniform), nets, SHARES[:4], KEYS[:4], images, np.arange(6), batch_size=4, at_once=n)
+        evaluate(
+            model.apply, mix(uniform), nets, SHARES[:4], KEYS[:4], images, np.arange(6), batch_size=4, at_once=n
+        )
         for n in (1, 2)
     )
     np.testing.assert_allclose(one.loss, two.loss, rtol=1e-4)
