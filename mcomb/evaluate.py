@@ -79,9 +79,7 @@ class Score(NamedTuple):
     predicted: Int[np.ndarray, "n"]
 
 
-def score(
-    apply: Apply, params: Params, inputs: Array, labels: Int[Array, "n"], *, batch_size: int = BATCH
-) -> Score:
+def score(apply: Apply, params: Params, inputs: Array, labels: Int[Array, "n"], *, batch_size: int = BATCH) -> Score:
     """The score of one network as it is."""
     losses, predicted = map(np.asarray, _score(apply, batch_size, *replicate((params, inputs, labels))))
     return Score(float(losses.mean()), float(np.mean(predicted == np.asarray(labels))), predicted)
@@ -111,9 +109,7 @@ def footprint(apply: Apply, params: Params, inputs: Array) -> int:
 def _batches(batch_size: int, *arrays: Array) -> list[Array]:
     """Arrays of n rows as arrays of batches of rows, the last one padded with zeros."""
     pad = -len(arrays[0]) % batch_size
-    return [
-        jnp.pad(x, ((0, pad), *((0, 0),) * (x.ndim - 1))).reshape(-1, batch_size, *x.shape[1:]) for x in arrays
-    ]
+    return [jnp.pad(x, ((0, pad), *((0, 0),) * (x.ndim - 1))).reshape(-1, batch_size, *x.shape[1:]) for x in arrays]
 
 
 @partial(jax.jit, static_argnums=range(5))

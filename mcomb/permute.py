@@ -51,8 +51,7 @@ class PermutationSpec:
             for axis, (size, perm) in enumerate(zip(shape, perms, strict=True)):
                 if perm is not None and self.sizes.get(perm) != size:
                     raise UserError(
-                        f"axis {axis} of {name} has {size} entries, "
-                        f"but permutation {perm} has {self.sizes.get(perm)}"
+                        f"axis {axis} of {name} has {size} entries, but permutation {perm} has {self.sizes.get(perm)}"
                     )
 
     def places(self, perm: str) -> list[tuple[str, int]]:

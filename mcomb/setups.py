@@ -4,11 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import flax.linen as nn
-
 from mcomb.base import Params
 from mcomb.data import Dataset, cifar10, digits
-from mcomb.models import MLP, ResNet20, Tiny10
+from mcomb.models import MLP, Classifier, ResNet20, Tiny10
 from mcomb.permute import PermutationSpec
 from mcomb.specs import mlp_spec, resnet20_spec, tiny10_spec
 from mcomb.train import Augmentation, Recipe
@@ -19,7 +17,7 @@ class Setup:
     """What is trained, on what, and how."""
 
     title: str
-    model: Callable[[int], nn.Module]  # from the width
+    model: type[Classifier]
     spec: Callable[[Params], PermutationSpec]
     data: Callable[[Path | None], Dataset]
     image: tuple[int, int, int]

@@ -212,9 +212,7 @@ def train(
             yield epoch + 1, state, mean
 
 
-def epoch_order(
-    seed: int, epoch: int, count: int, batch_size: int, devices: int
-) -> Int32[np.ndarray, "steps padded"]:
+def epoch_order(seed: int, epoch: int, count: int, batch_size: int, devices: int) -> Int32[np.ndarray, "steps padded"]:
     """The epoch's batches as rows of image indices, padded with -1 to a multiple of the devices."""
     order = np.asarray(jax.random.permutation(stream(seed, "order", epoch), count), np.int32)
     rows = order[: count - count % batch_size].reshape(-1, batch_size)
@@ -237,9 +235,7 @@ def _updates(
     """The state after several batches, and the progress of each."""
 
     def one(state: State, batch: Any) -> tuple[State, Progress]:
-        out = update(
-            state, batch, images, labels, key, apply=apply, optimizer=optimizer, augmentation=augmentation
-        )
+        out = update(state, batch, images, labels, key, apply=apply, optimizer=optimizer, augmentation=augmentation)
         return jax.lax.with_sharding_constraint(out, NamedSharding(mesh, PartitionSpec()))
 
     if len(batches) == 1:  # no loop at all: see steps_per_call

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -37,22 +37,22 @@ class Config:
 
     setup: Annotated[str, Flag("model, dataset and recipe", choices=tuple(SETUPS))] = "resnet20-cifar10"
     width: Annotated[int, Flag("width multiplier: the first layer has 16·N units", at_least=1)] = 32
-    points: Annotated[int, Flag("values of the sweep's parameter, end points included", at_least=2)] = 25
-    samples: Annotated[int, Flag("combinations drawn at each value", at_least=1)] = 5
     train_images: Annotated[int | None, Flag("train images to evaluate on (default: all)", at_least=1)] = None
     test_images: Annotated[int | None, Flag("test images to evaluate on (default: all)", at_least=1)] = None
     seed: Annotated[int, Flag("root seed N; networks A, B, C have seeds 3N, 3N+1, 3N+2", at_least=0)] = 0
     seed_a: Annotated[int | None, Flag("seed of network A (default: from --seed)", at_least=0)] = None
     seed_b: Annotated[int | None, Flag("seed of network B (default: from --seed)", at_least=0)] = None
+    seed_c: Annotated[int | None, Flag("seed of network C (default: from --seed)", at_least=0)] = None
     checkpoint_a: Annotated[Path | None, Flag("orbax folder to take network A from instead of training")] = None
     checkpoint_b: Annotated[Path | None, Flag("orbax folder to take network B from instead of training")] = None
+    checkpoint_c: Annotated[Path | None, Flag("orbax folder to take network C from instead of training")] = None
     epochs: Annotated[int | None, Flag("training epochs; 0 leaves networks untrained [setup]", at_least=0)] = None
     batch_size: Annotated[int | None, Flag("training images in a batch [setup]", at_least=1)] = None
     learning_rate: Annotated[float | None, Flag("peak learning rate [setup]", at_least=0)] = None
     weight_decay: Annotated[float | None, Flag("weight decay [setup]", at_least=0)] = None
-    checkpoint_every: Annotated[
-        int | None, Flag("epochs between checkpoints [setup]", at_least=1, identity=False)
-    ] = None
+    checkpoint_every: Annotated[int | None, Flag("epochs between checkpoints [setup]", at_least=1, identity=False)] = (
+        None
+    )
     data_dir: Annotated[
         Path | None, Flag("CIFAR-10's archive or folder (default: $MCOMB_DATA_DIR, else TFDS)", identity=False)
     ] = None
@@ -65,6 +65,20 @@ class Config:
     ] = None
 
 
+@dataclass(frozen=True)
+class LineConfig(Config):
+    """The flags of a sweep with one network at each value."""
+
+    points: Annotated[int, Flag("values of the sweep's parameter, end points included", at_least=2)] = 25
+
+
+@dataclass(frozen=True)
+class SweepConfig(LineConfig):
+    """The flags of a sweep that samples networks at each value."""
+
+    samples: Annotated[int, Flag("combinations drawn at each value", at_least=1)] = 5
+
+
 RECIPE_FLAGS = ("epochs", "batch_size", "learning_rate", "weight_decay")  # they name a network
 
 
@@ -75,6 +89,18 @@ class Network:
     name: str
     params: Params
     digest: str
+
+
+def _in_a_name(value: Any) -> str:
+    """A flag's value as a part of a folder's name."""
+    if isinstance(value, tuple):
+        return "..".join(map(_in_a_name, value))
+    return value.name if isinstance(value, Path) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+@cache
+def _load(setup: str, data_dir: Path | None) -> Dataset:
+    return SETUPS[setup].data(data_dir)
 
 
 class Task(NamedTuple):
@@ -110,7 +136,7 @@ class Workspace:
     @cached_property
     def data(self) -> Dataset:
         """The dataset, all of it."""
-        return self.setup.data(self.config.data_dir)
+        return _load(self.config.setup, self.config.data_dir)
 
     @cached_property
     def apply(self) -> Apply:
@@ -136,7 +162,7 @@ class Workspace:
     def identity(self) -> dict[str, Any]:
         """What a result depends on: the flags that change it, and the recipe they lead to."""
         chosen = {name: getattr(self.config, name) for name in self._identity_flags()}
-        return json.loads(json.dumps(chosen | {"recipe": dataclasses.asdict(self.recipe)}, default=str))
+        return json.loads(json.dumps(chosen | {"recipe": self._recipe_dict()}, default=str))
 
     def folder(self, experiment: str) -> Path:
         """Where an experiment's results go."""
@@ -144,11 +170,15 @@ class Workspace:
         for name in self._identity_flags():
             value, usual = getattr(self.config, name), getattr(type(self.config), name)
             if value not in (usual, getattr(self.setup.recipe, name, usual)) and name not in ("setup", "width"):
-                parts.append(f"{name.replace('_', '-')}={value.name if isinstance(value, Path) else value}")
+                parts.append(f"{name.replace('_', '-')}={_in_a_name(value)}")
         return self.home / ",".join(parts)
 
     def _identity_flags(self) -> list[str]:
         return [name for name, flag in cli.flags(type(self.config)).items() if flag.identity]
+
+    def _recipe_dict(self) -> dict[str, Any]:
+        """What of the recipe changes the network."""
+        return {name: value for name, value in dataclasses.asdict(self.recipe).items() if name != "checkpoint_every"}
 
     def network(self, letter: str) -> Network:
         """Network A, B or C: the given checkpoint, or the one trained from its seed."""
@@ -167,11 +197,9 @@ class Workspace:
             if getattr(self.recipe, name) != getattr(self.setup.recipe, name)
         ]
         name = ",".join([f"seed-{seed}", *changed])
-        recipe = dataclasses.asdict(self.recipe)
-        del recipe["checkpoint_every"]
         checkpoints = Checkpoints(
             self.home / "networks" / name,
-            {"setup": self.config.setup, "width": self.config.width, "seed": seed} | recipe,
+            {"setup": self.config.setup, "width": self.config.width, "seed": seed} | self._recipe_dict(),
         )
         if checkpoints.epoch != self.recipe.epochs:
             with self.timed("training"):
@@ -229,6 +257,12 @@ class Workspace:
         counts = {"train": self.config.train_images, "test": self.config.test_images}
         return {name: replicate(getattr(self.data, name).first(count)) for name, count in counts.items()}
 
+    def pixels(self, split: str) -> np.ndarray:
+        """The normalised pixels of a split's images."""
+        return ((np.asarray(self.splits[split].images) - np.array(self.data.mean)) / np.array(self.data.std)).astype(
+            np.float32
+        )
+
     def scores(self, networks: Mapping[str, Params]) -> dict[str, dict[str, Score]]:
         """The score of each network by itself on each split."""
         with self.timed("evaluation"):
@@ -238,16 +272,17 @@ class Workspace:
             }
 
     def measure(
-        self, experiment: str, rows: Rows, tasks: Mapping[str, Task], references: Mapping[str, np.ndarray]
+        self, rows: Rows, tasks: Mapping[str, Task], references: Mapping[str, np.ndarray], per_call: int = 8
     ) -> dict[str, dict[str, Metrics]]:
         """The metrics of each task on each split, from the rows there are and the evaluation of all others.
 
-        `references` are, for each split, the labels of the two networks to count agreement with.
+        `references` are, for each split, the labels of the two networks to count agreement with. A compiled call
+        takes at least `per_call` combinations.
         """
-        root = stream(self.config.seed, "coefficients", experiment)
+        root = stream(self.config.seed, "coefficients", rows.identity["experiment"])
         network = next(iter(tasks.values())).networks[0]
         at_once = self.config.at_once or choose_at_once(self.apply, network, self.splits["test"].images[:BATCH])
-        size = max(getattr(self.config, "samples", 1), at_once * jax.local_device_count())
+        size = max(per_call, getattr(self.config, "samples", 1), at_once * jax.local_device_count())
         total = len(self.splits) * sum(len(task) for task in tasks.values())
         with self.timed("evaluation"), tqdm(total=total, desc="evaluating", unit="net", dynamic_ncols=True) as bar:
             for split, (name, task) in itertools.product(self.splits, tasks.items()):

@@ -70,13 +70,9 @@ def test_convolutions_side_by_side_equal_one_by_one():
     model, rng = Tiny10(1), np.random.default_rng(0)
     images = rng.normal(size=(6, 16, 16, 3)).astype(np.float32)
     shapes = jax.eval_shape(model.init, jax.random.key(0), images)
-    nets = tuple(
-        jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), shapes) for _ in range(2)
-    )
+    nets = tuple(jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), shapes) for _ in range(2))
     one, two = (
-        evaluate(
-            model.apply, mix(uniform), nets, SHARES[:4], KEYS[:4], images, np.arange(6), batch_size=4, at_once=n
-        )
+        evaluate(model.apply, mix(uniform), nets, SHARES[:4], KEYS[:4], images, np.arange(6), batch_size=4, at_once=n)
         for n in (1, 2)
     )
     np.testing.assert_allclose(one.loss, two.loss, rtol=1e-4)
@@ -140,9 +136,7 @@ def test_on_cpu_one_combination_runs_at_a_time():
 
 
 def test_the_footprint_counts_weights_and_the_largest_activation():
-    shapes = [
-        jax.eval_shape(ResNet20(w).init, jax.random.key(0), jnp.zeros((1, 32, 32, 3)))["params"] for w in (1, 32)
-    ]
+    shapes = [jax.eval_shape(ResNet20(w).init, jax.random.key(0), jnp.zeros((1, 32, 32, 3)))["params"] for w in (1, 32)]
     images = np.zeros((100, 32, 32, 3), np.float32)
     narrow, wide = (
         footprint(lambda p, x, w=w: ResNet20(w).apply({"params": p}, x), tree, images)
