@@ -21,7 +21,7 @@ from mcomb.base import Params
 from mcomb.cli import Flag
 from mcomb.combine import combine
 from mcomb.experiment import Experiment, Finding, Results, main, models_of
-from mcomb.permute import PermutationSpec
+from mcomb.permute import Perms, PermutationSpec
 from mcomb.results import METRICS, SPLITS, Rows, barrier
 from mcomb.workspace import Config, Network, Task, Workspace
 
@@ -70,7 +70,7 @@ def measure(workspace: Workspace, networks: dict[str, Network], rows: Rows) -> R
     perms = sorted(spec.sizes, key=lambda perm: model.layer_of(modules[perm]))
 
     shares = np.linspace(0, 1, config.points, dtype=np.float32)
-    cases: list[tuple[str, int, dict[str, np.ndarray]]] = [("as matched", 0, spec.identity())]
+    cases: list[tuple[str, int, Perms]] = [("as matched", 0, spec.identity())]
     for perm in perms:
         counts = np.unique(np.linspace(2, spec.sizes[perm], config.counts).round().astype(int))
         for k in map(int, counts):

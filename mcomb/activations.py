@@ -50,7 +50,7 @@ def _sums(model: Classifier, modules: tuple[tuple[str, str], ...], a: Params, b:
 
     def activations(params: Params, x: Array) -> dict[str, Array]:
         _, state = model.apply({"params": params}, x, capture_intermediates=True, mutable=["intermediates"])
-        found = {}
+        found: dict[str, Array] = {}
         for perm, path in modules:
             node: Any = state["intermediates"]
             for part in path.split("/"):

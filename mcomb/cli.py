@@ -46,6 +46,9 @@ def parse(config: type[C], description: str, argv: list[str] | None = None, epil
     hints = typing.get_type_hints(config)
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         flag = flags(config)[field.name]
+        if hints[field.name] is bool:
+            parser.add_argument("--" + field.name.replace("_", "-"), action="store_true", help=flag.help)
+            continue
         kind, count = _kind(hints[field.name])
         default = "the setup's" if field.default is None and "[setup]" in flag.help else field.default
         text = flag.help.replace(" [setup]", "")

@@ -90,8 +90,8 @@ def minmax(key: PRNGKeyArray, share: Float[Array, ""], a: Params, b: Params) -> 
     """From 'Max' at 0, which takes of each pair the weight larger in absolute value, to 'Min' at 1."""
 
     def one(a: Array, b: Array) -> Array:
-        larger, smaller = (jnp.where(take_a, a, b) for take_a in (abs(a) >= abs(b), abs(a) < abs(b)))
-        return (1 - share) * larger + share * smaller
+        a_is_larger = jnp.abs(a) >= jnp.abs(b)
+        return (1 - share) * jnp.where(a_is_larger, a, b) + share * jnp.where(a_is_larger, b, a)
 
     return jax.tree.map(one, a, b)
 

@@ -66,9 +66,23 @@ def run(experiment: Experiment, config: Config) -> Results:
         }
         write_json(folder / "results.json", results)
     experiment.draw(results, folder)
-    results["agrees"], results["finding"] = experiment.conclude(results)
+    results = explained(experiment, results)
     print("\n".join([results["title"], *([table(results)] if "barriers" in results else []), results["finding"]]))
-    return results | {"claim": experiment.claim, "alt": experiment.alt}
+    return results
+
+
+def explained(experiment: Experiment, results: Results) -> Results:
+    """Results with what the paper found and what they say of it."""
+    agrees, finding = experiment.conclude(results)
+    return results | {"claim": experiment.claim, "alt": experiment.alt, "agrees": agrees, "finding": finding}
+
+
+def gathered(experiment: Experiment, config: Config) -> Results | None:
+    """The results of an experiment, if it has been run with this config."""
+    workspace = Workspace(config)
+    identity = {"experiment": experiment.name, "config": workspace.identity}
+    results = finished(workspace.folder(experiment.name), identity)
+    return results and explained(experiment, results)
 
 
 def finished(folder: Path, identity: Mapping[str, Any]) -> Results | None:
@@ -177,13 +191,17 @@ def works_aligned(results: Results, most: float = 0.1) -> Finding:
     )
 
 
-def main(experiment: Experiment, description: str | None, argv: list[str] | None = None) -> None:
-    """The command line of an experiment."""
+def setups_help() -> str:
+    """The recipes of the setups, for the end of a program's help."""
     recipes = {name: setup.recipe for name, setup in SETUPS.items()}
     lines = [
         f"  {name:18}{recipe.epochs} epochs, batch {recipe.batch_size}, "
         f"learning rate {recipe.learning_rate:g}, weight decay {recipe.weight_decay:g}"
         for name, recipe in recipes.items()
     ]
-    epilog = "\n".join(["setups:", *lines])
-    cli.run(lambda: run(experiment, cli.parse(experiment.config, description or "", argv, epilog)))
+    return "\n".join(["setups:", *lines])
+
+
+def main(experiment: Experiment, description: str | None, argv: list[str] | None = None) -> None:
+    """The command line of an experiment."""
+    cli.run(lambda: run(experiment, cli.parse(experiment.config, description or "", argv, setups_help())))

@@ -7,7 +7,6 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from matplotlib import patheffects
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -66,10 +65,9 @@ def sweep(results: Mapping[str, Any], folder: Path) -> None:
                     axes.plot(x, samples.ravel(), ".", color=colour, markersize=2, markeredgewidth=0)
                 if row == 0:
                     axes.set_title(split)
-                else:
-                    axes.set_xlabel(results["parameter"]["label"])
                 if column == 0:
                     axes.set_ylabel(metric)
+        figure.supxlabel(results["parameter"]["label"], fontsize=8)
         handles, labels = panels[0, 1].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
         figure.suptitle(results["title"], fontsize=9)
@@ -86,17 +84,18 @@ def triangle(results: Mapping[str, Any], folder: Path) -> None:
         axes = figure.subplots()
         shades = axes.tripcolor(x, y, accuracy, shading="gouraud", cmap="viridis")
         figure.colorbar(shades, ax=axes, label="test accuracy", shrink=0.8)
+        box = {"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 1}
         corners = np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
         axes.plot(*_equilateral(corners), color="black", linewidth=0.8)
         for corner, name, (dx, dy) in zip(corners, "ABC", ((-0.06, -0.06), (0.06, -0.06), (0.0, 0.06)), strict=False):
             cx, cy = _equilateral(corner[None])
             level = results["models"][name]["test"]["accuracy"]
             note = axes.annotate(f"{name}\n{level:.3f}", (cx[0] + dx, cy[0] + dy), ha="center", va="center")
-            note.set_bbox({"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1})
+            note.set_bbox(box)
         best = results["best_index"]
         axes.plot(x[best], y[best], "*", color="white", markeredgecolor="black", markersize=11, markeredgewidth=0.8)
-        axes.annotate(f"Θ* {accuracy[best]:.3f}", (x[best], y[best]), (7, 5), textcoords="offset points", color="white")
-        axes.texts[-1].set_path_effects([patheffects.withStroke(linewidth=1.5, foreground="black")])
+        note = axes.annotate(f"Θ* {accuracy[best]:.3f}", (x[best], y[best]), (6, 6), textcoords="offset points")
+        note.set_bbox(box)
         axes.set_aspect("equal")
         axes.margins(0.12)
         axes.axis("off")
@@ -126,7 +125,8 @@ def stacks(results: Mapping[str, Any], folder: Path) -> None:
     """Draws, for each sweep, the part of the test images whose label is both's, A's, B's or neither's."""
     with matplotlib.rc_context(STYLE | {"axes.grid": False}):
         figure = Figure(figsize=(6.4, 4.2), layout="constrained")
-        panels = figure.subplots(2, 3).ravel()
+        panels = figure.subplots(2, 3, sharey=True).ravel()
+        lowest = 1.0
         for axes, (name, sweep_results) in zip(panels, results["sweeps"].items(), strict=False):
             counts = np.array(sweep_results["counts"]).mean(axis=1)  # over samples: value × match × correctness
             parts = counts / counts[0].sum()
@@ -134,11 +134,12 @@ def stacks(results: Mapping[str, Any], folder: Path) -> None:
             colours = [colour for pair in MATCH_COLOURS.values() for colour in pair]
             labels = [f"{match}, {how}" for match in MATCH_COLOURS for how in ("correct", "wrong")]
             axes.stackplot(sweep_results["parameter"]["values"], layers, colors=colours, labels=labels, linewidth=0)
-            # Most images are "both, correct" everywhere: show where the rest lie.
-            axes.set_ylim(max(0, np.floor(20 * layers[0].min() - 0.5) / 20), 1)
+            lowest = min(lowest, layers[0].min())
             axes.margins(x=0)
             axes.set_title(name)
             axes.set_xlabel(sweep_results["parameter"]["name"])
+        # Most images are "both, correct" everywhere: show where the rest lie.
+        panels[0].set_ylim(max(0, np.floor(20 * lowest - 0.2) / 20), 1)
         panels[0].set_ylabel("part of the test images")
         panels[3].set_ylabel("part of the test images")
         panels[-1].axis("off")
@@ -157,7 +158,7 @@ def edges(results: Mapping[str, Any], folder: Path) -> None:
     rows = -(-len(layers) // columns)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(6.4, 2.2 + 1.2 * rows), layout="constrained")
-        top, bottom = figure.subfigures(2, 1, height_ratios=[2.2, 1.2 * rows + 0.3])
+        top, bottom = np.ravel(figure.subfigures(2, 1, height_ratios=[2.2, 1.2 * rows + 0.3]))
         whole = top.subplots()
         small = bottom.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
         panels = [(whole, results["overall"], "all layers")]
@@ -174,9 +175,9 @@ def edges(results: Mapping[str, Any], folder: Path) -> None:
         for axes in small[len(layers) :]:
             axes.axis("off")
         whole.set_ylabel("weights")
-        whole.set_xlabel("|Θ_A − Θ_B|")
+        whole.set_xlabel(r"$|\Theta_A - \Theta_B|$")
         whole.legend(frameon=False)
-        bottom.supxlabel("|Θ_A − Θ_B|", fontsize=8)
+        bottom.supxlabel(r"$|\Theta_A - \Theta_B|$", fontsize=8)
         figure.suptitle(results["title"], fontsize=9)
         save(figure, folder, results["experiment"])
 
@@ -210,7 +211,7 @@ def robustness(results: Mapping[str, Any], folder: Path) -> None:
     rows = -(-len(layers) // columns)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(1.75 * columns + 0.6, 3.0 * rows + 1.0), layout="constrained")
-        parts = figure.subfigures(2, 1)
+        parts = np.ravel(figure.subfigures(2, 1))
         for part, metric in zip(parts, METRICS, strict=True):
             panels = part.subplots(rows, columns, sharey=True, squeeze=False).ravel()
             for axes, (name, layer) in zip(panels, layers.items(), strict=False):
@@ -240,9 +241,11 @@ def schematic(results: Mapping[str, Any], folder: Path) -> None:
             for axes, layer in zip(column[::-1], panel["shares"], strict=True):  # the first layer at the bottom
                 share, weight = (np.array(panel[kind][layer])[..., None] for kind in ("shares", "weights"))
                 hue = (1 - share) * blue + share * orange
-                axes.imshow(hue * weight + (1 - weight), interpolation="nearest")
-                axes.set_xticks([])
-                axes.set_yticks([])
+                height, width, _ = hue.shape
+                box = (-width / 2, width / 2, -height / 2, height / 2)  # cells of one size in all layers
+                axes.imshow(hue * weight + (1 - weight), interpolation="nearest", extent=box)
+                axes.set(xlim=(-4, 4), ylim=(-4, 4))
+                axes.axis("off")
             column[0].set_title(name)
         figure.supylabel("layers", fontsize=8)
         save(figure, folder, results["experiment"])
