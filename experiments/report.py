@@ -35,16 +35,9 @@ from mcomb.experiment import Experiment, command, gathered, narrowed, run, setup
 from mcomb.results import atomic, writable
 from mcomb.workspace import Config, SweepConfig, Workspace
 
-ORDER = (schematic, uniform, subcube, hyperplane, bernoulli, stitching, linear) + (
-    linear,
-    centered,
-    minmax,
-    transitivity,
-    triangle,
-    functional,
-    edges,
-    robustness,
-    width,
+ORDER = (
+    *(schematic, uniform, subcube, hyperplane, bernoulli, stitching, linear),
+    *(linear, centered, minmax, transitivity, triangle, functional, edges, robustness, width),
 )  # the line twice: between the networks and beyond them
 BEYOND = (-1.0, 2.0)
 

@@ -57,7 +57,7 @@ def evaluate(
     shared = replicate((networks, inputs, labels, references))
     if at_once is None:
         at_once = choose_at_once(apply, networks[0], shared[1][:batch_size])
-    totals = _evaluate(apply, draw, batch_size, at_once, mesh, *shared, parameters, keys)
+    totals = _evaluate(apply, draw, min(batch_size, len(labels)), at_once, mesh, *shared, parameters, keys)
     loss, correct, agreement = (np.asarray(total)[:k] for total in totals)
     return Metrics(loss / len(labels), correct / len(labels), agreement)
 
@@ -81,7 +81,8 @@ class Score(NamedTuple):
 
 def score(apply: Apply, params: Params, inputs: Array, labels: Int[Array, "n"], *, batch_size: int = BATCH) -> Score:
     """The score of one network as it is."""
-    losses, predicted = map(np.asarray, _score(apply, batch_size, *replicate((params, inputs, labels))))
+    size = min(batch_size, len(labels))
+    losses, predicted = map(np.asarray, _score(apply, size, *replicate((params, inputs, labels))))
     return Score(float(losses.mean()), float(np.mean(predicted == np.asarray(labels))), predicted)
 
 

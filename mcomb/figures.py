@@ -3,7 +3,7 @@
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import matplotlib
 import numpy as np
@@ -158,7 +158,7 @@ def edges(results: Mapping[str, Any], folder: Path) -> None:
     rows = -(-len(layers) // columns)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(6.4, 2.2 + 1.2 * rows), layout="constrained")
-        top, bottom = np.ravel(figure.subfigures(2, 1, height_ratios=[2.2, 1.2 * rows + 0.3]))
+        top, bottom = cast(Any, figure.subfigures(2, 1, height_ratios=[2.2, 1.2 * rows + 0.3]))
         whole = top.subplots()
         small = bottom.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
         panels = [(whole, results["overall"], "all layers")]
@@ -211,7 +211,7 @@ def robustness(results: Mapping[str, Any], folder: Path) -> None:
     rows = -(-len(layers) // columns)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(1.75 * columns + 0.6, 3.0 * rows + 1.0), layout="constrained")
-        parts = np.ravel(figure.subfigures(2, 1))
+        parts = cast(Any, figure.subfigures(2, 1))
         for part, metric in zip(parts, METRICS, strict=True):
             panels = part.subplots(rows, columns, sharey=True, squeeze=False).ravel()
             for axes, (name, layer) in zip(panels, layers.items(), strict=False):
