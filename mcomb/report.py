@@ -28,6 +28,7 @@ VERDICTS = {  # by `agrees`: a class for the style sheet, a mark and words, so t
 }
 PNG = b"\x89PNG\r\n\x1a\n"
 NOTHING = "–"  # a cell without a number
+Number = float | int  # JSON has both
 
 # Dark only on a screen: paper is white. Figures are drawn on white, so that in the dark they get a white card.
 STYLE = """
@@ -56,38 +57,47 @@ section { margin-top: 3.5rem; padding-top: 2.25rem; border-top: 1px solid var(--
 .lede { font-size: 1.1rem; }
 .note, caption, figcaption, .settings { color: var(--soft); font-size: 0.875rem; line-height: 1.5; }
 
-.verdict { display: inline-block; white-space: nowrap; font-weight: 600; }
+.verdict { display: inline-flex; font-weight: 600; }
 .verdict.agrees { color: var(--agrees); }
 .verdict.differs { color: var(--differs); }
 .verdict.open { color: var(--open); }
-.verdict span { display: inline-block; width: 1.3em; }
+.verdict span { flex: 0 0 1.3em; }
 
 dl { margin: 0 0 1.5rem; display: grid; grid-template-columns: 9rem 1fr; gap: 0.45rem 1.25rem; }
 dt { color: var(--soft); }
-dd { margin: 0; min-width: 0; overflow-wrap: anywhere; }
+dd { margin: 0; min-width: 0; overflow-wrap: anywhere; text-wrap: pretty; }
+dd span { display: inline-block; max-width: 100%; }
 
 figure { margin: 1.75rem 0; break-inside: avoid; }
-.card { padding: 1rem; border: 1px solid var(--rule); border-radius: 0.5rem; background: #ffffff; text-align: center; }
+.card { padding: 1rem; border: 1px solid var(--rule); border-radius: 0.5rem; background: #ffffff; }
 img { display: block; margin: 0 auto; max-width: 100%; height: auto; }
 figcaption { margin-top: 0.6rem; }
 
-.scroll { margin: 0 0 1.5rem; overflow-x: auto; break-inside: avoid; }
+.scroll { margin: 0 0 1.5rem; overflow-x: auto; break-inside: avoid;  /* a shade where there is more to see */
+  background: linear-gradient(to left, var(--page) 40%, transparent) right / 2rem 100% no-repeat local,
+    linear-gradient(to left, var(--rule), transparent) right / 0.75rem 100% no-repeat scroll; }
 table { width: 100%; border-collapse: collapse; font-size: 0.9375rem; line-height: 1.4; }
 caption { padding-bottom: 0.5rem; text-align: left; }
 th, td { padding: 0.45rem 0.75rem; text-align: left; vertical-align: baseline; }
 th:first-child { padding-left: 0; }
-td:last-child, thead th:last-child { padding-right: 0.25rem; }
-thead th { padding-block: 0.2rem; color: var(--soft); font-size: 0.8125rem; font-weight: 500; vertical-align: bottom; }
+td:last-child, thead th:last-child { padding-right: 0; }
+thead th { padding-block: 0.25rem; color: var(--soft); font-size: 0.8125rem; font-weight: 500;
+  vertical-align: bottom; }
+thead th[scope=colgroup] { padding-left: 1.5rem; text-align: center;
+  background: linear-gradient(var(--rule), var(--rule)) bottom right / calc(100% - 1.5rem) 1px no-repeat; }
 thead { border-bottom: 1px solid var(--soft); }
 tbody tr, tfoot tr { border-bottom: 1px solid var(--rule); }
 tbody th, tfoot th { position: sticky; left: 0; background: var(--page); font-weight: 500; }
 .number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums lining-nums; }
 .paper th, .paper td { color: var(--soft); }
+.short { width: auto; min-width: min(100%, 20rem); }
+tfoot th, tfoot td { font-weight: 650; }
 
 code { font: 0.875em/1.55 ui-monospace, SFMono-Regular, Menlo, Consolas, "Liberation Mono", monospace; }
 pre { margin: 0 0 0.75rem; padding: 0.7rem 0.9rem; border: 1px solid var(--rule); border-radius: 0.375rem;
   background: var(--panel); white-space: pre-wrap; overflow-wrap: anywhere; break-inside: avoid; }
 pre code { user-select: all; }
+pre span { white-space: nowrap; }
 .label { margin: 0 0 0.35rem; color: var(--soft); font-size: 0.875rem; break-after: avoid; }
 .left { margin: 0; padding: 0; list-style: none; }
 .left li { break-inside: avoid; }
@@ -100,15 +110,21 @@ pre code { user-select: all; }
   dl { display: block; }
   dd { margin-bottom: 0.7rem; }
   .card { padding: 0.4rem; }
-  th, td { padding-inline: 0.5rem; }
+  table { font-size: 0.875rem; }
+  th, td { padding-inline: 0.4rem; }
+  td .verdict { min-width: 7.5rem; }
 }
 @media print {
-  @page { margin: 18mm 16mm; }
-  body { max-width: none; padding: 0; font-size: 10pt; }
+  @page { margin: 16mm; }
+  html { font-size: 9.5pt; }
+  body { max-width: none; padding: 0; }
+  p { max-width: none; }
   section { margin-top: 0; padding-top: 8mm; border-top: 0; break-inside: avoid; }
+  section dl, .scroll, figure { margin-block: 0 4mm; }
   .card { padding: 0; border: 0; }
-  img { width: auto; max-height: 120mm; }
-  .scroll { overflow: visible; }
+  img { width: auto; max-height: 105mm; }
+  .scroll { overflow: visible; background: none; }
+  tbody th, tfoot th { position: static; background: none; }
   tr { break-inside: avoid; }
   a { color: inherit; text-decoration: none; }
 }
@@ -134,14 +150,19 @@ def tag(name: str, *children: str, **attributes: str | int) -> Html:
     return Html(f"<{name}{given}>{closing}{end}")
 
 
-def number(value: float | None) -> str:
+def number(value: Number | None) -> str:
     """A barrier with the paper's three decimals, and never minus nothing."""
     if value is None:
         return NOTHING
     return (f"{value:z.3f}" if abs(value) < 1000 else f"{value:.3g}").replace("-", "−")
 
 
-def duration(seconds: float) -> str:
+def counted(count: int, one: str, many: str) -> str:
+    """A count before the words that go with it."""
+    return f"{count} {one if count == 1 else many}"
+
+
+def duration(seconds: Number) -> str:
     """A time in the two units that matter."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
@@ -173,8 +194,7 @@ def size(entry: Entry) -> tuple[int, int]:
 
 def anchor(index: int, entry: Entry) -> str:
     """The id of an entry's section, its own even when an experiment was run twice."""
-    name = re.sub(r"[^a-z0-9]+", "-", entry.results["experiment"].lower()).strip("-")
-    return f"{index}-{name}"
+    return f"{re.sub(r'[^a-z0-9]+', '-', entry.results['experiment'].lower())}-{index}"
 
 
 def verdict(agrees: bool | None) -> Html:
@@ -185,16 +205,18 @@ def verdict(agrees: bool | None) -> Html:
 
 def command(text: str) -> Html:
     """A command to copy: one click selects all of it."""
-    return tag("pre", tag("code", text))
+    # Browsers would break a line after the hyphens of a flag.
+    parts = re.split(r"(?<!\S)(--[\w-]+)", text)
+    return tag("pre", tag("code", *(tag("span", part) if i % 2 else part for i, part in enumerate(parts))))
 
 
-def numbers(values: Iterable[float | None]) -> Html:
+def numbers(values: Iterable[Number | None]) -> Html:
     """Cells of a table's row."""
     return joined(tag("td", number(value), class_="number") for value in values)
 
 
 def table(caption: str, corner: Sequence[str], below: Sequence[str], rows: Iterable[str]) -> Html:
-    """A table of barriers in a box that scrolls by itself: `corner` columns, then loss and accuracy, `below` each."""
+    """A table in a box that scrolls by itself: the `corner` columns, then those `below` loss and accuracy."""
     groups = [tag("colgroup", span=len(corner)), *(tag("colgroup", span=len(below)) for _ in METRICS)]
     top = [
         *(tag("th", name, scope="col", rowspan=2) for name in corner),
@@ -211,7 +233,7 @@ def table(caption: str, corner: Sequence[str], below: Sequence[str], rows: Itera
             tag("tbody", *rows),
         ),
         class_="scroll",
-        role="region",
+        role="group",
         aria_label=caption,
         tabindex=0,  # a keyboard can scroll it too
     )
@@ -220,33 +242,34 @@ def table(caption: str, corner: Sequence[str], below: Sequence[str], rows: Itera
 def header(title: str, entries: Sequence[Entry], missing: Sequence[tuple[str, str]]) -> Html:
     """What this page is, of which networks, and how it went."""
     found = Counter(entry.results["agrees"] for entry in entries)
+    verdicts = [
+        counted(found[True], "agrees with the paper", "agree with the paper"),
+        counted(found[False], "does not", "do not"),
+        counted(found[None], "has no claim to compare", "have no claim to compare"),
+    ]
+    outcome = f"Of {counted(len(entries), 'experiment', 'experiments')}, {', '.join(verdicts)}."
     configs = [entry.results["config"] for entry in entries]
-    where = dict.fromkeys(f"{config.get('setup')} at width {config.get('width')}" for config in configs)
-    counts = [f"{found[True]} of {len(entries)} experiments agree with the paper"]
-    counts += [f"{found[False]} do{'es' * (found[False] == 1)} not"] * bool(found[False])
-    counts += [f"{found[None]} ha{'s' if found[None] == 1 else 've'} no claim to compare"] * bool(found[None])
-    verdicts = ", ".join(counts) if entries else "No experiment has been run yet"
-    left = f" {len(missing)} {'has' if len(missing) == 1 else 'have'} " if missing else ""
+    networks = dict.fromkeys(f"{config.get('setup')} at width {config.get('width')}" for config in configs)
+    left = (counted(len(missing), "is ", "are "), tag("a", "still to run", href="#missing"), ".")
     return tag(
         "header",
         tag("h1", title),
         tag(
             "p",
-            "Two networks trained from different seeds; the neurons of one re-ordered to match the other; then their "
-            "weights mixed element by element, and every mixture measured. This page sets what was measured beside "
-            "what Csiszárik, Kiss et al. found in ",
+            "Two networks trained from different seeds; the neurons of one re-ordered to match the other; then "
+            "their weights mixed element by element, and every mixture measured. This page sets what was measured "
+            "beside what Csiszárik, Kiss et al. found in ",
             tag("cite", "Mode Combinability: Exploring Convex Combinations of Permutation Aligned Models"),
             ".",
         ),
         tag(
             "p",
-            tag("strong", verdicts, "."),
-            left,
-            tag("a", "not been run", href="#missing") if missing else "",
-            "." if missing else "",
+            tag("strong", outcome if entries else "No experiment has been run yet."),
+            " ",
+            *(left if missing else ()),
             class_="lede",
         ),
-        tag("p", "Networks: ", "; ".join(where), ".", class_="note") if where else "",
+        tag("p", "Networks: ", "; ".join(networks), ".", class_="note") if entries else "",
     )
 
 
@@ -326,6 +349,11 @@ def section(index: int, entry: Entry) -> Html:
     )
 
 
+def listed(items: Iterable[str]) -> Html:
+    """The items with commas between them, none broken over two lines."""
+    return Html(", ".join(tag("span", item) for item in items))
+
+
 def environments(entries: Sequence[Entry]) -> Html:
     """Every environment that results come from, once each; which results, if there is more than one."""
     users: dict[str, list[str]] = {}
@@ -334,14 +362,14 @@ def environments(entries: Sequence[Entry]) -> Html:
 
     def block(text: str, experiments: list[str]) -> Html:
         environment = json.loads(text)
-        devices = Counter(environment["devices"])
+        packages, devices = environment["packages"], Counter(environment["devices"])
         facts = {
-            "Experiments": ", ".join(experiments) if len(users) > 1 else "",
+            "Experiments": listed(experiments) if len(users) > 1 else "",
             "Revision": environment["revision"] or "not known",
-            "Devices": ", ".join(f"{count} × {kind}" for kind, count in devices.items()),
+            "Devices": listed(f"{count} × {kind}" for kind, count in devices.items()),
             "Platform": environment["platform"],
             "Python": environment["python"],
-            **{name: version or "not installed" for name, version in environment["packages"].items()},
+            "Packages": listed(f"{name} {version or 'not installed'}" for name, version in packages.items()),
         }
         return tag("dl", *(joined((tag("dt", name), tag("dd", value))) for name, value in facts.items() if value))
 
@@ -351,7 +379,7 @@ def environments(entries: Sequence[Entry]) -> Html:
 def durations(entries: Sequence[Entry]) -> Html:
     """How long each experiment took, and all of them."""
 
-    def row(name: str, seconds: float) -> Html:
+    def row(name: str, seconds: Number) -> Html:
         return tag("tr", tag("th", name, scope="row"), tag("td", duration(seconds), class_="number"))
 
     head = tag(
@@ -359,7 +387,8 @@ def durations(entries: Sequence[Entry]) -> Html:
     )
     times = [(entry.results["experiment"], entry.results["seconds"]) for entry in entries]
     total = row("all", sum(seconds for _, seconds in times))
-    return tag("table", tag("thead", head), tag("tbody", *(row(*time) for time in times)), tag("tfoot", total))
+    body = tag("tbody", *(row(*time) for time in times))
+    return tag("table", tag("thead", head), body, tag("tfoot", total), class_="short")
 
 
 def background(entries: Sequence[Entry], missing: Sequence[tuple[str, str]]) -> Html:
@@ -370,8 +399,8 @@ def background(entries: Sequence[Entry], missing: Sequence[tuple[str, str]]) -> 
         "section",
         tag("h2", "Behind the results"),
         *(ran if entries else ()),
-        tag("h3", "Not run", id="missing"),
-        tag("ul", *left, class_="left") if left else tag("p", "Nothing is left: every experiment has been run."),
+        tag("h3", "Still to run", id="missing"),
+        tag("ul", *left, class_="left") if left else tag("p", "Nothing: every experiment has been run."),
         id="background",
     )
 
@@ -391,4 +420,4 @@ def render(title: str, entries: Sequence[Entry], missing: Sequence[tuple[str, st
     sections = [section(index, entry) for index, entry in enumerate(entries, 1)]
     main = tag("main", summary(entries) if entries else "", *sections, background(entries, missing))
     body = tag("body", header(title, entries, missing), main)
-    return "<!doctype html>\n" + tag("html", head, body, lang="en")
+    return "<!DOCTYPE html>\n" + tag("html", head, body, lang="en")
