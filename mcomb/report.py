@@ -382,9 +382,7 @@ def durations(entries: Sequence[Entry]) -> Html:
     def row(name: str, seconds: Number) -> Html:
         return tag("tr", tag("th", name, scope="row"), tag("td", duration(seconds), class_="number"))
 
-    head = tag(
-        "tr", tag("th", "experiment", scope="col"), tag("th", "wall-clock time", scope="col", class_="number")
-    )
+    head = tag("tr", tag("th", "experiment", scope="col"), tag("th", "wall-clock time", scope="col", class_="number"))
     times = [(entry.results["experiment"], entry.results["seconds"]) for entry in entries]
     total = row("all", sum(seconds for _, seconds in times))
     body = tag("tbody", *(row(*time) for time in times))

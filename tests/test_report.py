@@ -178,8 +178,7 @@ def test_whatever_results_say_is_text():
 def test_the_header_counts_the_verdicts():
     text = Page(FULL).text("header")
     assert (
-        "Of 3 experiments, 1 agrees with the paper, 1 does not, 1 has no claim to compare. 2 are still to run."
-        in text
+        "Of 3 experiments, 1 agrees with the paper, 1 does not, 1 has no claim to compare. 2 are still to run." in text
     )
     assert "mlp-digits at width 32" in text
     assert "No experiment has been run yet." in Page(render("Nothing", [], [])).text("header")
