@@ -112,6 +112,8 @@ def test_the_page_is_well_formed(text):
     assert levels[0] == 1
     assert all(below - above <= 1 for above, below in pairwise(levels))
     assert all("scope" in attributes for attributes in page.all("th"))
+    assert all(path[-1] == "div" for tag, _, path in page.elements if tag == "table")
+    assert all(attributes["tabindex"] == "0" for attributes in page.all("div") if attributes["class"] == "scroll")
     assert all("figure" in path for tag, _, path in page.elements if tag in {"img", "figcaption"})
 
 
