@@ -55,7 +55,7 @@ a { color: var(--link); text-underline-offset: 0.15em; text-decoration-thickness
 a:focus-visible, [tabindex]:focus-visible { outline: 2px solid var(--link); outline-offset: 2px; }
 section { margin-top: 3.5rem; padding-top: 2.25rem; border-top: 1px solid var(--rule); }
 .lede { font-size: 1.1rem; }
-.note, caption, figcaption, .settings { color: var(--soft); font-size: 0.875rem; line-height: 1.5; }
+.note, caption, figcaption { color: var(--soft); font-size: 0.875rem; line-height: 1.5; }
 
 .verdict { display: inline-flex; font-weight: 600; }
 .verdict.agrees { color: var(--agrees); }
@@ -348,8 +348,8 @@ def section(index: int, entry: Entry) -> Html:
 
 def listed(items: Iterable[str]) -> Html:
     """The items with commas between them, none broken over two lines nor from its comma."""
-    *others, last = items
-    return Html(" ".join(tag("span", text) for text in (*(f"{item}," for item in others), last)))
+    texts = list(items)
+    return Html(" ".join(tag("span", text) for text in (*(f"{text}," for text in texts[:-1]), *texts[-1:])))
 
 
 def environments(entries: Sequence[Entry]) -> Html:

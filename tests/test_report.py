@@ -252,6 +252,12 @@ def test_an_environment_appears_once_and_others_beside_it_with_their_experiments
     assert re.search(r"uniform ?0123abcd.*2 × cpu:cpu.*width ?not known.*8 × tpu:TPU v3", mixed)
 
 
+def test_an_environment_may_know_little():
+    bare = {**entry().results["environment"], "packages": {}, "devices": [], "revision": None}
+    page = Page(render("Bare", [entry(environment=bare)], []))
+    assert "Revision not known Platform Linux-6.1 Python 3.11.2 Durations" in page.text()
+
+
 def test_durations_are_listed_with_their_sum():
     found = rows(FULL)
     assert ["uniform", "1 min 12 s"] in found
