@@ -2,20 +2,24 @@
 
 from mcomb.checkpoint import read_checkpoint, write_checkpoint
 from mcomb.combine import combine, linear, mix, uniform
+from mcomb.derive import permutation_spec
 from mcomb.evaluate import Metrics, evaluate, predict
 from mcomb.match import Matching, match_weights
-from mcomb.permute import PermutationSpec, check_permuted
+from mcomb.permute import Blocks, PermutationSpec, Segments, check_spec
 
 __all__ = [
+    "Blocks",
     "Matching",
     "Metrics",
     "PermutationSpec",
-    "check_permuted",
+    "Segments",
+    "check_spec",
     "combine",
     "evaluate",
     "linear",
     "match_weights",
     "mix",
+    "permutation_spec",
     "predict",
     "read_checkpoint",
     "uniform",

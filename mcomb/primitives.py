@@ -1,0 +1,447 @@
+"""What each primitive does to the identities of axes: the rules by which a model is read.
+
+Most primitives are maps, products or reductions over indices, as in an einsum: their rules give each axis of each
+operand and result a label, and axes with one label are one index.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
+
+from jax.extend import core
+
+from mcomb.axes import Axis, cut, factored, row, unite
+from mcomb.reader import Labels, Reader, Rule, Value
+
+
+def unknown(reader: Reader, eqn: core.JaxprEqn, *operands: Value) -> list[Value]:
+    """Everything frozen: the primitive could do anything with positions."""
+    for operand in operands:
+        reader.freeze(operand)
+    reader.note((operand, [(i, axis) for axis in range(len(operand))]) for i, operand in enumerate(operands))
+    return [reader.fresh(_shape(var), reader.why) for var in eqn.outvars]
+
+
+def elementwise(reader: Reader, eqn: core.JaxprEqn, *operands: Value) -> list[Value]:
+    """One index for each axis; scalars have none."""
+    rank = len(_shape(eqn.outvars[0]))
+    return reader.relate([(value, range(len(value))) for value in operands], [range(rank)] * len(eqn.outvars))
+
+
+def one_by_one(reader: Reader, eqn: core.JaxprEqn, *operands: Value) -> list[Value]:
+    """The operands themselves."""
+    return list(operands)
+
+
+def reduction(reader: Reader, eqn: core.JaxprEqn, operand: Value) -> list[Value]:
+    """An order-blind reduction drops its axes, free or not."""
+    return reader.relate([(operand, range(len(operand)))], [_without(len(operand), eqn.params["axes"])])
+
+
+def arg_reduction(reader: Reader, eqn: core.JaxprEqn, operand: Value) -> list[Value]:
+    """The position it returns ties the axis."""
+    reader.freeze(operand[axis] for axis in eqn.params["axes"])
+    return reduction(reader, eqn, operand)
+
+
+def positional(
+    reader: Reader, eqn: core.JaxprEqn, operands: Sequence[Value], touched: Iterable[int]
+) -> list[Value]:
+    """An operation that tells positions apart along the touched axes, and is a map over all others."""
+    shape, touched = _shape(eqn.outvars[0]), set(touched)
+    for operand in operands:
+        reader.freeze(operand[axis] for axis in touched)
+
+    # A touched axis shares no label with its result: nothing may differ along it.
+    def labels(*mark: Hashable) -> Labels:
+        return [(*mark, axis) if axis in touched else axis for axis in range(len(shape))]
+
+    return reader.relate(
+        [(operand, labels("operand", i)) for i, operand in enumerate(operands)],
+        [labels("result")] * len(eqn.outvars),
+        {("result", axis): Axis(shape[axis], reader.why) for axis in touched},
+    )
+
+
+def cumulative(reader: Reader, eqn: core.JaxprEqn, operand: Value) -> list[Value]:
+    return positional(reader, eqn, [operand], [eqn.params["axis"]])
+
+
+def sort(reader: Reader, eqn: core.JaxprEqn, *operands: Value) -> list[Value]:
+    return positional(reader, eqn, operands, [eqn.params["dimension"]])
+
+
+def reverse(reader: Reader, eqn: core.JaxprEqn, operand: Value) -> list[Value]:
+    return positional(reader, eqn, [operand], eqn.params["dimensions"])
+
+
+def top_k(reader: Reader, eqn: core.JaxprEqn, operand: Value) -> list[Value]:
+    return positional(reader, eqn, [operand], [eqn.params.get("axis", -1) % len(operand)])
+
+
+def window(reader: Reader, eqn: core.JaxprEqn, *operands: Value) -> list[Value]:
+    """Pooling: a map over the axes along which its window has one entry and never skips."""
+    p = eqn.params
+    settings = zip(
+        p["window_dimensions"],
+        p["window_strides"],
+        p["padding"],
+        p["base_dilation"],
+        p["window_dilation"],
+        strict=True,
+    )
+    touched = [axis for axis, (*ones, pad, a, b) in enumerate(settings) if {*ones, a, b} != {1} or any(pad)]
+    return positional(reader, eqn, [operand for operand in operands if operand], touched)
+
+
+def dynamic_slice(reader: Reader, eqn: core.JaxprEqn, operand: Value, *starts: Value) -> list[Value]:
+    return positional(reader, eqn, [operand], _unequal(eqn.invars[0], eqn.outvars[0]))
+
+
+def dynamic_update_slice(
+    reader: Reader, eqn: core.JaxprEqn, operand: Value, update: Value, *starts: Value
+) -> list[Value]:
+    return positional(reader, eqn, [operand, update], _unequal(*eqn.invars[:2]))
+
+
+def broadcast(reader: Reader, eqn: core.JaxprEqn, operand: Value, *sizes: Value) -> list[Value]:
+    """New axes are the same at all positions."""
+    return reader.relate([(operand, eqn.params["broadcast_dimensions"])], [range(len(_shape(eqn.outvars[0])))])
+
+
+def transpose(reader: Reader, eqn: core.JaxprEqn, operand: Value) -> list[Value]:
+    return [tuple(operand[axis] for axis in eqn.params["permutation"])]
+
+
+def squeeze(reader: Reader, eqn: core.JaxprEqn, operand: Value) -> list[Value]:
+    return [tuple(operand[axis] for axis in _without(len(operand), eqn.params["dimensions"]))]
+
+
+def reshape(reader: Reader, eqn: core.JaxprEqn, operand: Value, *sizes: Value) -> list[Value]:
+    """Joins and splits axes, within the smallest runs of them that are of one size before and after."""
+    before, after = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    if eqn.params.get("dimensions") is not None or not math.prod(before):
+        return unknown(reader, eqn, operand)
+    result: list[Axis | None] = []
+    start = 0
+    for stop, sizes_after in _runs(before, after):
+        joined = reader.join(operand[start:stop], before[start:stop])
+        result += reader.split(joined, sizes_after, factored)
+        start = stop
+    reader.note([(operand, [("before", axis) for axis in range(len(before))]), (tuple(result), range(len(after)))])
+    return [tuple(result)]
+
+
+def iota(reader: Reader, eqn: core.JaxprEqn, *sizes: Value) -> list[Value]:
+    shape, axis = _shape(eqn.outvars[0]), eqn.params["dimension"]
+    return [tuple(Axis(size, reader.why) if i == axis else None for i, size in enumerate(shape))]
+
+
+def dot_general(reader: Reader, eqn: core.JaxprEqn, left: Value, right: Value) -> list[Value]:
+    (sum_left, sum_right), (batch_left, batch_right) = eqn.params["dimension_numbers"]
+    labels = []
+    for side, value, summed, batch in (("l", left, sum_left, batch_left), ("r", right, sum_right, batch_right)):
+        shared = {axis: ("batch", i) for i, axis in enumerate(batch)} | {
+            axis: ("sum", i) for i, axis in enumerate(summed)
+        }
+        labels.append([shared.get(axis, (side, axis)) for axis in range(len(value))])
+    free = [label for side in labels for label in side if label[0] in ("l", "r")]
+    batches = [("batch", i) for i in range(len(batch_left))]
+    return reader.relate([(left, labels[0]), (right, labels[1])], [[*batches, *free]])
+
+
+def convolution(reader: Reader, eqn: core.JaxprEqn, image: Value, kernel: Value) -> list[Value]:
+    """A product over channels, group by group; the window ties positions in space."""
+    if eqn.params["batch_group_count"] != 1:
+        return unknown(reader, eqn, image, kernel)
+    groups = eqn.params["feature_group_count"]
+    at = eqn.params["dimension_numbers"]
+    outputs, inputs = (_shape(eqn.invars[1])[axis] for axis in at.rhs_spec[:2])
+    reader.freeze(image[axis] for axis in at.lhs_spec[2:])
+    reader.freeze(kernel[axis] for axis in at.rhs_spec[2:])
+    batch, channels = (image[axis] for axis in at.lhs_spec[:2])
+    filters, depth = (kernel[axis] for axis in at.rhs_spec[:2])
+    inner = (groups, outputs // groups)
+    (result,) = reader.relate(
+        [
+            ((batch, *reader.split(channels, (groups, inputs), factored)), ("batch", "group", "in")),
+            ((*reader.split(filters, inner, factored), depth), ("group", "out", "in")),
+        ],
+        [("batch", "group", "out")],
+    )
+    shape = _shape(eqn.outvars[0])
+    axes = dict(zip(at.out_spec, (result[0], reader.join(result[1:], inner)), strict=False))
+    return [tuple(axes.get(axis, Axis(size, reader.why)) for axis, size in enumerate(shape))]
+
+
+def concatenate(reader: Reader, eqn: core.JaxprEqn, *operands: Value) -> list[Value]:
+    at, rank = eqn.params["dimension"], len(operands[0])
+    sizes = [_shape(atom)[at] for atom in eqn.invars]
+    parts = [operand[at] or Axis(size) for operand, size in zip(operands, sizes, strict=True) if size]
+    labelled = [
+        (operand, [("part", i) if axis == at else axis for axis in range(rank)])
+        for i, operand in enumerate(operands)
+    ]
+    return reader.relate(labelled, [["row" if axis == at else axis for axis in range(rank)]], {"row": row(parts)})
+
+
+def split(reader: Reader, eqn: core.JaxprEqn, operand: Value) -> list[Value]:
+    at, sizes = eqn.params["axis"], [int(size) for size in eqn.params["sizes"]]
+    return _parts(reader, operand, at, _cut(reader, operand[at], sizes))
+
+
+def slice_(reader: Reader, eqn: core.JaxprEqn, operand: Value) -> list[Value]:
+    """A stretch of an axis is a part of it; every second entry is not."""
+    p, shape = eqn.params, _shape(eqn.invars[0])
+    strides = p["strides"] or (1,) * len(shape)
+    for axis, (size, start, stop, stride) in enumerate(
+        zip(shape, p["start_indices"], p["limit_indices"], strides, strict=True)
+    ):
+        if stop - start == size and stride == 1:
+            continue
+        if stride == 1:
+            part = _cut(reader, operand[axis], [start, stop - start, size - stop])[1]
+        else:
+            reader.freeze([operand[axis]])
+            part = None if operand[axis] is None else Axis(len(range(start, stop, stride)), reader.why)
+        (operand,) = _parts(reader, operand, axis, [part])
+    return [operand]
+
+
+def pad(reader: Reader, eqn: core.JaxprEqn, operand: Value, filler: Value) -> list[Value]:
+    """Equal entries before and after a free axis are parts of their own."""
+    for axis, (low, high, between) in enumerate(eqn.params["padding_config"]):
+        size = _shape(eqn.invars[0])[axis]
+        if between or low < 0 or high < 0:
+            reader.freeze([operand[axis]])
+            part = Axis(_shape(eqn.outvars[0])[axis], reader.why)
+        elif low or high:
+            part = row(
+                [Axis(int(low))] * bool(low) + [operand[axis] or Axis(size)] + [Axis(int(high))] * bool(high)
+            )
+        else:
+            continue
+        (operand,) = _parts(reader, operand, axis, [part])
+    return [operand]
+
+
+def _cut(reader: Reader, axis: Axis | None, sizes: Sequence[int]) -> Value:
+    """The segments of an axis, of which some may be empty."""
+    parts = iter(reader.split(axis, [size for size in sizes if size], cut))
+    return tuple(next(parts) if size else None for size in sizes)
+
+
+def _parts(reader: Reader, operand: Value, at: int, parts: Sequence[Axis | None]) -> list[Value]:
+    """An array with one of its axes replaced by each of `parts`."""
+
+    def labels(mark: Hashable) -> Labels:
+        return [mark if axis == at else axis for axis in range(len(operand))]
+
+    made = {("part", i): part for i, part in enumerate(parts)}
+    return reader.relate([(operand, labels("whole"))], [labels(part) for part in made], made)
+
+
+def gather(reader: Reader, eqn: core.JaxprEqn, operand: Value, indices: Value) -> list[Value]:
+    """A map over the axes of which every slice takes all; indices tie the positions of the others."""
+    at, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    shape, result = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    batched = {
+        axis: ("index", i)
+        for axis, i in zip(at.operand_batching_dims, at.start_indices_batching_dims, strict=True)
+    }
+    whole = [
+        axis for axis, size in enumerate(shape) if sizes[axis] == size and axis not in at.collapsed_slice_dims
+    ]
+    labels = [batched.get(axis, axis if axis in whole else ("tied", axis)) for axis in range(len(shape))]
+    reader.freeze(
+        axis
+        for axis, label in zip(operand, labels, strict=True)
+        if isinstance(label, tuple) and label[0] == "tied"
+    )
+    reader.freeze(indices[-1:])
+    kept = iter(
+        [axis for axis in range(len(shape)) if axis not in at.collapsed_slice_dims and axis not in batched]
+    )
+    positions = iter(range(len(indices) - 1))
+    offsets = {i: next(kept) for i in at.offset_dims}
+    out = [
+        (offsets[i] if offsets[i] in whole else ("after", i)) if i in offsets else ("index", next(positions))
+        for i in range(len(result))
+    ]
+    made = {("after", i): Axis(size, reader.why) for i, size in enumerate(result)}
+    return reader.relate([(operand, labels), (indices, [("index", i) for i in range(len(indices))])], [out], made)
+
+
+def scatter(reader: Reader, eqn: core.JaxprEqn, operand: Value, indices: Value, updates: Value) -> list[Value]:
+    """A map over the axes that every update covers; all others are tied."""
+    at = eqn.params["dimension_numbers"]
+    shape, update_shape = _shape(eqn.invars[0]), _shape(eqn.invars[2])
+    hidden = {*at.inserted_window_dims, *at.operand_batching_dims}
+    windows = dict(
+        zip([axis for axis in range(len(shape)) if axis not in hidden], at.update_window_dims, strict=True)
+    )
+    whole = {axis: i for axis, i in windows.items() if update_shape[i] == shape[axis]}
+    covered = {i: axis for axis, i in whole.items()}
+    reader.freeze(indices)
+    reader.freeze(axis for i, axis in enumerate(updates) if i not in covered)
+    reader.freeze(value for axis, value in enumerate(operand) if axis not in whole)
+    return reader.relate(
+        [
+            (operand, [axis if axis in whole else ("before", axis) for axis in range(len(shape))]),
+            (updates, [covered.get(i, ("update", i)) for i in range(len(updates))]),
+            (indices, [("index", i) for i in range(len(indices))]),
+        ],
+        [[axis if axis in whole else ("after", axis) for axis in range(len(shape))]],
+        {("after", axis): Axis(size, reader.why) for axis, size in enumerate(shape)},
+    )
+
+
+def region(reader: Reader, eqn: core.JaxprEqn, *operands: Value) -> list[Value]:
+    """What the jaxpr inside does: jit, remat, custom derivatives."""
+    return _read(
+        reader,
+        next(eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params),
+        operands,
+    )
+
+
+def _read(reader: Reader, jaxpr: Any, operands: Sequence[Value]) -> list[Value]:
+    inner, consts = (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, core.ClosedJaxpr) else (jaxpr, ())
+    return reader.read(inner, consts, operands)
+
+
+def cond(reader: Reader, eqn: core.JaxprEqn, which: Value, *operands: Value) -> list[Value]:
+    """What all branches agree on."""
+    branches = [_read(reader, branch, operands) for branch in eqn.params["branches"]]
+    return [_together(reader, results) for results in zip(*branches, strict=True)]
+
+
+def while_(reader: Reader, eqn: core.JaxprEqn, *operands: Value) -> list[Value]:
+    p = eqn.params
+    test, body, carry = _divided(operands, p["cond_nconsts"], p["body_nconsts"])
+    carry = _steady(reader, carry, lambda carry: _read(reader, p["body_jaxpr"], [*body, *carry]))
+    _read(reader, p["cond_jaxpr"], [*test, *carry])
+    return carry
+
+
+def scan(reader: Reader, eqn: core.JaxprEqn, *operands: Value) -> list[Value]:
+    """The body, in which all may differ from step to step but the carry."""
+    p = eqn.params
+    consts, carry, xs = _divided(operands, p["num_consts"], p["num_carry"])
+    why = reader.why
+    steps = Axis(p["length"], why if carry else None)
+    for x in xs:
+        if x[0] is not None:
+            unite(steps, x[0], why)
+    ys: list[Value] = []
+
+    def body(carry: list[Value]) -> list[Value]:
+        reader.loops.append((("step", len(reader.loops)), steps))
+        results = _read(reader, p["jaxpr"], [*consts, *carry, *(x[1:] for x in xs)])
+        reader.loops.pop()
+        ys[:] = [(steps, *y) for y in results[len(carry) :]]
+        return results[: len(carry)]
+
+    carry = _steady(reader, carry, body)
+    for value in (*consts, *carry, *xs, *ys):  # seen from outside, only xs and ys have the axis of steps
+        reader.note([(value, range(len(value)))])
+    return [*carry, *ys]
+
+
+def _steady(reader: Reader, carry: list[Value], body: Callable[[list[Value]], list[Value]]) -> list[Value]:
+    """The carry of a loop: what goes in and what comes out are one."""
+    while True:
+        together = [_together(reader, pair) for pair in zip(carry, body(carry), strict=True)]
+        if [[a is None for a in value] for value in together] == [[a is None for a in value] for value in carry]:
+            return together
+        carry = together
+
+
+def _together(reader: Reader, values: Sequence[Value]) -> Value:
+    """One value that may be any of several."""
+    labels = range(len(values[0]))
+    return reader.relate([(value, labels) for value in values], [labels])[0]
+
+
+def _divided(values: Sequence[Value], *counts: int) -> list[list[Value]]:
+    """Values in consecutive lists, the last of which has the rest."""
+    ends = [*itertools.accumulate(counts), len(values)]
+    return [list(values[start:stop]) for start, stop in zip([0, *ends], ends, strict=False)]
+
+
+def _shape(atom: Any) -> tuple[int, ...]:
+    return atom.aval.shape
+
+
+def _without(rank: int, axes: Sequence[int]) -> list[int]:
+    return [axis for axis in range(rank) if axis not in axes]
+
+
+def _unequal(a: Any, b: Any) -> list[int]:
+    """The axes along which two arrays have different sizes."""
+    return [axis for axis, (n, m) in enumerate(zip(_shape(a), _shape(b), strict=True)) if n != m]
+
+
+def _runs(before: Sequence[int], after: Sequence[int]) -> list[tuple[int, list[int]]]:
+    """For a reshape, each smallest run of axes of one size before and after: where it stops, and its new sizes."""
+    runs, i, j = [], 0, 0
+    while i < len(before) or j < len(after):
+        start, old, new = j, 1, 1
+        while True:
+            if old <= new and i < len(before):
+                old, i = old * before[i], i + 1
+            else:
+                new, j = new * after[j], j + 1
+            if old == new:
+                break
+        runs.append((i, list(after[start:j])))
+    return runs
+
+
+def _rules(rule: Rule, names: str) -> dict[str, Rule]:
+    return dict.fromkeys(names.split(), rule)
+
+
+RULES: dict[str, Rule] = {
+    **_rules(
+        elementwise,
+        """
+        abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil
+        clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf
+        erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag integer_pow is_finite le le_to
+        lgamma log log1p logistic lt lt_to max min mul name ne neg nextafter not or polygamma
+        population_count pow real reduce_precision regularized_incomplete_beta rem round rsqrt
+        select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin
+        sinh sqrt square stop_gradient sub tan tanh xor zeta
+        """,
+    ),
+    **_rules(region, "jit pjit closed_call core_call remat2 checkpoint composite"),
+    **_rules(region, "custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr"),
+    **_rules(reduction, "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor"),
+    **_rules(arg_reduction, "argmax argmin"),
+    **_rules(cumulative, "cumsum cumprod cummax cummin cumlogsumexp"),
+    **_rules(window, "reduce_window reduce_window_sum reduce_window_max reduce_window_min"),
+    **_rules(scatter, "scatter scatter-add scatter-mul scatter-min scatter-max"),
+    **_rules(one_by_one, "optimization_barrier device_put"),
+    "broadcast_in_dim": broadcast,
+    "concatenate": concatenate,
+    "cond": cond,
+    "conv_general_dilated": convolution,
+    "dot_general": dot_general,
+    "dynamic_slice": dynamic_slice,
+    "dynamic_update_slice": dynamic_update_slice,
+    "gather": gather,
+    "iota": iota,
+    "pad": pad,
+    "reshape": reshape,
+    "rev": reverse,
+    "scan": scan,
+    "slice": slice_,
+    "sort": sort,
+    "split": split,
+    "squeeze": squeeze,
+    "top_k": top_k,
+    "transpose": transpose,
+    "while": while_,
+}
