@@ -344,8 +344,9 @@ def scan(reader: Reader, eqn: core.JaxprEqn, *operands: Value) -> list[Value]:
         return results[: len(carry)]
 
     carry = _steady(reader, carry, body)
-    for value in (*consts, *carry, *xs, *ys):  # seen from outside, only xs and ys have the axis of steps
-        reader.note([(value, range(len(value)))])
+    for value in (*consts, *carry, *xs, *ys):
+        if any(axis in reader.used for axis in value):  # seen from outside, only xs and ys have the axis of steps
+            reader.note([(value, range(len(value)))])
     return [*carry, *ys]
 
 
