@@ -69,11 +69,11 @@ def _spec(leaves: Mapping[str, Value], reader: Reader) -> PermutationSpec:
         letter for letter in first if letter not in free and any(letter in others for others in along.values())
     ]
     names: dict[Axis, str] = {}
-    for letter in free:
-        module = first[letter][0].rpartition("/")[0] or first[letter][0]
-        numbered = (f"{module}.{i}" for i in itertools.count(2))
-        names[letter] = next(name for name in itertools.chain([module], numbered) if name not in names.values())
-    names |= {letter: "{}[{}]".format(*first[letter]) for letter in fixed}
+    for letter in [*free, *fixed]:
+        name, number = first[letter]
+        stem = (name.rpartition("/")[0] or name) if letter in free else f"{name}[{number}]"
+        numbered = (f"{stem}.{i}" for i in itertools.count(2))
+        names[letter] = next(name for name in itertools.chain([stem], numbered) if name not in names.values())
     families = {
         letter: sorted(along[letter], key=lambda other: (len(along.get(other, ())), order[other]))
         for letter in free

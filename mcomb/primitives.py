@@ -6,8 +6,8 @@ operand and result a label, and axes with one label are one index.
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from typing import Any, SupportsIndex
 
 from jax.extend import core
 
@@ -27,6 +27,11 @@ def elementwise(reader: Reader, eqn: core.JaxprEqn, *operands: Value) -> list[Va
     """One index for each axis; scalars have none."""
     rank = len(_shape(eqn.outvars[0]))
     return reader.relate([(value, range(len(value))) for value in operands], [range(rank)] * len(eqn.outvars))
+
+
+def same_shape(reader: Reader, eqn: core.JaxprEqn, operand: Value) -> list[Value]:
+    """A map, unless it regroups the bytes of several entries."""
+    return (unknown if _shape(eqn.invars[0]) != _shape(eqn.outvars[0]) else elementwise)(reader, eqn, operand)
 
 
 def one_by_one(reader: Reader, eqn: core.JaxprEqn, *operands: Value) -> list[Value]:
@@ -187,8 +192,8 @@ def concatenate(reader: Reader, eqn: core.JaxprEqn, *operands: Value) -> list[Va
 
 
 def split(reader: Reader, eqn: core.JaxprEqn, operand: Value) -> list[Value]:
-    at, sizes = eqn.params["axis"], [int(size) for size in eqn.params["sizes"]]
-    return _parts(reader, operand, at, _cut(reader, operand[at], sizes))
+    at = eqn.params["axis"]
+    return _parts(reader, operand, at, _cut(reader, operand[at], eqn.params["sizes"]))
 
 
 def slice_(reader: Reader, eqn: core.JaxprEqn, operand: Value) -> list[Value]:
@@ -226,8 +231,9 @@ def pad(reader: Reader, eqn: core.JaxprEqn, operand: Value, filler: Value) -> li
     return [operand]
 
 
-def _cut(reader: Reader, axis: Axis | None, sizes: Sequence[int]) -> Value:
+def _cut(reader: Reader, axis: Axis | None, sizes: Iterable[SupportsIndex]) -> Value:
     """The segments of an axis, of which some may be empty."""
+    sizes = [int(size) for size in sizes]
     parts = iter(reader.split(axis, [size for size in sizes if size], cut))
     return tuple(next(parts) if size else None for size in sizes)
 
@@ -375,7 +381,7 @@ def _shape(atom: Any) -> tuple[int, ...]:
     return atom.aval.shape
 
 
-def _without(rank: int, axes: Sequence[int]) -> list[int]:
+def _without(rank: int, axes: Collection[SupportsIndex]) -> list[int]:
     return [axis for axis in range(rank) if axis not in axes]
 
 
@@ -425,6 +431,7 @@ RULES: dict[str, Rule] = {
     **_rules(window, "reduce_window reduce_window_sum reduce_window_max reduce_window_min"),
     **_rules(scatter, "scatter scatter-add scatter-mul scatter-min scatter-max"),
     **_rules(one_by_one, "optimization_barrier device_put"),
+    "bitcast_convert_type": same_shape,
     "broadcast_in_dim": broadcast,
     "concatenate": concatenate,
     "cond": cond,

@@ -102,6 +102,7 @@ class Reader:
         """The parts into which `divide` divides an axis; if it cannot, the axis is frozen and they are new."""
         if axis is None:
             return (None,) * len(sizes)
+        self.used.setdefault(axis, len(self.used))
         parts = divide(axis, sizes, self.why)
         if parts is None:
             self.freeze([axis])
