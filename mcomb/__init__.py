@@ -1,4 +1,12 @@
-"""Mode combinability: align two networks, mix their weights element by element, measure every mixture."""
+"""Mode combinability: align two networks, mix their weights element by element, measure every mixture.
+
+For two sets of parameters `a` and `b` of any network that JAX can trace, as `fn(params, images)`:
+
+    spec = mcomb.permutation_spec(fn, a, images)  # print(spec) shows what may move
+    mcomb.check_spec(fn, a, spec, images)
+    aligned = spec.apply(mcomb.match_weights(spec, a, b).perms, b)
+    between = mcomb.combine(a, aligned, 0.5)
+"""
 
 from mcomb.checkpoint import read_checkpoint, write_checkpoint
 from mcomb.combine import combine, linear, mix, uniform

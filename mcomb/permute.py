@@ -7,7 +7,7 @@ belongs to the head that is h-th after the heads themselves have moved: new[h, d
 
 import math
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,9 +93,9 @@ class PermutationSpec:
                 if unknown:
                     raise UserError(f"axis {axis} of {name}: the size of permutation {unknown[0]} is not known")
                 if layout is not None and self._length(layout) != size:
+                    whose = f"permutation {layout}" if isinstance(layout, str) else f"its layout {layout}"
                     raise UserError(
-                        f"axis {axis} of {name} has {size} entries, "
-                        f"but {_shown(layout, 'permutation ')} has {self._length(layout)}"
+                        f"axis {axis} of {name} has {size} entries, but {whose} has {self._length(layout)}"
                     )
             for labels, _ in self.pieces(layouts, np.broadcast_to(0, shape)):
                 for perm in labels:
@@ -165,32 +165,32 @@ class PermutationSpec:
         }
 
     def __str__(self) -> str:
-        """A table: each permutation, its size and what it acts on; then what is frozen and why."""
-        rows = [("permutation", "size", "acts on")]
+        """A table: each permutation, its size and what it acts on; then what is frozen and by what."""
+        rows = []
         for name in self.sizes:
-            each = "".join(f", for each of {parent}" for parent in self.families.get(name, ()))
-            size = " × ".join(map(str, self._shape(name)))
-            rows.append(
-                (name, size, " ".join(self._placed(leaf, axis) for leaf, axis in self.places(name)) + each)
-            )
+            places = [f"{leaf}[{axis}{self._sketch(leaf, axis, name)}]" for leaf, axis in self.places(name)]
+            each = [f"(one for each of {parent})" for parent in self.families.get(name, ())]
+            rows.append((name, " × ".join(map(str, self._shape(name))), " ".join(places + each)))
         reasons: dict[str, list[str]] = {}
         for frozen in self.frozen:
             reasons.setdefault(frozen.why, []).append(f"{frozen.leaf}[{frozen.axis}]")
-        if reasons:
-            rows += [("", "", ""), ("frozen by", "", "")]
-            rows += [(why, "", " ".join(places)) for why, places in reasons.items()]
-        widths = [max(len(row[column]) for row in rows) for column in range(2)]
-        indent = sum(widths) + 4
-        lines = []
-        for first, second, places in rows:
-            wrapped = textwrap.wrap(places, max(40, 115 - indent), break_long_words=False) or [""]
-            lines.append(f"{first:{widths[0]}}  {second:{widths[1]}}  {wrapped[0]}".rstrip())
-            lines += [" " * indent + line for line in wrapped[1:]]
-        return "\n".join(lines)
+        frozen_rows = [(why, " ".join(places)) for why, places in reasons.items()]
+        tables = [_table(("permutation", "size", "acts on"), rows), _table(("frozen by", "axes"), frozen_rows)]
+        return "\n\n".join(tables if reasons else tables[:1])
 
-    def _placed(self, leaf: str, axis: int) -> str:
+    def _sketch(self, leaf: str, axis: int, name: str) -> str:
+        """Where in an axis a permutation is, if it is not all of it: `: 49×·`, or `: ·+12`."""
+
+        def drawn(layout: Layout) -> str:
+            if isinstance(layout, Blocks):
+                inner = (f"({drawn(f)})" if isinstance(f, Segments) else drawn(f) for f in layout.factors)
+                return "×".join(inner)
+            if isinstance(layout, Segments):
+                return "+".join(map(drawn, layout.parts))
+            return "·" if layout == name else str(self._length(layout or 0))
+
         layout = self.axes[leaf][axis]
-        return f"{leaf}[{axis}]" if isinstance(layout, str) else f"{leaf}[{axis}: {_shown(layout)}]"
+        return "" if isinstance(layout, str) else f": {drawn(layout)}"
 
     def _shape(self, name: str) -> tuple[int, ...]:
         """The shape of a permutation's index array."""
@@ -215,7 +215,7 @@ class PermutationSpec:
         if not moving:
             return leaf
         xp: Any = np if all(isinstance(value, np.ndarray) for value in (leaf, *perms.values())) else jnp
-        leaf, perms = xp.asarray(leaf), {name: xp.asarray(perm) for name, perm in perms.items()}
+        leaf = xp.asarray(leaf)
         positions = np.ogrid[tuple(slice(size) for size in leaf.shape)]
         along: dict[str, np.ndarray] = {}
         for layout, position in zip(layouts, positions, strict=True):
@@ -316,12 +316,14 @@ def _names(layout: Layout) -> list[str]:
     return [name for part in inner for name in _names(part)]
 
 
-def _shown(layout: Layout, prefix: str = "") -> str:
-    """An axis in one word: `49×conv2`, or `conv1+conv2`."""
-    if isinstance(layout, Blocks):
-        return "×".join(
-            f"({_shown(factor)})" if isinstance(factor, Segments) else _shown(factor) for factor in layout.factors
-        )
-    if isinstance(layout, Segments):
-        return "+".join(_shown(part) for part in layout.parts)
-    return f"{prefix}{layout}"
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    """Aligned columns, of which the last is wrapped."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)][:-1]
+    indent = sum(widths) + 2 * len(widths)
+    lines = []
+    for *first, last in [head, *rows]:
+        start = "".join(f"{cell:{width}}  " for cell, width in zip(first, widths, strict=True))
+        wrapped = textwrap.fill(last, max(115, indent + 40), initial_indent=start, subsequent_indent=" " * indent,
+                                break_long_words=False, break_on_hyphens=False)  # fmt: skip
+        lines.append(wrapped.rstrip())
+    return "\n".join(lines)

@@ -233,9 +233,9 @@ def pad(reader: Reader, eqn: core.JaxprEqn, operand: Value, filler: Value) -> li
 
 def _cut(reader: Reader, axis: Axis | None, sizes: Iterable[SupportsIndex]) -> Value:
     """The segments of an axis, of which some may be empty."""
-    sizes = [int(size) for size in sizes]
-    parts = iter(reader.split(axis, [size for size in sizes if size], cut))
-    return tuple(next(parts) if size else None for size in sizes)
+    lengths = [int(size) for size in sizes]
+    parts = iter(reader.split(axis, [length for length in lengths if length], cut))
+    return tuple(next(parts) if length else None for length in lengths)
 
 
 def _parts(reader: Reader, operand: Value, at: int, parts: Sequence[Axis | None]) -> list[Value]:

@@ -44,10 +44,9 @@ class Program:
                 self.shapes[name] = shape
             return jnp.ones(shape) if params is None else params[name]
 
-        names = list(OPERATIONS)
         values = [dense(rng, new, [x])]
         for _ in range(self.steps):
-            value = OPERATIONS[names[rng.integers(len(names))]](rng, new, values)
+            value = OPERATIONS[rng.integers(len(OPERATIONS))](rng, new, values)
             if value is not None and value.size <= 600 and value.ndim >= 2:
                 values = [*values[-3:], jnp.tanh(value)]
         flat = jnp.concatenate([value.reshape(2, -1) for value in values[-2:]], 1)
@@ -179,7 +178,13 @@ def padded(rng, new, values):
 def positional(rng, new, values):
     value = pick(rng, values)
     at = axis_of(rng, value)
-    one = [jnp.cumsum, jnp.sort, jnp.flip, lambda v, axis: jnp.roll(v, 1, axis), lambda v, axis: jnp.fft.fft(v, axis=axis).real]
+    one = [
+        jnp.cumsum,
+        jnp.sort,
+        jnp.flip,
+        lambda v, axis: jnp.roll(v, 1, axis),
+        lambda v, axis: jnp.fft.fft(v, axis=axis).real,
+    ]
     return one[rng.integers(len(one))](value, axis=at)
 
 
@@ -296,12 +301,10 @@ def pooled(rng, new, values):
     return jax.lax.reduce_window(value, -jnp.inf, jax.lax.max, window, [1] * value.ndim, "VALID")
 
 
-OPERATIONS: dict[str, Operation] = {
-    operation.__name__: operation
-    for operation in (
-        dense, dense, dense, dense_over_two, local, attention, bias, scale_by_own_sum, join_two, concatenated,
-        transposed, split_axis, merged, reshaped, sliced, gated, padded, positional, one_hot_maximum, reduced, softmax,
-        with_itself, looked_up, embedded, updated, constant, symmetrised, scanned, recurrent, repeated, either,
-        convolved, pooled,
-    )
-}  # fmt: skip
+OPERATIONS: list[Operation] = [
+    *(dense, dense, dense, dense_over_two, local, attention, bias, symmetrised, embedded, convolved),
+    *(transposed, split_axis, merged, reshaped, sliced, gated, padded, concatenated, join_two),
+    *(scale_by_own_sum, reduced, softmax, with_itself, constant, pooled),
+    *(positional, one_hot_maximum, looked_up, updated),
+    *(scanned, recurrent, repeated, either),
+]

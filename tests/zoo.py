@@ -39,9 +39,9 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(self, x):
         mask = nn.make_causal_mask(jnp.ones(x.shape[:2])) if self.causal else None
-        return nn.MultiHeadDotProductAttention(num_heads=self.heads, qkv_features=6 * self.heads, name="attention")(
-            x, mask=mask
-        )
+        return nn.MultiHeadDotProductAttention(
+            num_heads=self.heads, qkv_features=6 * self.heads, name="attention"
+        )(x, mask=mask)
 
 
 class TransformerBlock(nn.Module):
@@ -267,8 +267,8 @@ def drawn(tree: Any, seed: int = 0) -> Any:
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return jax.random.key(0)
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            return jnp.asarray(rng.integers(0, 5, leaf.shape), leaf.dtype)
+            return rng.integers(0, 5, leaf.shape).astype(leaf.dtype)
         values = rng.standard_normal(leaf.shape)
-        return jnp.asarray(np.abs(values) + 0.5 if "var" in jax.tree_util.keystr(path) else values, leaf.dtype)
+        return (np.abs(values) + 0.5 if "var" in jax.tree_util.keystr(path) else values).astype(leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(draw, tree)
