@@ -52,9 +52,9 @@ def match_weights(spec: PermutationSpec, a: Params, b: Params, *, seed: int = 0)
 
 
 def _weights(params: Params) -> Leaves:
-    """The leaves that are numbers with a fraction: neither counters nor random keys."""
+    """The leaves that are floats, in single precision at least: neither counters nor random keys."""
     floats = {k: v for k, v in named_leaves(params).items() if jnp.issubdtype(jnp.result_type(v), jnp.floating)}
-    return {name: np.asarray(leaf) for name, leaf in floats.items()}
+    return {name: np.asarray(leaf, np.promote_types(leaf.dtype, np.float32)) for name, leaf in floats.items()}
 
 
 def _inner(a: Leaves, b: Leaves) -> float:

@@ -12,7 +12,7 @@ from typing import Any, SupportsIndex
 from jax.extend import core
 
 from mcomb.axes import Axis, cut, factored, row, unite
-from mcomb.reader import Labels, Reader, Rule, Value
+from mcomb.reader import Folded, Labels, Reader, Rule, Value, cut_axis, runs
 
 
 def unknown(reader: Reader, eqn: core.JaxprEqn, *operands: Value) -> list[Value]:
@@ -125,17 +125,27 @@ def squeeze(reader: Reader, eqn: core.JaxprEqn, operand: Value) -> list[Value]:
 
 def reshape(reader: Reader, eqn: core.JaxprEqn, operand: Value, *sizes: Value) -> list[Value]:
     """Joins and splits axes, within the smallest runs of them that are of one size before and after."""
-    before, after = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
-    if eqn.params.get("dimensions") is not None or not math.prod(before):
+    if eqn.params["dimensions"] is not None or 0 in _shape(eqn.invars[0]):
         return unknown(reader, eqn, operand)
+    before, after = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    return [_part(reader, Folded(operand, before, after, tuple(range(len(after)))))]
+
+
+def _part(reader: Reader, folded: Folded, at: int = 0, start: int = 0, size: int | None = None) -> Value:
+    """A reshaped array, or the `size` positions from `start` on along axis `at` of it."""
     result: list[Axis | None] = []
-    start = 0
-    for stop, sizes_after in _runs(before, after):
-        joined = reader.join(operand[start:stop], before[start:stop])
-        result += reader.split(joined, sizes_after, factored)
-        start = stop
-    reader.note([(operand, [("before", axis) for axis in range(len(before))]), (tuple(result), range(len(after)))])
-    return [tuple(result)]
+    for old, new in runs(folded.before, folded.after):
+        joined, sizes = reader.join(folded.source[old], folded.before[old]), list(folded.after[new])
+        if size is not None and folded.order[at] == new.start:
+            inner = math.prod(sizes[1:])
+            joined = _cut(reader, joined, [start * inner, size * inner, (sizes[0] - start - size) * inner])[1]
+            sizes[0] = size
+        result += reader.split(joined, sizes, factored)
+    value = tuple(result[axis] for axis in folded.order)
+    reader.note(
+        [(folded.source, [("before", axis) for axis in range(len(folded.source))]), (value, range(len(value)))]
+    )
+    return value
 
 
 def iota(reader: Reader, eqn: core.JaxprEqn, *sizes: Value) -> list[Value]:
@@ -191,14 +201,24 @@ def concatenate(reader: Reader, eqn: core.JaxprEqn, *operands: Value) -> list[Va
     return reader.relate(labelled, [["row" if axis == at else axis for axis in range(rank)]], {"row": row(parts)})
 
 
-def split(reader: Reader, eqn: core.JaxprEqn, operand: Value) -> list[Value]:
+def split(reader: Reader, eqn: core.JaxprEqn, operand: Value | Folded) -> list[Value]:
     at = eqn.params["axis"]
+    if isinstance(operand, Folded):
+        ends = itertools.accumulate(eqn.params["sizes"])
+        return [
+            _part(reader, operand, at, int(end - n), int(n))
+            for n, end in zip(eqn.params["sizes"], ends, strict=True)
+        ]
     return _parts(reader, operand, at, _cut(reader, operand[at], eqn.params["sizes"]))
 
 
-def slice_(reader: Reader, eqn: core.JaxprEqn, operand: Value) -> list[Value]:
+def slice_(reader: Reader, eqn: core.JaxprEqn, operand: Value | Folded) -> list[Value]:
     """A stretch of an axis is a part of it; every second entry is not."""
     p, shape = eqn.params, _shape(eqn.invars[0])
+    if isinstance(operand, Folded):
+        at = cut_axis(eqn)
+        assert at is not None
+        return [_part(reader, operand, at, int(p["start_indices"][at]), _shape(eqn.outvars[0])[at])]
     strides = p["strides"] or (1,) * len(shape)
     for axis, (size, start, stop, stride) in enumerate(
         zip(shape, p["start_indices"], p["limit_indices"], strides, strict=True)
@@ -388,22 +408,6 @@ def _without(rank: int, axes: Collection[SupportsIndex]) -> list[int]:
 def _unequal(a: Any, b: Any) -> list[int]:
     """The axes along which two arrays have different sizes."""
     return [axis for axis, (n, m) in enumerate(zip(_shape(a), _shape(b), strict=True)) if n != m]
-
-
-def _runs(before: Sequence[int], after: Sequence[int]) -> list[tuple[int, list[int]]]:
-    """For a reshape, each smallest run of axes of one size before and after: where it stops, and its new sizes."""
-    runs, i, j = [], 0, 0
-    while i < len(before) or j < len(after):
-        start, old, new = j, 1, 1
-        while True:
-            if old <= new and i < len(before):
-                old, i = old * before[i], i + 1
-            else:
-                new, j = new * after[j], j + 1
-            if old == new:
-                break
-        runs.append((i, list(after[start:j])))
-    return runs
 
 
 def _rules(rule: Rule, names: str) -> dict[str, Rule]:

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from types import MappingProxyType
 from typing import Any
@@ -24,6 +25,20 @@ Rule = Callable[..., Sequence[Value]]
 """The axes of a primitive's results, from the reader, the equation and the axes of its operands."""
 
 
+@dataclass(frozen=True)
+class Folded:
+    """An array that is only used in parts: what it is a reshape of, and the order its axes were then put in.
+
+    A part of it is the reshape of a part. Reading it so keeps apart what the parts share no use of, as query and
+    value do when both are cut from one product.
+    """
+
+    source: Value
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    order: tuple[int, ...]
+
+
 class Reader:
     """The state of reading a model: what each operation relates, and where we are."""
 
@@ -37,13 +52,18 @@ class Reader:
 
     def read(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Value]) -> list[Value]:
         """The axes of a jaxpr's results, from those of its arguments."""
-        values: dict[Any, Value] = dict(zip(jaxpr.invars, args, strict=True))
+        values: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
         values |= zip(jaxpr.constvars, map(self.constant, consts), strict=True)
 
-        def look_up(atom: Any) -> Value:
+        def look_up(atom: Any) -> Any:
             return self.constant(atom.val) if isinstance(atom, core.Literal) else values[atom]
 
-        for eqn in _live(jaxpr):
+        eqns = _live(jaxpr)
+        folded = _used_in_parts(eqns, jaxpr.outvars)
+        for eqn in eqns:
+            if eqn.outvars[0] in folded:
+                values[eqn.outvars[0]] = _fold(eqn, look_up(eqn.invars[0]))
+                continue
             self._scopes.append(self._scope(eqn))
             self.why = f"{eqn.primitive.name} in {self._scopes[-1]}"
             rule = self.rules.get(eqn.primitive.name, self.otherwise)
@@ -123,6 +143,72 @@ class Reader:
         if inner:
             return f"{outer}/{inner}" if outer and ":" not in outer else inner
         return outer or PurePath(source_info_util.summarize(eqn.source_info)).name
+
+
+def runs(before: Sequence[int], after: Sequence[int]) -> list[tuple[slice, slice]]:
+    """For a reshape, the smallest runs of axes that are of one size before and after; none of an empty array."""
+    if 0 in before:
+        return []
+    found, i, j = [], 0, 0
+    while i < len(before) or j < len(after):
+        start, old, new = (i, j), 1, 1
+        while True:
+            if old <= new and i < len(before):
+                old, i = old * before[i], i + 1
+            else:
+                new, j = new * after[j], j + 1
+            if old == new:
+                break
+        found.append((slice(start[0], i), slice(start[1], j)))
+    return found
+
+
+def _fold(eqn: core.JaxprEqn, operand: Any) -> Folded:
+    if eqn.primitive.name == "transpose":
+        return replace(operand, order=tuple(operand.order[axis] for axis in eqn.params["permutation"]))
+    before, after = (atom.aval.shape for atom in (eqn.invars[0], eqn.outvars[0]))  # type: ignore[attr-defined]
+    return Folded(operand, before, after, tuple(range(len(after))))
+
+
+def _used_in_parts(eqns: Sequence[core.JaxprEqn], outvars: Sequence[Any]) -> set[Any]:
+    """The results of reshapes, and their transposes, that are only used in stretches of a block's first axis."""
+    uses: dict[Any, list[core.JaxprEqn]] = {}
+    for eqn in eqns:
+        for atom in eqn.invars:
+            if not isinstance(atom, core.Literal):
+                uses.setdefault(atom, []).append(eqn)
+
+    def in_parts(var: Any, first: list[int]) -> list[Any] | None:
+        found = [var]
+        for eqn in uses.get(var, ()):
+            if eqn.primitive.name == "transpose":
+                inner = in_parts(eqn.outvars[0], [eqn.params["permutation"].index(axis) for axis in first])
+                if inner is None:
+                    return None
+                found += inner
+            elif cut_axis(eqn) not in first:
+                return None
+        return found if var not in outvars else None
+
+    folded: set[Any] = set()
+    for eqn in eqns:
+        if eqn.primitive.name == "reshape" and eqn.params["dimensions"] is None:
+            folding = _fold(eqn, ())
+            blocks = [new for _, new in runs(folding.before, folding.after) if new.stop - new.start > 1]
+            folded |= set(in_parts(eqn.outvars[0], [block.start for block in blocks]) or ())
+    return folded
+
+
+def cut_axis(eqn: core.JaxprEqn) -> int | None:
+    """The one axis along which an equation takes stretches of its operand, if that is what it does."""
+    if eqn.primitive.name == "split":
+        return eqn.params["axis"]
+    if eqn.primitive.name != "slice" or any(stride != 1 for stride in eqn.params["strides"] or ()):
+        return None
+    shape = eqn.invars[0].aval.shape  # type: ignore[attr-defined]
+    stretches = zip(shape, eqn.params["start_indices"], eqn.params["limit_indices"], strict=True)
+    cut = [axis for axis, (size, start, stop) in enumerate(stretches) if stop - start != size]
+    return cut[0] if len(cut) == 1 else None
 
 
 def _live(jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:

@@ -205,7 +205,7 @@ class Workspace:
         of = [a.digest, b.digest]
         if path.is_file():
             with np.load(path) as kept:
-                if kept["of"].tolist() == of:
+                if kept["of"].tolist() == of and all(f"perms/{name}" in kept for name in self.spec.sizes):
                     perms = {name: kept[f"perms/{name}"] for name in self.spec.sizes}
                     return Matching(perms, float(kept["objective"]), tuple(kept["trace"].tolist()))
         print(f"matching {b.name} to {a.name} …", flush=True)

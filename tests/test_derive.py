@@ -147,6 +147,75 @@ def test_heads_that_meet_every_other_head_share_the_order_of_their_units():
     check_spec(fn, drawn(Shape((8, 2, 4), jnp.float32)), spec, drawn(FEATURES))
 
 
+def test_what_a_scan_carries_is_in_one_order_at_all_steps():
+    def fn(params, x):
+        def step(carry, layer):
+            carry = jnp.tanh(x.sum((0, 1)) @ layer + carry)
+            return carry, (carry**3).sum()
+
+        return jax.lax.scan(step, jnp.zeros(4), params)[1]
+
+    params = Shape((3, 8, 4), jnp.float32)
+    spec = permutation_spec(fn, params, FEATURES)
+    assert shapes_of(spec) == [(4,)]
+    check_spec(fn, drawn(params), spec, drawn(FEATURES))
+
+
+def test_layers_mapped_one_by_one_may_themselves_be_in_any_order():
+    def fn(params, x):
+        hidden = jax.lax.map(lambda layer: jnp.tanh(x @ layer).sum(-1), params)
+        return hidden.sum(0)
+
+    spec = permutation_spec(fn, Shape((3, 8, 4), jnp.float32), FEATURES)
+    assert shapes_of(spec) == [(3,), (3, 4)]
+    check_spec(fn, drawn(Shape((3, 8, 4), jnp.float32)), spec, drawn(FEATURES))
+
+
+def test_a_part_of_an_axis_is_not_what_another_axis_may_differ_along():
+    def fn(params, x):
+        return (jnp.tanh(jnp.einsum("btc,chd->bthd", x, params)[:, :, :2]).sum(-1) ** 3).sum(-1)
+
+    params = Shape((8, 5, 4), jnp.float32)
+    spec = permutation_spec(fn, params, FEATURES)
+    assert shapes_of(spec) == [(2,), (4,), (4, 3)]  # the last are not used: each column may have its own order
+    check_spec(fn, drawn(params), spec, drawn(FEATURES))
+
+
+@jax.custom_vjp
+def doubled(x):
+    return 2 * x
+
+
+doubled.defvjp(lambda x: (2 * x, None), lambda _, g: (2 * g,))
+
+
+@pytest.mark.parametrize(
+    "region",
+    [
+        jax.jit,
+        jax.checkpoint,
+        lambda layer: jax.jit(jax.vmap(layer, (None, 0))),
+        lambda layer: lambda p, x: jax.lax.cond(x.sum() > 0, layer, lambda p, x: -layer(p, x), p, x),
+        lambda layer: lambda p, x: jax.lax.fori_loop(0, 3, lambda i, v: v + layer(p, v), x),
+        lambda layer: lambda p, x: doubled(jax.nn.relu(jax.nn.softplus(layer(p, x)))),
+    ],
+)
+def test_regions_are_read_through(region):
+    @region
+    def layer(params, x):
+        return doubled(jax.nn.relu(x @ params["up"])) @ params["down"]
+
+    def fn(params, x):
+        return layer(params, x @ params["stem"]) @ params["head"]
+
+    shapes = {"stem": (8, 6), "up": (6, 4), "down": (4, 6), "head": (6, 2)}
+    params = {name: Shape(shape, jnp.float32) for name, shape in shapes.items()}
+    spec = permutation_spec(fn, params, FEATURES)
+    assert len(spec.sizes) in (2, 3)
+    assert spec.axes["up"][0] == "stem"
+    check_spec(fn, drawn(params), spec, drawn(FEATURES))
+
+
 def test_a_network_of_ones_own_is_aligned_and_combined():
     case = CASES["transformer encoder"]()
     a = drawn(case.params)

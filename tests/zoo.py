@@ -80,6 +80,17 @@ class Decoder(nn.Module):
         return embed.attend(nn.RMSNorm(name="norm3")(x))
 
 
+class FusedHeads(nn.Module):
+    """Query, key and value from one product, taken apart after a reshape and a transpose."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(8, name="stem")(x)
+        fused = nn.Dense(24, name="qkv")(x).reshape(*x.shape[:2], 3, 2, 4).transpose(2, 0, 1, 3, 4)
+        mixed = nn.dot_product_attention(fused[0], fused[1], fused[2])
+        return nn.Dense(3, name="head")(x + nn.Dense(8, name="out")(mixed.reshape(x.shape)))
+
+
 def norm(name: str) -> nn.Module:
     return nn.BatchNorm(use_running_average=True, name=name)
 
@@ -242,6 +253,7 @@ CASES: dict[str, Callable[[], Case]] = {
         Encoder(), TOKENS, [(2,), (2,), (2, 6), (2, 6), (2, 6), (2, 6), (8,), (16,), (16,)]
     ),
     "decoder with tied embeddings": lambda: linen(Decoder(), TOKENS, [(2,), (2, 4), (2, 4), (8,), (16,)]),
+    "query, key and value in one": lambda: linen(FusedHeads(), FEATURES, [(2,), (2, 4), (2, 4), (8,)]),
     "BatchNorm ResNet": lambda: linen(ResNet(), IMAGES, [(4,), (4,), (6,), (6,)]),
     "VGG": lambda: linen(VGG(), IMAGES, [(4,), (5,), (7,)]),
     "DenseNet": lambda: linen(DenseNet(), IMAGES, [(3,), (3,), (3,), (4,)]),
