@@ -71,7 +71,8 @@ def _spec(leaves: Mapping[str, Value], reader: Reader) -> PermutationSpec:
     names: dict[Axis, str] = {}
     for letter in [*free, *fixed]:
         name, number = first[letter]
-        stem = (name.rpartition("/")[0] or name) if letter in free else f"{name}[{number}]"
+        module = name.removesuffix("/value").rpartition("/")[0] or name  # an NNX leaf is a variable's value
+        stem = module if letter in free else f"{name}[{number}]"
         numbered = (f"{stem}.{i}" for i in itertools.count(2))
         names[letter] = next(name for name in itertools.chain([stem], numbered) if name not in names.values())
     families = {

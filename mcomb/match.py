@@ -1,5 +1,6 @@
 """Weight matching: the order of one network's units that brings its weights closest to another's."""
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -71,7 +72,7 @@ def _best_step(spec: PermutationSpec, a: Leaves, b: Leaves, name: str) -> Perms:
     family = spec.families.get(name, ())
     inside = [other for other, along in spec.families.items() if along == (*family, name)]
     n = spec.sizes[name]
-    scores = _scores(spec, a, b, family, (name,), without=inside).reshape(-1, n, n)
+    scores = _scores(spec, a, b, family, (name,), without=inside)
     inner = {}
     for other in inside:
         m = spec.sizes[other]
@@ -79,10 +80,9 @@ def _best_step(spec: PermutationSpec, a: Leaves, b: Leaves, name: str) -> Perms:
         inner[other] = _assigned(pairs)
         scores = scores + np.take_along_axis(pairs, inner[other][..., None], -1).sum((-2, -1))
     best = _assigned(scores)
-    shapes = {other: perm.shape for other, perm in spec.identity().items()}
-    step: Perms = {name: best.reshape(shapes[name])}
+    step: Perms = {name: best.reshape(spec.shape(name))}
     for other, perm in inner.items():
-        step[other] = np.take_along_axis(perm, best[..., None, None], 2)[:, :, 0].reshape(shapes[other])
+        step[other] = np.take_along_axis(perm, best[..., None, None], 2).reshape(spec.shape(other))
     return step
 
 
@@ -104,7 +104,9 @@ def _scores(
 
     A unit is a position along all of `names`; parts of leaves that have any axis of `without` do not count.
     """
-    total: np.ndarray | float = 0.0
+    members = math.prod(spec.shape(names[0])[:-1])
+    count = math.prod(spec.sizes[name] for name in names)
+    total = np.zeros((members, count, count), np.float32)
     for leaf in [leaf for leaf in a if leaf in dict(spec.places(names[-1]))]:
         for (labels, piece_a), (_, piece_b) in zip(
             spec.pieces(spec.axes[leaf], a[leaf]), spec.pieces(spec.axes[leaf], b[leaf]), strict=True
@@ -114,8 +116,6 @@ def _scores(
             for axis in [axis for axis, label in enumerate(labels) if label == names[-1]]:
                 front = [*map(labels.index, family + names[:-1]), axis]
                 units = [np.moveaxis(piece, front, range(len(front))) for piece in (piece_a, piece_b)]
-                batch, each = (units[0].shape[: len(family)], units[0].shape[len(family) : len(front)])
-                rows = [unit.reshape(int(np.prod(batch)), int(np.prod(each)), -1) for unit in units]
-                total = total + rows[0] @ rows[1].swapaxes(-1, -2)
-    count = int(np.prod([spec.sizes[name] for name in names]))
-    return np.broadcast_to(total, (1, count, count)) if np.ndim(total) == 0 else np.asarray(total)
+                rows_a, rows_b = (unit.reshape(members, count, -1) for unit in units)
+                total = total + rows_a @ rows_b.swapaxes(-1, -2)
+    return total

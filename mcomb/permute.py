@@ -115,6 +115,10 @@ class PermutationSpec:
             if perm in _names(layout)
         ]
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a permutation's index array."""
+        return (*(self._length(parent) for parent in self.families.get(name, ())), self.sizes[name])
+
     def pieces(self, layouts: tuple[Layout, ...], value: Any) -> Iterator[tuple[tuple[Layout, ...], Any]]:
         """The parts of an array in which every axis is one permutation's or none's, with their names."""
         for axis, layout in enumerate(layouts):
@@ -137,9 +141,7 @@ class PermutationSpec:
 
     def identity(self) -> Perms:
         """The permutations that change nothing."""
-        return {
-            name: np.broadcast_to(np.arange(self.sizes[name]), self._shape(name)).copy() for name in self.sizes
-        }
+        return {name: np.broadcast_to(np.arange(self.sizes[name]), self.shape(name)).copy() for name in self.sizes}
 
     def random(self, key: PRNGKeyArray) -> Perms:
         """Uniformly random permutations."""
@@ -150,7 +152,7 @@ class PermutationSpec:
         """The permutations that undo `perms`."""
         undo: Perms = {}
         # What a family is indexed by comes first: its own families are among the family's.
-        for name in sorted(self.sizes, key=lambda name: len(self._shape(name))):
+        for name in sorted(self.sizes, key=lambda name: len(self.shape(name))):
             undo[name] = np.argsort(self._moved(undo, self._rows(name), np.asarray(perms[name])), axis=-1)
         return {name: undo[name] for name in self.sizes}
 
@@ -170,7 +172,7 @@ class PermutationSpec:
         for name in self.sizes:
             places = [f"{leaf}[{axis}{self._sketch(leaf, axis, name)}]" for leaf, axis in self.places(name)]
             each = [f"(one for each of {parent})" for parent in self.families.get(name, ())]
-            rows.append((name, " × ".join(map(str, self._shape(name))), " ".join(places + each)))
+            rows.append((name, " × ".join(map(str, self.shape(name))), " ".join(places + each)))
         reasons: dict[str, list[str]] = {}
         for frozen in self.frozen:
             reasons.setdefault(frozen.why, []).append(f"{frozen.leaf}[{frozen.axis}]")
@@ -191,10 +193,6 @@ class PermutationSpec:
 
         layout = self.axes[leaf][axis]
         return "" if isinstance(layout, str) else f": {drawn(layout)}"
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a permutation's index array."""
-        return (*(self._length(parent) for parent in self.families.get(name, ())), self.sizes[name])
 
     def _rows(self, name: str) -> tuple[Layout, ...]:
         """How the axes of a permutation's index array move when the permutations that index it do."""

@@ -12,7 +12,7 @@ from typing import Any, SupportsIndex
 from jax.extend import core
 
 from mcomb.axes import Axis, cut, factored, row, unite
-from mcomb.reader import Folded, Labels, Reader, Rule, Value, cut_axis, runs
+from mcomb.reader import Folded, Labels, Reader, Rule, Value, cut_axis, fold, runs
 
 
 def unknown(reader: Reader, eqn: core.JaxprEqn, *operands: Value) -> list[Value]:
@@ -127,8 +127,7 @@ def reshape(reader: Reader, eqn: core.JaxprEqn, operand: Value, *sizes: Value) -
     """Joins and splits axes, within the smallest runs of them that are of one size before and after."""
     if eqn.params["dimensions"] is not None or 0 in _shape(eqn.invars[0]):
         return unknown(reader, eqn, operand)
-    before, after = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
-    return [_part(reader, Folded(operand, before, after, tuple(range(len(after)))))]
+    return [_part(reader, fold(eqn, operand))]
 
 
 def _part(reader: Reader, folded: Folded, at: int = 0, start: int = 0, size: int | None = None) -> Value:
@@ -154,15 +153,14 @@ def iota(reader: Reader, eqn: core.JaxprEqn, *sizes: Value) -> list[Value]:
 
 
 def dot_general(reader: Reader, eqn: core.JaxprEqn, left: Value, right: Value) -> list[Value]:
-    (sum_left, sum_right), (batch_left, batch_right) = eqn.params["dimension_numbers"]
+    summed, batch = eqn.params["dimension_numbers"]
     labels = []
-    for side, value, summed, batch in (("l", left, sum_left, batch_left), ("r", right, sum_right, batch_right)):
-        shared = {axis: ("batch", i) for i, axis in enumerate(batch)} | {
-            axis: ("sum", i) for i, axis in enumerate(summed)
-        }
+    for side, value in enumerate((left, right)):
+        shared: dict[int, tuple[str | int, int]] = {axis: ("sum", i) for i, axis in enumerate(summed[side])}
+        shared |= {axis: ("batch", i) for i, axis in enumerate(batch[side])}
         labels.append([shared.get(axis, (side, axis)) for axis in range(len(value))])
-    free = [label for side in labels for label in side if label[0] in ("l", "r")]
-    batches = [("batch", i) for i in range(len(batch_left))]
+    free = [label for side, of in enumerate(labels) for label in of if label[0] == side]
+    batches = [("batch", i) for i in range(len(batch[0]))]
     return reader.relate([(left, labels[0]), (right, labels[1])], [[*batches, *free]])
 
 
@@ -242,9 +240,8 @@ def pad(reader: Reader, eqn: core.JaxprEqn, operand: Value, filler: Value) -> li
             reader.freeze([operand[axis]])
             part = Axis(_shape(eqn.outvars[0])[axis], reader.why)
         elif low or high:
-            part = row(
-                [Axis(int(low))] * bool(low) + [operand[axis] or Axis(size)] + [Axis(int(high))] * bool(high)
-            )
+            ends = [Axis(int(low)), operand[axis] or Axis(size), Axis(int(high))]
+            part = row([end for end in ends if end.size])
         else:
             continue
         (operand,) = _parts(reader, operand, axis, [part])
@@ -272,31 +269,24 @@ def gather(reader: Reader, eqn: core.JaxprEqn, operand: Value, indices: Value) -
     """A map over the axes of which every slice takes all; indices tie the positions of the others."""
     at, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     shape, result = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
-    batched = {
-        axis: ("index", i)
-        for axis, i in zip(at.operand_batching_dims, at.start_indices_batching_dims, strict=True)
-    }
-    whole = [
-        axis for axis, size in enumerate(shape) if sizes[axis] == size and axis not in at.collapsed_slice_dims
-    ]
-    labels = [batched.get(axis, axis if axis in whole else ("tied", axis)) for axis in range(len(shape))]
-    reader.freeze(
-        axis
-        for axis, label in zip(operand, labels, strict=True)
-        if isinstance(label, tuple) and label[0] == "tied"
-    )
+    collapsed, batched = at.collapsed_slice_dims, [*at.operand_batching_dims]
+    tied = [a for a, n in enumerate(shape) if a not in batched and (a in collapsed or sizes[a] != n)]
+    reader.freeze(operand[axis] for axis in tied)
     reader.freeze(indices[-1:])
-    kept = iter(
-        [axis for axis in range(len(shape)) if axis not in at.collapsed_slice_dims and axis not in batched]
+    names: dict[int, Hashable] = {axis: ("before", axis) for axis in tied}
+    names |= {a: ("index", i) for a, i in zip(batched, at.start_indices_batching_dims, strict=True)}
+    kept = [axis for axis in range(len(shape)) if axis not in collapsed and axis not in batched]
+    offsets = dict(zip(at.offset_dims, kept, strict=True))
+    after = {i: ("after", axis) if axis in tied else axis for i, axis in offsets.items()}
+    numbers = iter(range(len(indices)))
+    return reader.relate(
+        [
+            (operand, [names.get(axis, axis) for axis in range(len(shape))]),
+            (indices, [("index", i) for i in range(len(indices))]),
+        ],
+        [[after[i] if i in after else ("index", next(numbers)) for i in range(len(result))]],
+        {("after", axis): Axis(sizes[axis], reader.why) for axis in tied},
     )
-    positions = iter(range(len(indices) - 1))
-    offsets = {i: next(kept) for i in at.offset_dims}
-    out = [
-        (offsets[i] if offsets[i] in whole else ("after", i)) if i in offsets else ("index", next(positions))
-        for i in range(len(result))
-    ]
-    made = {("after", i): Axis(size, reader.why) for i, size in enumerate(result)}
-    return reader.relate([(operand, labels), (indices, [("index", i) for i in range(len(indices))])], [out], made)
 
 
 def scatter(reader: Reader, eqn: core.JaxprEqn, operand: Value, indices: Value, updates: Value) -> list[Value]:
@@ -325,11 +315,8 @@ def scatter(reader: Reader, eqn: core.JaxprEqn, operand: Value, indices: Value, 
 
 def region(reader: Reader, eqn: core.JaxprEqn, *operands: Value) -> list[Value]:
     """What the jaxpr inside does: jit, remat, custom derivatives."""
-    return _read(
-        reader,
-        next(eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params),
-        operands,
-    )
+    inside = next(eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params)
+    return _read(reader, inside, operands)
 
 
 def _read(reader: Reader, jaxpr: Any, operands: Sequence[Value]) -> list[Value]:

@@ -62,7 +62,7 @@ class Reader:
         folded = _used_in_parts(eqns, jaxpr.outvars)
         for eqn in eqns:
             if eqn.outvars[0] in folded:
-                values[eqn.outvars[0]] = _fold(eqn, look_up(eqn.invars[0]))
+                values[eqn.outvars[0]] = fold(eqn, look_up(eqn.invars[0]))
                 continue
             self._scopes.append(self._scope(eqn))
             self.why = f"{eqn.primitive.name} in {self._scopes[-1]}"
@@ -163,7 +163,8 @@ def runs(before: Sequence[int], after: Sequence[int]) -> list[tuple[slice, slice
     return found
 
 
-def _fold(eqn: core.JaxprEqn, operand: Any) -> Folded:
+def fold(eqn: core.JaxprEqn, operand: Any) -> Folded:
+    """The result of a reshape, or of a transpose of one, before it is known which parts of it are used."""
     if eqn.primitive.name == "transpose":
         return replace(operand, order=tuple(operand.order[axis] for axis in eqn.params["permutation"]))
     before, after = (atom.aval.shape for atom in (eqn.invars[0], eqn.outvars[0]))  # type: ignore[attr-defined]
@@ -193,7 +194,7 @@ def _used_in_parts(eqns: Sequence[core.JaxprEqn], outvars: Sequence[Any]) -> set
     folded: set[Any] = set()
     for eqn in eqns:
         if eqn.primitive.name == "reshape" and eqn.params["dimensions"] is None:
-            folding = _fold(eqn, ())
+            folding = fold(eqn, ())
             blocks = [new for _, new in runs(folding.before, folding.after) if new.stop - new.start > 1]
             folded |= set(in_parts(eqn.outvars[0], [block.start for block in blocks]) or ())
     return folded

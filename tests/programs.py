@@ -169,6 +169,16 @@ def gated(rng, new, values):
     return a * jax.nn.sigmoid(b)
 
 
+def taken_apart(rng, new, values):
+    value = pick(rng, values)
+    width = size(rng)
+    fused = jnp.tensordot(value, new(value.shape[-1], 3 * width), 1).reshape(*value.shape[:-1], 3, width)
+    if rng.random() < 0.5:
+        fused = jnp.moveaxis(fused, -2, 0)
+        return fused[0] * fused[1] + fused[2]
+    return jnp.concatenate([fused[..., 0, :] + fused[..., 1, :], fused[..., 2, :]], -1)
+
+
 def padded(rng, new, values):
     value = pick(rng, values)
     at = axis_of(rng, value)
@@ -303,7 +313,7 @@ def pooled(rng, new, values):
 
 OPERATIONS: list[Operation] = [
     *(dense, dense, dense, dense_over_two, local, attention, bias, symmetrised, embedded, convolved),
-    *(transposed, split_axis, merged, reshaped, sliced, gated, padded, concatenated, join_two),
+    *(transposed, split_axis, merged, reshaped, sliced, gated, taken_apart, padded, concatenated, join_two),
     *(scale_by_own_sum, reduced, softmax, with_itself, constant, pooled),
     *(positional, one_hot_maximum, looked_up, updated),
     *(scanned, recurrent, repeated, either),
