@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 from jaxtyping import Array, Int, PRNGKeyArray
 
 from mcomb.base import Params, UserError, map_named, named_leaves
@@ -274,9 +275,10 @@ def check_spec(
 ) -> None:
     """Raises an error unless random permutations, and `perms` if given, leave `fn(params, *inputs)` as it is.
 
-    Compares every output to half the digits that the coarsest of its and the parameters' dtypes resolves.
+    Compares every output to half the digits that the coarsest float dtype in the computation resolves.
     """
     spec.validate(params)
+    tolerance = _resolution(jax.make_jaxpr(fn)(params, *inputs).jaxpr) ** 0.5
     run = jax.jit(lambda perms, params, inputs: fn(spec.apply(perms, params), *inputs))
     candidates = [spec.random(jax.random.key(draw)) for draw in range(draws)] + ([perms] if perms else [])
     with jax.default_matmul_precision("highest"):
@@ -284,7 +286,6 @@ def check_spec(
         for candidate in candidates:
             after = named_leaves(run(candidate, params, inputs))
             for name in before:
-                tolerance = max(_tolerance(leaf) for leaf in [before[name], *jax.tree.leaves(params)])
                 _check_equal(f"output {name}" if name else "the output", before[name], after[name], tolerance)
 
 
@@ -300,10 +301,17 @@ def _check_equal(what: str, before: Array, after: Array, tolerance: float) -> No
         )
 
 
-def _tolerance(leaf: Any) -> float:
-    """Half the digits of a float dtype, as a relative difference."""
-    dtype = jnp.result_type(leaf)
-    return float(jnp.finfo(dtype).eps) ** 0.5 if jnp.issubdtype(dtype, jnp.inexact) else 0.0
+def _resolution(jaxpr: Any) -> float:
+    """The relative spacing of the coarsest float dtype among the arrays of a computation."""
+    arrays = [*jaxpr.invars, *(var for eqn in jaxpr.eqns for var in eqn.outvars)]
+    dtypes = [var.aval.dtype for var in arrays if hasattr(var.aval, "dtype")]
+    spacings = [float(jnp.finfo(dtype).eps) for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
+    inner = jax.tree.leaves([list(eqn.params.values()) for eqn in jaxpr.eqns], is_leaf=_is_jaxpr)
+    return max([0.0, *spacings, *(_resolution(getattr(one, "jaxpr", one)) for one in inner if _is_jaxpr(one))])
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return isinstance(value, core.Jaxpr | core.ClosedJaxpr)
 
 
 def _names(layout: Layout) -> list[str]:

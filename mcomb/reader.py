@@ -213,11 +213,12 @@ def cut_axis(eqn: core.JaxprEqn) -> int | None:
 
 
 def _live(jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:
-    """The equations that the results depend on."""
+    """The equations that the results depend on, and those that write to what others may read."""
     needed = {atom for atom in jaxpr.outvars if not isinstance(atom, core.Literal)}
     live = []
     for eqn in reversed(jaxpr.eqns):
-        if needed.intersection(eqn.outvars):
+        writes = bool(eqn.effects) and not eqn.primitive.name.startswith("debug")
+        if writes or needed.intersection(eqn.outvars):
             live.append(eqn)
             needed |= {atom for atom in eqn.invars if not isinstance(atom, core.Literal)}
     return live[::-1]

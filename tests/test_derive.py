@@ -105,6 +105,27 @@ def test_operations_that_tell_units_apart_freeze_them_and_say_so(primitive):
     assert {reason.split(" in ")[0] for reason in reasons} == {primitive}
 
 
+def test_what_is_written_for_others_to_read_is_frozen():
+    def fn(params, x):
+        written = jax.new_ref(jnp.zeros((2, 5, 6)))
+        written[...] = jnp.tanh(x @ params["up"])
+        return written[...] @ params["down"]
+
+    params = {"up": Shape((8, 6), jnp.float32), "down": Shape((6, 2), jnp.float32)}
+    spec = permutation_spec(fn, params, FEATURES)
+    assert not spec.sizes
+    assert {frozen.why.split()[0] for frozen in spec.frozen if frozen.axis == 1} >= {"swap"}
+
+
+def test_printing_freezes_nothing():
+    def fn(params, x):
+        hidden = x @ params
+        jax.debug.print("{}", hidden)
+        return (hidden**3).sum(-1)
+
+    assert len(permutation_spec(fn, Shape((8, 6), jnp.float32), FEATURES).sizes) == 1
+
+
 def test_frozen_axes_name_the_module_they_were_frozen_in():
     case = CASES["VGG"]()
     spec = permutation_spec(case.fn, case.params, case.input)

@@ -158,6 +158,20 @@ def test_the_check_allows_for_the_precision_of_the_parameters(dtype):
     check_spec(mlp, params, permutation_spec(mlp, params, x), x)
 
 
+@pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit])
+def test_the_check_allows_for_the_precision_inside(wrap):
+    def fn(params, x):
+        hidden = wrap(lambda p, x: x.astype(jnp.bfloat16) @ p.astype(jnp.bfloat16))(params["up"], x)
+        return (hidden @ params["down"].astype(jnp.bfloat16)).astype(jnp.float32)
+
+    rng = np.random.default_rng(0)
+    params = {
+        name: rng.standard_normal(shape, np.float32) for name, shape in {"up": (9, 300), "down": (300, 2)}.items()
+    }
+    x = rng.standard_normal((4, 9), np.float32)
+    check_spec(fn, params, permutation_spec(fn, params, x), x)
+
+
 def test_the_table_shows_permutations_and_what_is_frozen():
     case = CASES["VGG"]()
     spec = permutation_spec(case.fn, case.params, case.input)
