@@ -27,6 +27,7 @@ class Axis:
 def find(axis: Axis) -> Axis:
     """The one axis that stands for all those united with this one."""
     while axis.same is not None:
+        axis.same = axis.same.same or axis.same  # shortens the way for the next
         axis = axis.same
     return axis
 

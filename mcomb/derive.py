@@ -55,7 +55,8 @@ def _spec(leaves: Mapping[str, Value], reader: Reader) -> PermutationSpec:
         if axis is not None
     ]
     first_use = {
-        name: min(reader.used.get(axis, math.inf) for n, _, axis in places if n == name) for name, *_ in places
+        name: min((reader.used.get(axis, math.inf) for axis in value if axis is not None), default=math.inf)
+        for name, value in leaves.items()
     }
     first: dict[Axis, tuple[str, int]] = {}
     for name, number, axis in sorted(places, key=lambda place: first_use[place[0]]):

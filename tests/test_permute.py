@@ -190,7 +190,19 @@ def test_the_table_shows_permutations_and_what_is_frozen():
     ]
 
 
-@pytest.mark.parametrize("name", ["VGG", "DenseNet", "grouped convolution", "scanned transformer", "LSTM", "NNX"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "decoder with tied embeddings",
+        "query, key and value in one",
+        "VGG",
+        "DenseNet",
+        "grouped convolution",
+        "scanned transformer",
+        "LSTM",
+        "NNX",
+    ],
+)
 def test_matching_undoes_a_permutation_of_every_kind(name):
     with jax.numpy_rank_promotion("allow"):
         case = CASES[name]()
