@@ -11,7 +11,7 @@ For two sets of parameters `a` and `b` of any network that JAX can trace, as `fn
 from mcomb.checkpoint import read_checkpoint, write_checkpoint
 from mcomb.combine import combine, linear, mix, uniform
 from mcomb.derive import permutation_spec
-from mcomb.evaluate import Metrics, evaluate, predict
+from mcomb.evaluate import Metrics, Score, evaluate, score
 from mcomb.match import Matching, match_weights
 from mcomb.permute import Blocks, PermutationSpec, Segments, check_spec
 
@@ -20,6 +20,7 @@ __all__ = [
     "Matching",
     "Metrics",
     "PermutationSpec",
+    "Score",
     "Segments",
     "check_spec",
     "combine",
@@ -28,8 +29,8 @@ __all__ = [
     "match_weights",
     "mix",
     "permutation_spec",
-    "predict",
     "read_checkpoint",
+    "score",
     "uniform",
     "write_checkpoint",
 ]

@@ -6,8 +6,10 @@ from functools import reduce
 from typing import Any
 
 import jax
-from jaxtyping import Array, Float, PRNGKeyArray
+import numpy as np
+from jaxtyping import Float, PRNGKeyArray
 
+Array = jax.Array | np.ndarray
 Params = Any  # a pytree of arrays
 Apply = Callable[[Params, Array], Float[Array, "n classes"]]
 

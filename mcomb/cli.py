@@ -19,7 +19,7 @@ class Flag:
     """What a field's annotation says of its flag: `Annotated[int, Flag("one line of help")]`."""
 
     help: str
-    at_least: float | None = None
+    at_least: int | None = None
     choices: tuple[str, ...] | None = None
     identity: bool = True  # whether it changes the result, and so the name of its folder
 
@@ -46,7 +46,10 @@ def parse(config: type[C], description: str, argv: list[str] | None = None, epil
     hints = typing.get_type_hints(config)
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         flag = flags(config)[field.name]
-        kind = _kind(hints[field.name])
+        if hints[field.name] is bool:
+            parser.add_argument("--" + field.name.replace("_", "-"), action="store_true", help=flag.help)
+            continue
+        kind, count = _kind(hints[field.name])
         default = "the setup's" if field.default is None and "[setup]" in flag.help else field.default
         text = flag.help.replace(" [setup]", "")
         parser.add_argument(
@@ -54,23 +57,33 @@ def parse(config: type[C], description: str, argv: list[str] | None = None, epil
             type=_checked(kind, flag.at_least),
             default=field.default,
             choices=flag.choices,
+            nargs=count,
             metavar=None if flag.choices else {int: "N", float: "X", Path: "PATH"}.get(kind, "TEXT"),
-            help=text if default is None else f"{text} (default: {default})",
+            help=text if default is None else f"{text} (default: {_written(default)})",
         )
-    return config(**vars(parser.parse_args(argv)))
+    values = vars(parser.parse_args(argv))
+    return config(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
-def _kind(hint: Any) -> type:
-    """The type a flag's text is turned into: T for T and for T | None."""
+def _written(value: Any) -> str:
+    return " ".join(f"{part:g}" for part in value) if isinstance(value, tuple) else str(value)
+
+
+def _kind(hint: Any) -> tuple[type, int | str | None]:
+    """The type a flag's text is turned into, T for T, T | None and tuples of T, and how many texts it takes."""
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    return next(option for option in options if option is not type(None))
+    kind = next(option for option in options if option is not type(None))
+    if typing.get_origin(kind) is tuple:
+        kinds = typing.get_args(kind)
+        return kinds[0], "+" if kinds[-1] is Ellipsis else len(kinds)
+    return kind, None
 
 
-def _checked(kind: type, at_least: float | None) -> Callable[[str], Any]:
+def _checked(kind: type, at_least: int | None) -> Callable[[str], Any]:
     def convert(text: str) -> Any:
         value = kind(text)
         if at_least is not None and not value >= at_least:
-            raise argparse.ArgumentTypeError(f"{text} is less than {at_least:g}")
+            raise argparse.ArgumentTypeError(f"{text} is less than {at_least}")
         return value
 
     convert.__name__ = {int: "whole number", float: "number"}.get(kind, kind.__name__)

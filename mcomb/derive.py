@@ -49,10 +49,7 @@ def permutation_spec(fn: Callable[..., Any], params: Params, *inputs: Any) -> Pe
 def _spec(leaves: Mapping[str, Value], reader: Reader) -> PermutationSpec:
     """The spec of the axes that are still free."""
     places = [
-        (name, number, axis)
-        for name, value in leaves.items()
-        for number, axis in enumerate(value)
-        if axis is not None
+        (name, number, axis) for name, value in leaves.items() for number, axis in enumerate(value) if axis is not None
     ]
     first_use = {
         name: min((reader.used.get(axis, math.inf) for axis in value if axis is not None), default=math.inf)
@@ -66,9 +63,7 @@ def _spec(leaves: Mapping[str, Value], reader: Reader) -> PermutationSpec:
     free = [letter for letter in first if letter.frozen is None and letter.size > 1]
     found = _families(reader.operations)
     along = _ordered({letter: found[letter] & first.keys() for letter in free}, order)
-    fixed = [
-        letter for letter in first if letter not in free and any(letter in others for others in along.values())
-    ]
+    fixed = [letter for letter in first if letter not in free and any(letter in others for others in along.values())]
     names: dict[Axis, str] = {}
     for letter in [*free, *fixed]:
         name, number = first[letter]
@@ -77,8 +72,7 @@ def _spec(leaves: Mapping[str, Value], reader: Reader) -> PermutationSpec:
         numbered = (f"{stem}.{i}" for i in itertools.count(2))
         names[letter] = next(name for name in itertools.chain([stem], numbered) if name not in names.values())
     families = {
-        letter: sorted(along[letter], key=lambda other: (len(along.get(other, ())), order[other]))
-        for letter in free
+        letter: sorted(along[letter], key=lambda other: (len(along.get(other, ())), order[other])) for letter in free
     }
     return PermutationSpec(
         axes={name: tuple(_layout(axis, names) for axis in value) for name, value in leaves.items()},

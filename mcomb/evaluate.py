@@ -10,9 +10,9 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Float, Int, Key
 
-from mcomb.base import Apply, Params
+from mcomb.base import Apply, Array, Params
 from mcomb.combine import Draw
 
 MATCHES = ("A only", "B only", "both", "neither")
@@ -36,10 +36,10 @@ def evaluate(
     networks: tuple[Params, ...],
     parameters: Any,
     keys: Key[Array, "k"],
-    inputs: Array | np.ndarray,
-    labels: Array | np.ndarray,
+    inputs: Array,
+    labels: Array,
     *,
-    references: Int[Array | np.ndarray, "2 n"] | None = None,
+    references: Int[Array, "2 n"] | None = None,
     batch_size: int = BATCH,
     at_once: int | None = None,
 ) -> Metrics:
@@ -57,7 +57,7 @@ def evaluate(
     shared = replicate((networks, inputs, labels, references))
     if at_once is None:
         at_once = choose_at_once(apply, networks[0], shared[1][:batch_size])
-    totals = _evaluate(apply, draw, batch_size, at_once, mesh, *shared, parameters, keys)
+    totals = _evaluate(apply, draw, min(batch_size, len(labels)), at_once, mesh, *shared, parameters, keys)
     loss, correct, agreement = (np.asarray(total)[:k] for total in totals)
     return Metrics(loss / len(labels), correct / len(labels), agreement)
 
@@ -71,11 +71,19 @@ def _mesh() -> Mesh:
     return Mesh(np.array(jax.local_devices()), "device")
 
 
-def predict(
-    apply: Apply, params: Params, inputs: Array | np.ndarray, batch_size: int = BATCH
-) -> Int[np.ndarray, "n"]:
-    """The labels that a network gives to each input."""
-    return np.asarray(_predict(apply, batch_size, params, jnp.asarray(inputs)))
+class Score(NamedTuple):
+    """One network's mean loss, its accuracy, and the label it gives to each input."""
+
+    loss: float
+    accuracy: float
+    predicted: Int[np.ndarray, "n"]
+
+
+def score(apply: Apply, params: Params, inputs: Array, labels: Int[Array, "n"], *, batch_size: int = BATCH) -> Score:
+    """The score of one network as it is."""
+    size = min(batch_size, len(labels))
+    losses, predicted = map(np.asarray, _score(apply, size, *replicate((params, inputs, labels))))
+    return Score(float(losses.mean()), float(np.mean(predicted == np.asarray(labels))), predicted)
 
 
 def choose_at_once(apply: Apply, params: Params, inputs: Array) -> int:
@@ -102,9 +110,7 @@ def footprint(apply: Apply, params: Params, inputs: Array) -> int:
 def _batches(batch_size: int, *arrays: Array) -> list[Array]:
     """Arrays of n rows as arrays of batches of rows, the last one padded with zeros."""
     pad = -len(arrays[0]) % batch_size
-    return [
-        jnp.pad(x, ((0, pad), *((0, 0),) * (x.ndim - 1))).reshape(-1, batch_size, *x.shape[1:]) for x in arrays
-    ]
+    return [jnp.pad(x, ((0, pad), *((0, 0),) * (x.ndim - 1))).reshape(-1, batch_size, *x.shape[1:]) for x in arrays]
 
 
 @partial(jax.jit, static_argnums=range(5))
@@ -154,6 +160,10 @@ def _evaluate(
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _predict(apply: Apply, batch_size: int, params: Params, inputs: Array) -> Array:
-    (batches,) = _batches(batch_size, inputs)
-    return jax.lax.map(lambda x: apply(params, x).argmax(axis=-1), batches).reshape(-1)[: len(inputs)]
+def _score(apply: Apply, batch_size: int, params: Params, inputs: Array, labels: Array) -> list[Array]:
+    def one(batch: list[Array]) -> tuple[Array, Array]:
+        logits = apply(params, batch[0])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]), logits.argmax(axis=-1)
+
+    batched = jax.lax.map(one, _batches(batch_size, inputs, labels))
+    return [values.reshape(-1)[: len(inputs)] for values in batched]

@@ -1,17 +1,22 @@
 """Figures in one common style: naive and aligned, train and test look the same everywhere."""
 
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import matplotlib
 import numpy as np
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
-from mcomb.results import METRICS, SPLITS, VARIANTS, atomic
+from mcomb.results import METRICS, SPLITS, atomic
 
-COLOURS = {"naive": "#D55E00", "aligned": "#0072B2"}  # Okabe and Ito's vermilion and blue
+# Okabe and Ito's colours, which people with any colour vision tell apart.
+COLOURS = {"naive": "#D55E00", "aligned": "#0072B2", "through A": "#0072B2", "direct": "#009E73"}
 LINES = {"train": "--", "test": "-"}
+LEVELS = ((0, (1, 1)), (0, (4, 1, 1, 1)))  # the dashes of a sweep's two ends
 STYLE: Any = {
     "font.size": 8,
     "axes.titlesize": 8,
@@ -48,11 +53,11 @@ def sweep(results: Mapping[str, Any], folder: Path) -> None:
         for row, metric in enumerate(METRICS):
             for column, split in enumerate(SPLITS):
                 axes = panels[row, column]
-                for model, line in (("A", (0, (1, 1))), ("B", (0, (4, 1, 1, 1)))):
-                    level = results["models"][model][split][metric]
-                    axes.axhline(level, color="0.35", linewidth=0.8, linestyle=line, label=f"network {model}")
-                for variant in VARIANTS:
-                    samples = np.array(results["curves"][variant][split][metric])
+                for (model, score), dashes in zip(results["models"].items(), LEVELS, strict=True):
+                    level = score[split][metric]
+                    axes.axhline(level, color="0.35", linewidth=0.8, linestyle=dashes, label=f"network {model}")
+                for variant, curve in results["curves"].items():
+                    samples = np.array(curve[split][metric])
                     colour = COLOURS[variant]
                     axes.fill_between(values, samples.min(1), samples.max(1), color=colour, alpha=0.2, linewidth=0)
                     axes.plot(values, samples.mean(1), LINES[split], color=colour, label=variant)
@@ -60,11 +65,187 @@ def sweep(results: Mapping[str, Any], folder: Path) -> None:
                     axes.plot(x, samples.ravel(), ".", color=colour, markersize=2, markeredgewidth=0)
                 if row == 0:
                     axes.set_title(split)
-                else:
-                    axes.set_xlabel(results["parameter"]["label"])
                 if column == 0:
                     axes.set_ylabel(metric)
+        figure.supxlabel(results["parameter"]["label"], fontsize=8)
         handles, labels = panels[0, 1].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+        figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
         figure.suptitle(results["title"], fontsize=9)
+        save(figure, folder, results["experiment"])
+
+
+def triangle(results: Mapping[str, Any], folder: Path) -> None:
+    """Draws test accuracy over the shares of B and C as an equilateral triangle, A at the lower left."""
+    shares = np.array(results["shares"])
+    accuracy = np.array(results["points"]["test"]["accuracy"])
+    x, y = _equilateral(shares)
+    with matplotlib.rc_context(STYLE | {"axes.grid": False}):
+        figure = Figure(figsize=(3.6, 3.3), layout="constrained")
+        axes = figure.subplots()
+        shades = axes.tripcolor(x, y, accuracy, shading="gouraud", cmap="viridis")
+        figure.colorbar(shades, ax=axes, label="test accuracy", shrink=0.8)
+        box = {"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 1}
+        corners = np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
+        axes.plot(*_equilateral(corners), color="black", linewidth=0.8)
+        for corner, name, (dx, dy) in zip(corners, "ABC", ((-0.06, -0.06), (0.06, -0.06), (0.0, 0.06)), strict=False):
+            cx, cy = _equilateral(corner[None])
+            level = results["models"][name]["test"]["accuracy"]
+            note = axes.annotate(f"{name}\n{level:.3f}", (cx[0] + dx, cy[0] + dy), ha="center", va="center")
+            note.set_bbox(box)
+        best = results["best_index"]
+        axes.plot(x[best], y[best], "*", color="white", markeredgecolor="black", markersize=11, markeredgewidth=0.8)
+        note = axes.annotate(f"Θ* {accuracy[best]:.3f}", (x[best], y[best]), (6, 6), textcoords="offset points")
+        note.set_bbox(box)
+        axes.set_aspect("equal")
+        axes.margins(0.12)
+        axes.axis("off")
+        figure.suptitle(_wrapped(results["title"], 48), fontsize=8)
+        save(figure, folder, results["experiment"])
+
+
+def _equilateral(shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The plane coordinates of points with shares (λ_B, λ_C): A at the origin, B at (1, 0), C above their middle."""
+    return shares[:, 0] + shares[:, 1] / 2, shares[:, 1] * np.sqrt(3) / 2
+
+
+def _wrapped(text: str, width: int) -> str:
+    return "\n".join(textwrap.wrap(text, width))
+
+
+# Light for right, dark for wrong labels.
+MATCH_COLOURS = {
+    "both": ("#D9D9D9", "#8C8C8C"),
+    "A only": ("#8EC6EA", "#0072B2"),
+    "B only": ("#F2B48A", "#D55E00"),
+    "neither": ("#E3B5D0", "#A23F78"),
+}
+
+
+def stacks(results: Mapping[str, Any], folder: Path) -> None:
+    """Draws, for each sweep, the part of the test images whose label is both's, A's, B's or neither's."""
+    with matplotlib.rc_context(STYLE | {"axes.grid": False}):
+        figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+        panels = figure.subplots(2, 3, sharey=True).ravel()
+        lowest = 1.0
+        for axes, (name, sweep_results) in zip(panels, results["sweeps"].items(), strict=False):
+            counts = np.array(sweep_results["counts"]).mean(axis=1)  # over samples: value × match × correctness
+            parts = counts / counts[0].sum()
+            layers = [parts[:, results["matches"].index(match), i] for match in MATCH_COLOURS for i in (0, 1)]
+            colours = [colour for pair in MATCH_COLOURS.values() for colour in pair]
+            labels = [f"{match}, {how}" for match in MATCH_COLOURS for how in ("correct", "wrong")]
+            axes.stackplot(sweep_results["parameter"]["values"], layers, colors=colours, labels=labels, linewidth=0)
+            lowest = min(lowest, layers[0].min())
+            axes.margins(x=0)
+            axes.set_title(name)
+            axes.set_xlabel(sweep_results["parameter"]["name"])
+        # Most images are "both, correct" everywhere: show where the rest lie.
+        panels[0].set_ylim(max(0, np.floor(20 * lowest - 0.2) / 20), 1)
+        panels[0].set_ylabel("part of the test images")
+        panels[3].set_ylabel("part of the test images")
+        panels[-1].axis("off")
+        handles, labels = panels[0].get_legend_handles_labels()
+        panels[-1].legend(handles, labels, loc="center", frameon=False, title="predicted label is that of")
+        rate = results["disagreement"]
+        figure.suptitle(f"{results['title']} (A and B disagree on {rate:.1%})", fontsize=9)
+        save(figure, folder, results["experiment"])
+
+
+def edges(results: Mapping[str, Any], folder: Path) -> None:
+    """Draws the histograms of edge lengths, naive beside aligned, overall and for each layer."""
+    bins = np.array(results["bins"])
+    layers = list(results["layers"]["naive"])
+    columns = 4
+    rows = -(-len(layers) // columns)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(6.4, 2.2 + 1.2 * rows), layout="constrained")
+        top, bottom = cast(Any, figure.subfigures(2, 1, height_ratios=[2.2, 1.2 * rows + 0.3]))
+        whole = top.subplots()
+        small = bottom.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
+        panels = [(whole, results["overall"], "all layers")]
+        panels += [
+            (axes, {name: by_layer[layer] for name, by_layer in results["layers"].items()}, f"layer {layer}")
+            for axes, layer in zip(small, layers, strict=False)
+        ]
+        for axes, counts, title in panels:
+            for name, values in counts.items():
+                axes.stairs(values, bins, color=COLOURS[name], label=name, linewidth=1)
+            axes.set_yscale("log")
+            axes.set_ylim(bottom=0.8)
+            axes.set_title(title)
+        for axes in small[len(layers) :]:
+            axes.axis("off")
+        whole.set_ylabel("weights")
+        whole.set_xlabel(r"$|\Theta_A - \Theta_B|$")
+        whole.legend(frameon=False)
+        bottom.supxlabel(r"$|\Theta_A - \Theta_B|$", fontsize=8)
+        figure.suptitle(results["title"], fontsize=9)
+        save(figure, folder, results["experiment"])
+
+
+def widths(results: Mapping[str, Any], folder: Path) -> None:
+    """Draws the barriers of every sweep against width, naive and aligned."""
+    colours = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#CC79A7")
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(5.8, 3.4), layout="constrained")
+        for axes, metric in zip(figure.subplots(1, 2), METRICS, strict=True):
+            for (name, rows), colour, marker in zip(results["by_width"].items(), colours, "osv^D", strict=True):
+                for variant, line in (("aligned", "-"), ("naive", ":")):
+                    values = [row[variant]["test"][metric] for row in rows]
+                    label = name if variant == "aligned" else None
+                    axes.plot(results["widths"], values, line, color=colour, marker=marker, markersize=3.5, label=label)
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(results["widths"], [str(width) for width in results["widths"]])
+            axes.set_xlabel("width multiplier")
+            axes.set_ylabel(f"test {metric} barrier")
+        handles, labels = axes.get_legend_handles_labels()
+        handles += [Line2D([], [], color="0.4", linestyle=line) for line in ("-", ":")]
+        figure.legend(handles, [*labels, "aligned", "naive"], loc="outside lower center", ncols=7, frameon=False)
+        figure.suptitle(_wrapped(results["title"], 90), fontsize=9)
+        save(figure, folder, results["experiment"])
+
+
+def robustness(results: Mapping[str, Any], folder: Path) -> None:
+    """Draws, for each layer, loss and accuracy barriers against how many of its pairs are re-matched."""
+    layers = results["layers"]
+    columns = min(4, len(layers))
+    rows = -(-len(layers) // columns)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(1.75 * columns + 0.6, 3.0 * rows + 1.0), layout="constrained")
+        parts = cast(Any, figure.subfigures(2, 1))
+        for part, metric in zip(parts, METRICS, strict=True):
+            panels = part.subplots(rows, columns, sharey=True, squeeze=False).ravel()
+            for axes, (name, layer) in zip(panels, layers.items(), strict=False):
+                for split in SPLITS:
+                    values = layer["barriers"][split][metric]
+                    axes.plot(layer["k"], values, LINES[split], color=COLOURS["aligned"], marker=".", label=split)
+                level = results["unperturbed"]["test"][metric]
+                axes.axhline(level, color="0.35", linewidth=0.8, linestyle=LEVELS[0], label="as matched, test")
+                axes.set_title(f"{name} (N = {layer['units']})")
+            for axes in panels[len(layers) :]:
+                axes.axis("off")
+            part.supylabel(f"{metric} barrier", fontsize=8)
+        parts[1].supxlabel("k: re-matched pairs, those of lowest correlation", fontsize=8)
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+        figure.suptitle(_wrapped(results["title"], 70), fontsize=9)
+        save(figure, folder, results["experiment"])
+
+
+def schematic(results: Mapping[str, Any], folder: Path) -> None:
+    """Draws the layers of each combination as grids of cells, coloured by share and shaded by weight."""
+    blue, orange = (np.array(to_rgb(colour)) for colour in ("#0072B2", "#E69F00"))
+    with matplotlib.rc_context(STYLE | {"axes.grid": False}):
+        figure = Figure(figsize=(6.4, 2.6), layout="constrained")
+        panels = figure.subplots(3, len(results["panels"]))
+        for column, (name, panel) in zip(panels.T, results["panels"].items(), strict=True):
+            for axes, layer in zip(column[::-1], panel["shares"], strict=True):  # the first layer at the bottom
+                share, weight = (np.array(panel[kind][layer])[..., None] for kind in ("shares", "weights"))
+                hue = (1 - share) * blue + share * orange
+                height, width, _ = hue.shape
+                box = (-width / 2, width / 2, -height / 2, height / 2)  # cells of one size in all layers
+                axes.imshow(hue * weight + (1 - weight), interpolation="nearest", extent=box)
+                axes.set(xlim=(-4, 4), ylim=(-4, 4))
+                axes.axis("off")
+            column[0].set_title(name)
+        figure.supylabel("layers", fontsize=8)
         save(figure, folder, results["experiment"])

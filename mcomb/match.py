@@ -107,7 +107,9 @@ def _scores(
     members = math.prod(spec.shape(names[0])[:-1])
     count = math.prod(spec.sizes[name] for name in names)
     total = np.zeros((members, count, count), np.float32)
-    for leaf in [leaf for leaf in a if leaf in dict(spec.places(names[-1]))]:
+    for leaf in dict(spec.places(names[-1])):
+        if leaf not in a:
+            continue
         for (labels, piece_a), (_, piece_b) in zip(
             spec.pieces(spec.axes[leaf], a[leaf]), spec.pieces(spec.axes[leaf], b[leaf]), strict=True
         ):

@@ -1,21 +1,43 @@
 """The paper's two networks and the embedded one. Every submodule has an explicit name; all return logits."""
 
-from collections.abc import Sequence
-from typing import cast
+from functools import cache
+from typing import ClassVar, cast
 
 import flax.linen as nn
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Float
 
-from mcomb.base import Apply, Params
+from mcomb.base import Apply, Array, Params
 
 CLASSES = 10
 
 
-class MLP(nn.Module):
-    """Three hidden layers of 16·width units."""
+class Classifier(nn.Module):
+    """A network whose layers are in an order; the first has 16·width units."""
 
     width: int
+    depth: ClassVar[int]  # how many layers
+
+    @staticmethod
+    def layer_of(leaf: str) -> int:
+        """The layer that a leaf belongs to, from 1."""
+        raise NotImplementedError
+
+
+def _numbered_layer(leaf: str) -> int:
+    """The number in a leaf's first name."""
+    return int("".join(filter(str.isdigit, leaf.partition("/")[0])))
+
+
+class MLP(Classifier):
+    """Three hidden layers of 16·width units."""
+
+    depth = 4
+
+    @staticmethod
+    def layer_of(leaf: str) -> int:
+        """The layer a leaf belongs to, from 1: the hidden layers, then the logits."""
+        return MLP.depth if leaf.startswith("logits") else _numbered_layer(leaf)
 
     @nn.compact
     def __call__(self, x: Float[Array, "n h w c"]) -> Float[Array, "n classes"]:
@@ -25,10 +47,8 @@ class MLP(nn.Module):
         return nn.Dense(CLASSES, name="logits")(x)
 
 
-class Tiny10(nn.Module):
+class Tiny10(Classifier):
     """Eight conv–LayerNorm–ReLU layers, global average pooling, a dense layer (Kornblith et al. 2019)."""
-
-    width: int
 
     # channels, kernel size, stride, padding of each layer
     LAYERS = (
@@ -41,6 +61,12 @@ class Tiny10(nn.Module):
         (64, 3, 1, "VALID"),
         (64, 1, 1, "SAME"),
     )
+    depth = 9
+
+    @staticmethod
+    def layer_of(leaf: str) -> int:
+        """The layer a leaf belongs to, from 1: the convolutions, each with its norm, then the logits."""
+        return Tiny10.depth if leaf.startswith("logits") else _numbered_layer(leaf)
 
     @nn.compact
     def __call__(self, x: Float[Array, "n h w c"]) -> Float[Array, "n classes"]:
@@ -68,10 +94,24 @@ class Block(nn.Module):
         return nn.relu(x + y)
 
 
-class ResNet20(nn.Module):
+class ResNet20(Classifier):
     """He et al.'s CIFAR ResNet of depth 20 with LayerNorm over channels in place of BatchNorm."""
 
-    width: int
+    depth = 20
+
+    @staticmethod
+    def layer_of(leaf: str) -> int:
+        """The layer a leaf belongs to, from 1: the stem, two for each block, the logits.
+
+        A norm goes with its convolution, a shortcut with the second layer of its block, whose output it joins.
+        """
+        if leaf.startswith("logits"):
+            return ResNet20.depth
+        if not leaf.startswith("block"):
+            return 1
+        block, part = leaf.split("/")[:2]
+        group, number = map(int, block.removeprefix("block").split("_"))
+        return 6 * (group - 1) + 2 * number + (0 if part in ("conv1", "norm1") else 1)
 
     @nn.compact
     def __call__(self, x: Float[Array, "n h w c"]) -> Float[Array, "n classes"]:
@@ -84,7 +124,8 @@ class ResNet20(nn.Module):
         return nn.Dense(CLASSES, name="logits")(x.mean(axis=(1, 2)))
 
 
-def classifier(model: nn.Module, mean: Sequence[float], std: Sequence[float]) -> Apply:
+@cache  # the same function for the same model, so that what is compiled for it serves every experiment
+def classifier(model: nn.Module, mean: tuple[float, ...], std: tuple[float, ...]) -> Apply:
     """The function from parameters and raw pixels to logits."""
     per_channel = lambda values: jnp.array(values, jnp.float32).reshape(1, 1, 1, -1)  # noqa: E731
 

@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
-from jaxtyping import Array, Int, PRNGKeyArray
+from jaxtyping import Int, PRNGKeyArray
 
-from mcomb.base import Params, UserError, map_named, named_leaves
+from mcomb.base import Array, Params, UserError, map_named, named_leaves
 
-Perms = dict[str, Int[Array | np.ndarray, "*family n"]]
+Perms = dict[str, Int[Array, "..."]]
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,7 @@ class PermutationSpec:
                     raise UserError(f"axis {axis} of {name}: the size of permutation {unknown[0]} is not known")
                 if layout is not None and self._length(layout) != size:
                     whose = f"permutation {layout}" if isinstance(layout, str) else f"its layout {layout}"
-                    raise UserError(
-                        f"axis {axis} of {name} has {size} entries, but {whose} has {self._length(layout)}"
-                    )
+                    raise UserError(f"axis {axis} of {name} has {size} entries, but {whose} has {self._length(layout)}")
             for labels, _ in self.pieces(layouts, np.broadcast_to(0, shape)):
                 for perm in labels:
                     for parent in self.families.get(perm, ()) if isinstance(perm, str) else ():
@@ -161,9 +159,7 @@ class PermutationSpec:
         """`p` after `q`: apply(compose(p, q), x) is apply(p, apply(q, x))."""
         p = {name: np.asarray(perm) for name, perm in p.items()}
         return {
-            name: np.take_along_axis(
-                self._moved(p, self._rows(name), np.asarray(q[name])), np.asarray(p[name]), -1
-            )
+            name: np.take_along_axis(self._moved(p, self._rows(name), np.asarray(q[name])), np.asarray(p[name]), -1)
             for name in self.sizes
         }
 

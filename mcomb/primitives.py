@@ -50,9 +50,7 @@ def arg_reduction(reader: Reader, eqn: core.JaxprEqn, operand: Value) -> list[Va
     return reduction(reader, eqn, operand)
 
 
-def positional(
-    reader: Reader, eqn: core.JaxprEqn, operands: Sequence[Value], touched: Iterable[int]
-) -> list[Value]:
+def positional(reader: Reader, eqn: core.JaxprEqn, operands: Sequence[Value], touched: Iterable[int]) -> list[Value]:
     """An operation that tells positions apart along the touched axes, and is a map over all others."""
     shape, touched = _shape(eqn.outvars[0]), set(touched)
     for operand in operands:
@@ -141,9 +139,7 @@ def _part(reader: Reader, folded: Folded, at: int = 0, start: int = 0, size: int
             sizes[0] = size
         result += reader.split(joined, sizes, factored)
     value = tuple(result[axis] for axis in folded.order)
-    reader.note(
-        [(folded.source, [("before", axis) for axis in range(len(folded.source))]), (value, range(len(value)))]
-    )
+    reader.note([(folded.source, [("before", axis) for axis in range(len(folded.source))]), (value, range(len(value)))])
     return value
 
 
@@ -193,8 +189,7 @@ def concatenate(reader: Reader, eqn: core.JaxprEqn, *operands: Value) -> list[Va
     sizes = [_shape(atom)[at] for atom in eqn.invars]
     parts = [operand[at] or Axis(size) for operand, size in zip(operands, sizes, strict=True) if size]
     labelled = [
-        (operand, [("part", i) if axis == at else axis for axis in range(rank)])
-        for i, operand in enumerate(operands)
+        (operand, [("part", i) if axis == at else axis for axis in range(rank)]) for i, operand in enumerate(operands)
     ]
     return reader.relate(labelled, [["row" if axis == at else axis for axis in range(rank)]], {"row": row(parts)})
 
@@ -204,8 +199,7 @@ def split(reader: Reader, eqn: core.JaxprEqn, operand: Value | Folded) -> list[V
     if isinstance(operand, Folded):
         ends = itertools.accumulate(eqn.params["sizes"])
         return [
-            _part(reader, operand, at, int(end - n), int(n))
-            for n, end in zip(eqn.params["sizes"], ends, strict=True)
+            _part(reader, operand, at, int(end - n), int(n)) for n, end in zip(eqn.params["sizes"], ends, strict=True)
         ]
     return _parts(reader, operand, at, _cut(reader, operand[at], eqn.params["sizes"]))
 
@@ -294,9 +288,7 @@ def scatter(reader: Reader, eqn: core.JaxprEqn, operand: Value, indices: Value, 
     at = eqn.params["dimension_numbers"]
     shape, update_shape = _shape(eqn.invars[0]), _shape(eqn.invars[2])
     hidden = {*at.inserted_window_dims, *at.operand_batching_dims}
-    windows = dict(
-        zip([axis for axis in range(len(shape)) if axis not in hidden], at.update_window_dims, strict=True)
-    )
+    windows = dict(zip([axis for axis in range(len(shape)) if axis not in hidden], at.update_window_dims, strict=True))
     whole = {axis: i for axis, i in windows.items() if update_shape[i] == shape[axis]}
     covered = {i: axis for axis, i in whole.items()}
     reader.freeze(indices)

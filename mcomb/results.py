@@ -66,7 +66,7 @@ class Rows:
     """
 
     def __init__(self, folder: Path, identity: Mapping[str, Any]):
-        self.path = folder / "samples.jsonl"
+        self.path, self.identity = folder / "samples.jsonl", identity
         self.rows: dict[str, dict[str, Any]] = {}
         header, *lines = self.path.read_text().splitlines() if self.path.is_file() else [""]
         if header == json.dumps(identity):
@@ -156,8 +156,6 @@ def table(results: Mapping[str, Any]) -> str:
         rows.append(("paper, aligned", "", f"{paper['loss']:.3f}", "", f"{paper['accuracy']:.3f}"))
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return "\n".join(
-        "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(r, widths, strict=True))
-        )
+        "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(r, widths, strict=True)))
         for r in rows
     )

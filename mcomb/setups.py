@@ -4,10 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import flax.linen as nn
-
 from mcomb.data import Dataset, cifar10, digits
-from mcomb.models import MLP, ResNet20, Tiny10
+from mcomb.models import MLP, Classifier, ResNet20, Tiny10
 from mcomb.train import Augmentation, Recipe
 
 
@@ -16,13 +14,13 @@ class Setup:
     """What is trained, on what, and how."""
 
     title: str
-    model: Callable[[int], nn.Module]  # from the width
+    model: type[Classifier]
     data: Callable[[Path | None], Dataset]
     image: tuple[int, int, int]
     recipe: Recipe
 
 
-PAPER_AUGMENTATION = Augmentation(scale=(0.8, 1.2), rotation=30, flip=True)
+PAPER_AUGMENTATION = Augmentation(scale=(0.8, 1.2), rotation=30.0, flip=True)
 
 SETUPS = {
     "resnet20-cifar10": Setup(

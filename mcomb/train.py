@@ -3,20 +3,20 @@
 `train` is a generator of states, one an epoch. It neither saves nor prints: its caller does.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import Literal, NamedTuple
+from functools import cache, partial
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Float32, Int32, PRNGKeyArray, Shaped
+from jaxtyping import Float, Float32, Int32, PRNGKeyArray, Shaped
 from tqdm import tqdm
 
-from mcomb.base import Apply, Params, UserError, stream
+from mcomb.base import Apply, Array, Params, UserError, stream
 from mcomb.data import Split
 
 
@@ -76,6 +76,7 @@ def learning_rate(recipe: Recipe, steps_per_epoch: int) -> optax.Schedule:
     return optax.warmup_cosine_decay_schedule(1e-6, peak, warmup, steps)
 
 
+@cache  # equal recipes share an optimiser, and with it what is compiled for it
 def make_optimizer(recipe: Recipe, steps_per_epoch: int) -> optax.GradientTransformation:
     """The recipe's optimiser."""
     return optax.chain(
@@ -179,7 +180,7 @@ def train(
     # Copies, so that donating the state never eats the caller's arrays.
     state = jax.jit(partial(jax.tree.map, jnp.copy), out_shardings=replicated)(state)
     images, labels, key = jax.device_put((data.images, data.labels, stream(seed, "augment")), replicated)
-    run = _compiled(apply, optimizer, recipe.augmentation, images, labels, key, replicated, sharded)
+    constants = {"apply": apply, "optimizer": optimizer, "augmentation": recipe.augmentation, "mesh": mesh}
 
     with tqdm(
         total=recipe.epochs * steps * recipe.batch_size,
@@ -195,7 +196,8 @@ def train(
             history = []
             for start in range(0, steps, per_call):
                 chunk = order[start : start + per_call]
-                state, progress = run(state, jax.device_put(chunk, sharded))
+                batches = jax.device_put(chunk, sharded)
+                state, progress = _updates(state, batches, images, labels, key, **constants)
                 # One dispatch in flight: with several virtual CPU devices more can starve the all-reduce.
                 history.append(jax.device_get(progress))
                 loss, accuracy = (values.mean() for values in history[-1])
@@ -210,40 +212,33 @@ def train(
             yield epoch + 1, state, mean
 
 
-def epoch_order(
-    seed: int, epoch: int, count: int, batch_size: int, devices: int
-) -> Int32[np.ndarray, "steps padded"]:
+def epoch_order(seed: int, epoch: int, count: int, batch_size: int, devices: int) -> Int32[np.ndarray, "steps padded"]:
     """The epoch's batches as rows of image indices, padded with -1 to a multiple of the devices."""
     order = np.asarray(jax.random.permutation(stream(seed, "order", epoch), count), np.int32)
     rows = order[: count - count % batch_size].reshape(-1, batch_size)
     return np.pad(rows, ((0, 0), (0, -batch_size % devices)), constant_values=-1)
 
 
-def _compiled(
-    apply: Apply,
-    optimizer: optax.GradientTransformation,
-    augmentation: Augmentation,
+@partial(jax.jit, static_argnames=("apply", "optimizer", "augmentation", "mesh"), donate_argnames="state")
+def _updates(
+    state: State,
+    batches: Int32[Array, "steps b"],
     images: Array,
     labels: Array,
     key: PRNGKeyArray,
-    replicated: NamedSharding,
-    sharded: NamedSharding,
-) -> Callable[[State, Array], tuple[State, Progress]]:
-    """`update` over the rows of a chunk of batches, in one compiled call that donates the state."""
-    one = partial(update, apply=apply, optimizer=optimizer, augmentation=augmentation)
+    *,
+    apply: Apply,
+    optimizer: optax.GradientTransformation,
+    augmentation: Augmentation,
+    mesh: Mesh,
+) -> tuple[State, Progress]:
+    """The state after several batches, and the progress of each."""
 
-    def many(
-        state: State, batches: Int32[Array, "steps b"], images: Array, labels: Array, key: PRNGKeyArray
-    ) -> tuple[State, Progress]:
-        if len(batches) == 1:  # no loop at all: see steps_per_call
-            state, progress = one(state, batches[0], images, labels, key)
-            return state, jax.tree.map(lambda value: value[None], progress)
-        return jax.lax.scan(lambda state, batch: one(state, batch, images, labels, key), state, batches)
+    def one(state: State, batch: Any) -> tuple[State, Progress]:
+        out = update(state, batch, images, labels, key, apply=apply, optimizer=optimizer, augmentation=augmentation)
+        return jax.lax.with_sharding_constraint(out, NamedSharding(mesh, PartitionSpec()))
 
-    compiled = jax.jit(
-        many,
-        donate_argnums=0,
-        in_shardings=(replicated, sharded, replicated, replicated, replicated),
-        out_shardings=replicated,
-    )
-    return lambda state, batches: compiled(state, batches, images, labels, key)
+    if len(batches) == 1:  # no loop at all: see steps_per_call
+        state, progress = one(state, batches[0])
+        return state, jax.tree.map(lambda value: value[None], progress)
+    return jax.lax.scan(one, state, batches)

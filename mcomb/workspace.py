@@ -21,9 +21,9 @@ from mcomb.base import Apply, Params, stream
 from mcomb.checkpoint import Checkpoints, read_checkpoint
 from mcomb.cli import Flag
 from mcomb.combine import Draw
-from mcomb.data import Dataset
+from mcomb.data import Dataset, Split
 from mcomb.derive import permutation_spec
-from mcomb.evaluate import BATCH, Metrics, choose_at_once, evaluate, predict, replicate
+from mcomb.evaluate import BATCH, Metrics, Score, choose_at_once, evaluate, replicate, score
 from mcomb.match import Matching, match_weights
 from mcomb.models import classifier
 from mcomb.permute import PermutationSpec, check_spec
@@ -38,19 +38,22 @@ class Config:
 
     setup: Annotated[str, Flag("model, dataset and recipe", choices=tuple(SETUPS))] = "resnet20-cifar10"
     width: Annotated[int, Flag("width multiplier: the first layer has 16·N units", at_least=1)] = 32
-    points: Annotated[int, Flag("values of the sweep's parameter, end points included", at_least=2)] = 25
-    samples: Annotated[int, Flag("combinations drawn at each value", at_least=1)] = 5
     train_images: Annotated[int | None, Flag("train images to evaluate on (default: all)", at_least=1)] = None
     test_images: Annotated[int | None, Flag("test images to evaluate on (default: all)", at_least=1)] = None
     seed: Annotated[int, Flag("root seed N; networks A, B, C have seeds 3N, 3N+1, 3N+2", at_least=0)] = 0
     seed_a: Annotated[int | None, Flag("seed of network A (default: from --seed)", at_least=0)] = None
     seed_b: Annotated[int | None, Flag("seed of network B (default: from --seed)", at_least=0)] = None
+    seed_c: Annotated[int | None, Flag("seed of network C (default: from --seed)", at_least=0)] = None
     checkpoint_a: Annotated[Path | None, Flag("orbax folder to take network A from instead of training")] = None
     checkpoint_b: Annotated[Path | None, Flag("orbax folder to take network B from instead of training")] = None
+    checkpoint_c: Annotated[Path | None, Flag("orbax folder to take network C from instead of training")] = None
     epochs: Annotated[int | None, Flag("training epochs; 0 leaves networks untrained [setup]", at_least=0)] = None
     batch_size: Annotated[int | None, Flag("training images in a batch [setup]", at_least=1)] = None
     learning_rate: Annotated[float | None, Flag("peak learning rate [setup]", at_least=0)] = None
     weight_decay: Annotated[float | None, Flag("weight decay [setup]", at_least=0)] = None
+    checkpoint_every: Annotated[int | None, Flag("epochs between checkpoints [setup]", at_least=1, identity=False)] = (
+        None
+    )
     data_dir: Annotated[
         Path | None, Flag("CIFAR-10's archive or folder (default: $MCOMB_DATA_DIR, else TFDS)", identity=False)
     ] = None
@@ -63,7 +66,21 @@ class Config:
     ] = None
 
 
-RECIPE_FLAGS = ("epochs", "batch_size", "learning_rate", "weight_decay")
+@dataclass(frozen=True)
+class LineConfig(Config):
+    """The flags of a sweep with one network at each value."""
+
+    points: Annotated[int, Flag("values of the sweep's parameter, end points included", at_least=2)] = 25
+
+
+@dataclass(frozen=True)
+class SweepConfig(LineConfig):
+    """The flags of a sweep that samples networks at each value."""
+
+    samples: Annotated[int, Flag("combinations drawn at each value", at_least=1)] = 5
+
+
+RECIPE_FLAGS = ("epochs", "batch_size", "learning_rate", "weight_decay")  # they name a network
 
 
 @dataclass(frozen=True)
@@ -73,6 +90,18 @@ class Network:
     name: str
     params: Params
     digest: str
+
+
+def _in_a_name(value: Any) -> str:
+    """A flag's value as a part of a folder's name."""
+    if isinstance(value, tuple):
+        return "..".join(map(_in_a_name, value))
+    return value.name if isinstance(value, Path) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+@cache
+def _load(setup: str, data_dir: Path | None) -> Dataset:
+    return SETUPS[setup].data(data_dir)
 
 
 class Task(NamedTuple):
@@ -100,7 +129,7 @@ class Workspace:
         self.setup: Setup = SETUPS[config.setup]
         self.home = config.out / config.setup / f"width-{config.width}"
         self.seconds: dict[str, float] = {}
-        chosen = {name: getattr(config, name) for name in RECIPE_FLAGS}
+        chosen = {name: getattr(config, name) for name in (*RECIPE_FLAGS, "checkpoint_every")}
         self.recipe: Recipe = dataclasses.replace(
             self.setup.recipe, **{name: value for name, value in chosen.items() if value is not None}
         )
@@ -108,7 +137,7 @@ class Workspace:
     @cached_property
     def data(self) -> Dataset:
         """The dataset, all of it."""
-        return self.setup.data(self.config.data_dir)
+        return _load(self.config.setup, self.config.data_dir)
 
     @cached_property
     def apply(self) -> Apply:
@@ -123,7 +152,7 @@ class Workspace:
     @cached_property
     def shapes(self) -> Params:
         """The shapes of a network's parameters."""
-        return jax.eval_shape(self.init, 0)
+        return jax.eval_shape(lambda: self.init(0))
 
     @cached_property
     def spec(self) -> PermutationSpec:
@@ -135,7 +164,7 @@ class Workspace:
     def identity(self) -> dict[str, Any]:
         """What a result depends on: the flags that change it, and the recipe they lead to."""
         chosen = {name: getattr(self.config, name) for name in self._identity_flags()}
-        return json.loads(json.dumps(chosen | {"recipe": dataclasses.asdict(self.recipe)}, default=str))
+        return json.loads(json.dumps(chosen | {"recipe": self._recipe_dict()}, default=str))
 
     def folder(self, experiment: str) -> Path:
         """Where an experiment's results go."""
@@ -143,11 +172,15 @@ class Workspace:
         for name in self._identity_flags():
             value, usual = getattr(self.config, name), getattr(type(self.config), name)
             if value not in (usual, getattr(self.setup.recipe, name, usual)) and name not in ("setup", "width"):
-                parts.append(f"{name.replace('_', '-')}={value.name if isinstance(value, Path) else value}")
+                parts.append(f"{name.replace('_', '-')}={_in_a_name(value)}")
         return self.home / ",".join(parts)
 
     def _identity_flags(self) -> list[str]:
         return [name for name, flag in cli.flags(type(self.config)).items() if flag.identity]
+
+    def _recipe_dict(self) -> dict[str, Any]:
+        """What of the recipe changes the network."""
+        return {name: value for name, value in dataclasses.asdict(self.recipe).items() if name != "checkpoint_every"}
 
     def network(self, letter: str) -> Network:
         """Network A, B or C: the given checkpoint, or the one trained from its seed."""
@@ -166,11 +199,9 @@ class Workspace:
             if getattr(self.recipe, name) != getattr(self.setup.recipe, name)
         ]
         name = ",".join([f"seed-{seed}", *changed])
-        recipe = dataclasses.asdict(self.recipe)
-        del recipe["checkpoint_every"]
         checkpoints = Checkpoints(
             self.home / "networks" / name,
-            {"setup": self.config.setup, "width": self.config.width, "seed": seed} | recipe,
+            {"setup": self.config.setup, "width": self.config.width, "seed": seed} | self._recipe_dict(),
         )
         if checkpoints.epoch != self.recipe.epochs:
             with self.timed("training"):
@@ -223,24 +254,41 @@ class Workspace:
         yield
         self.seconds[what] = self.seconds.get(what, 0.0) + time.monotonic() - start
 
+    @cached_property
+    def splits(self) -> dict[str, Split]:
+        """The images to evaluate on, on every device."""
+        counts = {"train": self.config.train_images, "test": self.config.test_images}
+        return {name: replicate(getattr(self.data, name).first(count)) for name, count in counts.items()}
+
+    def pixels(self, split: str) -> np.ndarray:
+        """The normalised pixels of a split's images."""
+        return ((np.asarray(self.splits[split].images) - np.array(self.data.mean)) / np.array(self.data.std)).astype(
+            np.float32
+        )
+
+    def scores(self, networks: Mapping[str, Params]) -> dict[str, dict[str, Score]]:
+        """The score of each network by itself on each split."""
+        with self.timed("evaluation"):
+            return {
+                name: {split: score(self.apply, params, *images) for split, images in self.splits.items()}
+                for name, params in networks.items()
+            }
+
     def measure(
-        self, experiment: str, rows: Rows, tasks: Mapping[str, Task], compare: tuple[Params, Params]
+        self, rows: Rows, tasks: Mapping[str, Task], references: Mapping[str, np.ndarray], per_call: int = 8
     ) -> dict[str, dict[str, Metrics]]:
         """The metrics of each task on each split, from the rows there are and the evaluation of all others.
 
-        Agreement is counted with the labels of the two networks to `compare` with.
+        `references` are, for each split, the labels of the two networks to count agreement with. A compiled call
+        takes at least `per_call` combinations.
         """
-        images = {"train": self.config.train_images, "test": self.config.test_images}
-        splits = {name: replicate(getattr(self.data, name).first(count)) for name, count in images.items()}
-        references = cache(
-            lambda split: np.stack([predict(self.apply, params, splits[split].images) for params in compare])
-        )
-        root = stream(self.config.seed, "coefficients", experiment)
-        at_once = self.config.at_once or choose_at_once(self.apply, compare[0], splits["test"].images[:BATCH])
-        size = max(getattr(self.config, "samples", 1), at_once * jax.local_device_count())
-        total = len(splits) * sum(len(task) for task in tasks.values())
+        root = stream(self.config.seed, "coefficients", rows.identity["experiment"])
+        network = next(iter(tasks.values())).networks[0]
+        at_once = self.config.at_once or choose_at_once(self.apply, network, self.splits["test"].images[:BATCH])
+        size = max(per_call, getattr(self.config, "samples", 1), at_once * jax.local_device_count())
+        total = len(self.splits) * sum(len(task) for task in tasks.values())
         with self.timed("evaluation"), tqdm(total=total, desc="evaluating", unit="net", dynamic_ncols=True) as bar:
-            for split, (name, task) in itertools.product(splits, tasks.items()):
+            for split, (name, task) in itertools.product(self.splits, tasks.items()):
                 missing = [i for i in range(len(task)) if f"{name}/{split}/{i}" not in rows]
                 bar.update(len(task) - len(missing))
                 for start in range(0, len(missing), size):
@@ -252,8 +300,8 @@ class Workspace:
                         replicate(task.networks),
                         jax.tree.map(lambda values, these=same_size: values[these], task.parameters),
                         jax.vmap(jax.random.fold_in, (None, 0))(root, same_size),
-                        *splits[split],
-                        references=references(split),
+                        *self.splits[split],
+                        references=references[split],
                         at_once=at_once,
                     )
                     lists = [values.tolist() for values in metrics]
@@ -262,15 +310,11 @@ class Workspace:
                         for i, *values in zip(chunk, *lists, strict=False)
                     )
                     bar.update(len(chunk))
+
+        def collected(name: str, split: str, field: str) -> np.ndarray:
+            return np.array([rows[f"{name}/{split}/{i}"][field] for i in range(len(tasks[name]))])
+
         return {
-            name: {
-                split: Metrics(
-                    *(
-                        np.array([rows[f"{name}/{split}/{i}"][field] for i in range(len(task))])
-                        for field in Metrics._fields
-                    )
-                )
-                for split in splits
-            }
-            for name, task in tasks.items()
+            name: {split: Metrics(*(collected(name, split, f) for f in Metrics._fields)) for split in self.splits}
+            for name in tasks
         }

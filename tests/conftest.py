@@ -1,3 +1,60 @@
-import jax
+"""Strict numerics on two virtual CPU devices, so that every test exercises the sharded code."""
 
+import atexit
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from mcomb import data
+from mcomb.setups import SETUPS
+
+# These programs are tiny and run once: compiling them thoroughly would take most of the time.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
+# What one test or one of the commands it starts has compiled, the others need not.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled = tempfile.mkdtemp(prefix="mcomb-tests-")
+atexit.register(shutil.rmtree, compiled, ignore_errors=True)
+jax.config.update("jax_compilation_cache_dir", compiled)
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "standard")
+
+
+@pytest.fixture
+def one_device(monkeypatch):
+    """As if the machine had one device."""
+    first = jax.devices()[:1]
+    monkeypatch.setattr(jax, "local_devices", lambda: first)
+
+
+@pytest.fixture(scope="session")
+def digits():
+    return data.digits()
+
+
+@pytest.fixture(scope="session")
+def cifar_archive():
+    place = os.environ.get(data.DATA_VARIABLE)
+    if not place:
+        pytest.skip(f"real CIFAR-10 is not here: {data.DATA_VARIABLE} is not set")
+    return Path(place)
+
+
+@pytest.fixture(params=SETUPS)
+def network(request):
+    """An untrained network of each setup at width 1: its model, parameters, spec, and a few images."""
+    setup = SETUPS[request.param]
+    model = setup.model(1)
+    images = np.random.default_rng(0).integers(0, 255, (6, *setup.image)).astype(np.float32) / 255
+    # Random everywhere: norms as they are initialised look the same under every permutation.
+    rng = np.random.default_rng(1)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), images)["params"]
+    params = jax.tree.map(
+        lambda leaf: rng.normal(size=leaf.shape, scale=np.prod(leaf.shape[:-1]) ** -0.5).astype(np.float32), shapes
+    )
+    return setup, model, params, images

@@ -82,9 +82,7 @@ TIED = {
     "dynamic_slice": lambda h, p: jnp.tile(jax.lax.dynamic_slice_in_dim(h, p["i"], 2, 2), (1, 1, 3)),
     "scatter": lambda h, p: h.at[..., p["i"]].set(0),
     "slice": lambda h, p: jnp.repeat(h[..., ::2], 2, -1),
-    "reduce_window_max": lambda h, p: jax.lax.reduce_window(
-        h, -jnp.inf, jax.lax.max, (1, 1, 3), (1, 1, 1), "SAME"
-    ),
+    "reduce_window_max": lambda h, p: jax.lax.reduce_window(h, -jnp.inf, jax.lax.max, (1, 1, 3), (1, 1, 1), "SAME"),
     "top_k": lambda h, p: jax.lax.top_k(h, 6)[0],
     "conv_general_dilated": lambda h, p: jax.lax.conv(h.reshape(10, 1, 6), p["k"], (1,), "SAME").reshape(2, 5, 6),
     "random_bits": lambda h, p: h * jax.random.bernoulli(jax.random.key(0), 0.5, h.shape),

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from zoo import CASES, drawn
+from zoo import CASES, drawn, spec_of
 
 from mcomb import Blocks, PermutationSpec, Segments, check_spec, match_weights, permutation_spec
-from mcomb.base import UserError
+from mcomb.base import UserError, named_leaves
 
 # Three layers of attention in a stack, as a scan has them: heads move in each layer, dimensions in each head.
 ATTENTION = PermutationSpec(
@@ -41,9 +41,7 @@ def assert_equal(a, b):
 @given(KEYS, KEYS)
 def test_applying_a_composition_is_applying_one_after_the_other(first, second):
     p, q = ATTENTION.random(first), ATTENTION.random(second)
-    assert_equal(
-        ATTENTION.apply(ATTENTION.compose(p, q), leaves()), ATTENTION.apply(p, ATTENTION.apply(q, leaves()))
-    )
+    assert_equal(ATTENTION.apply(ATTENTION.compose(p, q), leaves()), ATTENTION.apply(p, ATTENTION.apply(q, leaves())))
 
 
 @settings(deadline=None, max_examples=30)
@@ -63,12 +61,8 @@ def test_a_family_moves_with_what_indexes_it():
     moved = ATTENTION.apply(perms, x)
     for layer, head, dim in np.ndindex(3, 2, 4):
         old = perms["heads"][layer, head], perms["dims"][layer, head, dim]
-        np.testing.assert_array_equal(
-            moved["query"][layer, :, head, dim], x["query"][layer, perms["stream"], *old]
-        )
-        assert_equal(
-            moved["fused"][layer, :, 4 * head + dim], x["fused"][layer, perms["stream"], 4 * old[0] + old[1]]
-        )
+        np.testing.assert_array_equal(moved["query"][layer, :, head, dim], x["query"][layer, perms["stream"], *old])
+        assert_equal(moved["fused"][layer, :, 4 * head + dim], x["fused"][layer, perms["stream"], 4 * old[0] + old[1]])
 
 
 def test_segments_move_each_by_itself():
@@ -121,6 +115,48 @@ def test_a_spec_is_written_by_hand_with_plain_names():
     spec = PermutationSpec.of(params, {"kernel": (None, "P"), "bias": ("P",)})
     assert spec.sizes == {"P": 4}
     assert spec.places("P") == [("kernel", 1), ("bias", 0)]
+
+
+PLAIN_SHAPES = {"a": (4, 3), "b": (3,), "c": (3, 5, 4), "d": (5, 5)}
+PLAIN_AXES = {"a": ("X", "Y"), "b": ("Y",), "c": ("Y", "Z", "X"), "d": ("Z", "Z")}
+PARAMS = {name: np.random.default_rng(0).standard_normal(shape) for name, shape in PLAIN_SHAPES.items()}
+PLAIN = PermutationSpec.of(PARAMS, PLAIN_AXES)
+
+
+def test_applying_takes_the_named_units_on_every_axis():
+    p = PLAIN.identity() | {"Y": np.array([2, 0, 1])}
+    moved = PLAIN.apply(p, PARAMS)
+    assert_equal(moved["a"], PARAMS["a"][:, [2, 0, 1]])
+    assert_equal(moved["b"], PARAMS["b"][[2, 0, 1]])
+    assert_equal(moved["c"], PARAMS["c"][[2, 0, 1]])
+    assert_equal(moved["d"], PARAMS["d"])
+
+
+@pytest.mark.parametrize(("spec", "params"), [(PLAIN, PARAMS), (ATTENTION, leaves())])
+def test_identity_changes_nothing(spec, params):
+    assert_equal(spec.apply(spec.identity(), params), params)
+
+
+@settings(max_examples=20, deadline=None)
+@given(KEYS)
+def test_random_gives_permutations(key):
+    for spec in (PLAIN, ATTENTION):
+        assert_equal({name: np.sort(perm, axis=-1) for name, perm in spec.random(key).items()}, spec.identity())
+
+
+def test_a_spec_is_checked_against_other_parameters_too():
+    with pytest.raises(UserError, match="axis 0 of b has 4 entries"):
+        PLAIN.validate(PARAMS | {"b": np.zeros(4)})
+
+
+def test_every_hidden_unit_of_every_network_moves_and_the_function_stays(network):
+    _, model, params, images = network
+    spec = spec_of(model, params, images)
+    permuted = spec.apply(spec.random(jax.random.key(3)), params)
+    before, after = (model.apply({"params": tree}, images) for tree in (params, permuted))
+    np.testing.assert_allclose(after, before, rtol=1e-4, atol=1e-5)
+    moved = named_leaves(jax.tree.map(lambda x, y: not np.array_equal(x, y), params, permuted))
+    assert all(move for name, move in moved.items() if name != "logits/bias")
 
 
 def mlp(params, x):

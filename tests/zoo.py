@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from mcomb import PermutationSpec, permutation_spec
+
 Shape = jax.ShapeDtypeStruct
 IMAGES = Shape((2, 8, 8, 3), jnp.float32)
 TOKENS = Shape((2, 5), jnp.int32)
@@ -39,9 +41,9 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(self, x):
         mask = nn.make_causal_mask(jnp.ones(x.shape[:2])) if self.causal else None
-        return nn.MultiHeadDotProductAttention(
-            num_heads=self.heads, qkv_features=6 * self.heads, name="attention"
-        )(x, mask=mask)
+        return nn.MultiHeadDotProductAttention(num_heads=self.heads, qkv_features=6 * self.heads, name="attention")(
+            x, mask=mask
+        )
 
 
 class TransformerBlock(nn.Module):
@@ -284,3 +286,8 @@ def drawn(tree: Any, seed: int = 0) -> Any:
         return (np.abs(values) + 0.5 if "var" in jax.tree_util.keystr(path) else values).astype(leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(draw, tree)
+
+
+def spec_of(model: nn.Module, params: Any, images: Any) -> PermutationSpec:
+    """The derived spec of a Linen model's parameters."""
+    return permutation_spec(lambda params, images: model.apply({"params": params}, images), params, images)

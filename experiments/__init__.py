@@ -1,0 +1,1 @@
+"""One short program for each experiment: `python -m experiments.NAME`."""

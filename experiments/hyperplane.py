@@ -1,0 +1,27 @@
+"""Coefficients drawn where the cube meets the hyperplane of mean α (the paper's "plane intersect").
+
+    python -m experiments.hyperplane --setup mlp-digits
+
+The paper's barriers at width 32: 0.037 in loss and 0.012 in accuracy for ResNet-20, 0.332 and 0.071 for Tiny-10.
+"""
+
+from mcomb.combine import hyperplane, mix
+from mcomb.experiment import main, sweep
+
+EXPERIMENT = sweep(
+    name="hyperplane",
+    title="coefficients on a hyperplane",
+    claim="Combinations sampled on a hyperplane that sweeps the cube from A to B perform well all the way.",
+    alt="Loss and accuracy against the mean share of B, from A at 0 to B at 1, naive and aligned.",
+    parameter="α",
+    label="α: mean share of B, from A at 0 to B at 1",
+    values=(0.0, 1.0),
+    combine=mix(hyperplane),
+    paper={
+        "resnet20-cifar10": {"loss": 0.037, "accuracy": 0.012},
+        "tiny10-cifar10": {"loss": 0.332, "accuracy": 0.071},
+    },
+)
+
+if __name__ == "__main__":
+    main(EXPERIMENT, __doc__)

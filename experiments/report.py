@@ -1,0 +1,83 @@
+"""One self-contained page of all that has been run: report.html.
+
+    python -m experiments.report --setup mlp-digits --run    # everything from nothing: some minutes on two CPU cores
+    python -m experiments.report --width 32                  # gathers what there is
+
+Each experiment with its figure, what the paper found, what was measured, the barriers and the exact command. Without
+--run, an experiment that has not been run yet is listed with its command.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+from mcomb.report import Entry, render
+
+from experiments import (
+    bernoulli,
+    centered,
+    edges,
+    functional,
+    hyperplane,
+    linear,
+    minmax,
+    robustness,
+    schematic,
+    stitching,
+    subcube,
+    transitivity,
+    triangle,
+    uniform,
+    width,
+)
+from mcomb import cli
+from mcomb.cli import Flag
+from mcomb.experiment import Experiment, command, gathered, narrowed, run, setups_help
+from mcomb.results import atomic, writable
+from mcomb.workspace import Config, SweepConfig, Workspace
+
+ORDER = (
+    *(schematic, uniform, subcube, hyperplane, bernoulli, stitching, linear),
+    *(linear, centered, minmax, transitivity, triangle, functional, edges, robustness, width),
+)  # the line twice: between the networks and beyond them
+BEYOND = (-1.0, 2.0)
+
+
+@dataclass(frozen=True)
+class ReportConfig(SweepConfig):
+    """The flags of the sweeps, for all experiments alike."""
+
+    run: Annotated[bool, Flag("run the experiments that are missing", identity=False)] = False
+
+
+def plan(config: ReportConfig) -> list[tuple[Experiment, Config]]:
+    """All experiments with their configs, in the paper's order."""
+    jobs = [(module.EXPERIMENT, narrowed(config, module.EXPERIMENT.config)) for module in ORDER]
+    second = [experiment.name for experiment, _ in jobs].index("linear") + 1
+    jobs[second] = (jobs[second][0], replace(jobs[second][1], range=BEYOND))
+    return jobs
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Gathers, and with --run runs, all experiments, and writes the page."""
+    config = cli.parse(ReportConfig, __doc__ or "", argv, setups_help())
+    workspace = Workspace(config)
+    path = writable(workspace.home) / "report.html"
+    print(f"the report goes to {path}", flush=True)
+    entries, missing = [], []
+    for experiment, its_config in plan(config):
+        results = run(experiment, its_config) if config.run else gathered(experiment, its_config)
+        if results is None:
+            missing.append((experiment.name, command(experiment.name, its_config)))
+            continue
+        picture = Workspace(its_config).folder(experiment.name) / f"{experiment.name}.png"
+        entries.append(Entry(results, picture.read_bytes()))
+    page = render(f"{workspace.setup.title}, width {config.width}", entries, missing)
+    with atomic(path) as temporary:
+        temporary.write_text(page)
+    print(
+        f"{len(entries)} experiments in {path}; {len(missing)} not run yet" + (" (--run runs them)" if missing else "")
+    )
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,36 @@
+"""Identity stitching: layers 1 to l from B and those above from A, with nothing in between.
+
+    python -m experiments.stitching --setup mlp-digits
+
+The paper: all stitched networks have high accuracy and low loss when B is aligned. The order of the layers is each
+model's `layer_of`; a norm goes with its layer and a shortcut with its block.
+"""
+
+import numpy as np
+
+from mcomb import figures
+from mcomb.combine import stitch
+from mcomb.experiment import Experiment, Results, main, measure_pair, works_aligned
+from mcomb.results import Rows
+from mcomb.workspace import Network, Workspace
+
+
+def measure(workspace: Workspace, networks: dict[str, Network], rows: Rows) -> Results:
+    """The curves over l = 0 (A) to the number of layers (B)."""
+    model = workspace.setup.model
+    label = "l: layers taken from B, counted from the input"
+    return measure_pair(workspace, networks, rows, stitch(model.layer_of), "l", label, np.arange(model.depth + 1))
+
+
+EXPERIMENT = Experiment(
+    name="stitching",
+    title="identity stitching",
+    claim="The lower part of the aligned B stitched to the upper part of A works at every layer.",
+    alt="Loss and accuracy against the number of layers taken from B, naive and aligned.",
+    measure=measure,
+    draw=figures.sweep,
+    conclude=works_aligned,
+)
+
+if __name__ == "__main__":
+    main(EXPERIMENT, __doc__)

@@ -1,0 +1,109 @@
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mcomb import read_checkpoint, write_checkpoint
+from mcomb.base import UserError
+from mcomb.checkpoint import Checkpoints
+from mcomb.setups import SETUPS
+from mcomb.train import initial_state
+
+PARAMS = {"dense": {"kernel": jnp.arange(6.0).reshape(2, 3), "bias": jnp.ones(3)}}
+RECIPE = SETUPS["mlp-digits"].recipe
+
+
+def assert_same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_a_tree_comes_back_as_it_was_written(tmp_path):
+    write_checkpoint(tmp_path / "net", PARAMS)
+    assert_same(read_checkpoint(tmp_path / "net"), PARAMS)
+    assert_same(read_checkpoint(str(tmp_path / "net"), PARAMS), PARAMS)
+
+
+def test_other_peoples_orbax_folders_are_read(tmp_path):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "train-state", {"params": PARAMS, "step": jnp.array(3)})
+    with ocp.CheckpointManager(tmp_path / "manager") as manager:
+        for step in (1, 2):
+            manager.save(step, args=ocp.args.StandardSave(jax.tree.map(lambda x, step=step: x * step, PARAMS)))
+    assert_same(read_checkpoint(tmp_path / "train-state", PARAMS), PARAMS)
+    assert_same(read_checkpoint(tmp_path / "manager"), jax.tree.map(lambda x: x * 2, PARAMS))
+    assert_same(read_checkpoint(tmp_path / "manager" / "1"), PARAMS)
+
+
+def test_what_several_devices_wrote_one_device_reads(tmp_path):
+    mesh = Mesh(np.array(jax.devices()), "d")
+    sharded = jax.device_put({"k": jnp.arange(8.0)}, NamedSharding(mesh, PartitionSpec("d")))
+    write_checkpoint(tmp_path / "net", sharded)
+    code = (
+        "import jax, mcomb\n"
+        "assert jax.device_count() == 1\n"
+        f"print(mcomb.read_checkpoint({str(tmp_path / 'net')!r})['k'].tolist())"
+    )
+    env = {"JAX_NUM_CPU_DEVICES": "1", "JAX_PLATFORMS": "cpu", "PATH": "/usr/bin"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+    assert done.stdout.strip() == str(np.arange(8.0).tolist())
+
+
+def test_another_width_is_an_error_that_names_the_leaf(tmp_path):
+    write_checkpoint(tmp_path / "net", PARAMS)
+    wide = {"dense": {"kernel": jnp.zeros((2, 6)), "bias": jnp.ones(6)}}
+    with pytest.raises(UserError, match=r"net has dense/bias of shape \(3,\) where the model has \(6,\)"):
+        read_checkpoint(tmp_path / "net", wide)
+    with pytest.raises(UserError, match="has no other/scale"):
+        read_checkpoint(tmp_path / "net", PARAMS | {"other": {"scale": jnp.ones(2)}})
+    with pytest.raises(UserError, match="has dense/bias, which the model does not"):
+        read_checkpoint(tmp_path / "net", {"dense": {"kernel": jnp.zeros((2, 3))}})
+
+
+def test_a_folder_without_a_checkpoint_is_a_clear_error(tmp_path):
+    with pytest.raises(UserError, match="is no orbax checkpoint"):
+        read_checkpoint(tmp_path / "nowhere")
+
+
+# Orbax leaves coroutines of the failed read behind, whose complaints are not ours to mend.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
+def test_a_truncated_checkpoint_is_a_clear_error(tmp_path):
+    big = {"kernel": jnp.asarray(np.random.default_rng(0).normal(size=(300, 300)).astype(np.float32))}
+    write_checkpoint(tmp_path / "net", big)
+    files = [path for path in Path(tmp_path / "net").rglob("*") if path.is_file() and path.stat().st_size > 10_000]
+    assert files
+    for path in files:
+        path.write_bytes(path.read_bytes()[:5_000])
+    with pytest.raises(UserError, match=r"is damaged .*: delete it and run again"):
+        read_checkpoint(tmp_path / "net")
+
+
+def test_a_training_run_is_restored_with_its_optimiser_and_step(tmp_path):
+    state = initial_state(PARAMS, RECIPE, 1000)
+    later = jax.tree.map(lambda x: x + 1, state)
+    Checkpoints(tmp_path / "run", {"seed": 0}).save(7, later)
+    reopened = Checkpoints(tmp_path / "run", {"seed": 0})
+    assert reopened.epoch == 7
+    assert_same(reopened.restore(state), later)
+    assert_same(read_checkpoint(tmp_path / "run"), later.params)
+
+
+def test_a_run_keeps_only_its_newest_checkpoint(tmp_path):
+    state = initial_state(PARAMS, RECIPE, 1000)
+    for epoch in (5, 10):
+        Checkpoints(tmp_path, {}).save(epoch, state)
+    assert [path.name for path in tmp_path.iterdir()] == ["10"]
+
+
+def test_a_run_with_another_config_is_refused(tmp_path):
+    config = dataclasses.asdict(RECIPE)
+    Checkpoints(tmp_path, config).save(1, initial_state(PARAMS, RECIPE, 1000))
+    Checkpoints(tmp_path, config)
+    with pytest.raises(UserError, match=r"was trained with learning_rate = 0\.1, not 0\.3"):
+        Checkpoints(tmp_path, config | {"learning_rate": 0.3})
