@@ -77,6 +77,7 @@ def unite(a: Axis, b: Axis, why: str) -> None:
     if not a.parts:
         if a.frozen is not None:
             freeze(b, a.frozen)
+            b.frozen = b.frozen and a.frozen  # of two reasons the first
         a.same = b
         return
     others = parts(b, b.kind)

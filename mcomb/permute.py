@@ -170,10 +170,13 @@ class PermutationSpec:
             places = [f"{leaf}[{axis}{self._sketch(leaf, axis, name)}]" for leaf, axis in self.places(name)]
             each = [f"(one for each of {parent})" for parent in self.families.get(name, ())]
             rows.append((name, " × ".join(map(str, self.shape(name))), " ".join(places + each)))
-        reasons: dict[str, list[str]] = {}
+        reasons: dict[str, dict[str, list[str]]] = {}
         for frozen in self.frozen:
-            reasons.setdefault(frozen.why, []).append(f"{frozen.leaf}[{frozen.axis}]")
-        frozen_rows = [(why, " ".join(places)) for why, places in reasons.items()]
+            reasons.setdefault(frozen.why, {}).setdefault(frozen.leaf, []).append(str(frozen.axis))
+        frozen_rows = [
+            (why, " ".join(f"{leaf}[{','.join(axes)}]" for leaf, axes in places.items()))
+            for why, places in reasons.items()
+        ]
         tables = [_table(("permutation", "size", "acts on"), rows), _table(("frozen by", "axes"), frozen_rows)]
         return "\n\n".join(tables if reasons else tables[:1])
 

@@ -331,7 +331,7 @@ def while_(reader: Reader, eqn: core.JaxprEqn, *operands: Value) -> list[Value]:
 
 
 def scan(reader: Reader, eqn: core.JaxprEqn, *operands: Value) -> list[Value]:
-    """The body, in which all may differ from step to step but the carry."""
+    """The body, in which all may differ from step to step but constants and the carry."""
     p = eqn.params
     consts, carry, xs = _divided(operands, p["num_consts"], p["num_carry"])
     why = reader.why
@@ -349,8 +349,8 @@ def scan(reader: Reader, eqn: core.JaxprEqn, *operands: Value) -> list[Value]:
         return results[: len(carry)]
 
     carry = _steady(reader, carry, body)
-    for value in (*consts, *carry, *xs, *ys):
-        if any(axis in reader.used for axis in value):  # seen from outside, only xs and ys have the axis of steps
+    for value in (*consts, *xs):
+        if any(axis in reader.used for axis in value):  # seen from outside, constants have no axis of steps
             reader.note([(value, range(len(value)))])
     return [*carry, *ys]
 

@@ -55,7 +55,7 @@ a { color: var(--link); text-underline-offset: 0.15em; text-decoration-thickness
 a:focus-visible, [tabindex]:focus-visible { outline: 2px solid var(--link); outline-offset: 2px; }
 section { margin-top: 3.5rem; padding-top: 2.25rem; border-top: 1px solid var(--rule); }
 .lede { font-size: 1.1rem; }
-.note, caption, figcaption, .settings { color: var(--soft); font-size: 0.875rem; line-height: 1.5; }
+.note, caption, figcaption { color: var(--soft); font-size: 0.875rem; line-height: 1.5; }
 
 .verdict { display: inline-flex; font-weight: 600; }
 .verdict.agrees { color: var(--agrees); }
@@ -78,16 +78,19 @@ figcaption { margin-top: 0.6rem; }
     linear-gradient(to left, var(--rule), transparent) right / 0.75rem 100% no-repeat scroll; }
 table { width: 100%; border-collapse: collapse; font-size: 0.9375rem; line-height: 1.4; }
 caption { padding-bottom: 0.5rem; text-align: left; }
+caption span { position: sticky; left: 0; }
 th, td { padding: 0.45rem 0.75rem; text-align: left; vertical-align: baseline; }
 th:first-child { padding-left: 0; }
 td:last-child, thead th:last-child { padding-right: 0; }
 thead th { padding-block: 0.25rem; color: var(--soft); font-size: 0.8125rem; font-weight: 500;
   vertical-align: bottom; }
 thead th[scope=colgroup] { padding-left: 1.5rem; text-align: center;
-  background: linear-gradient(var(--rule), var(--rule)) bottom right / calc(100% - 1.5rem) 1px no-repeat; }
+  background: linear-gradient(var(--rule), var(--rule)) bottom right / calc(100% - 1.5rem) 1px no-repeat;
+  print-color-adjust: exact; }
 thead { border-bottom: 1px solid var(--soft); }
 tbody tr, tfoot tr { border-bottom: 1px solid var(--rule); }
-tbody th, tfoot th { position: sticky; left: 0; background: var(--page); font-weight: 500; }
+tbody th, tfoot th { font-weight: 500; }
+tbody th, tfoot th, thead tr:first-child th:first-child { position: sticky; left: 0; background: var(--page); }
 .number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums lining-nums; }
 .paper th, .paper td { color: var(--soft); }
 .short { width: auto; min-width: min(100%, 20rem); }
@@ -95,7 +98,7 @@ tfoot th, tfoot td { font-weight: 650; }
 
 code { font: 0.875em/1.55 ui-monospace, SFMono-Regular, Menlo, Consolas, "Liberation Mono", monospace; }
 pre { margin: 0 0 0.75rem; padding: 0.7rem 0.9rem; border: 1px solid var(--rule); border-radius: 0.375rem;
-  background: var(--panel); white-space: pre-wrap; overflow-wrap: anywhere; break-inside: avoid; }
+  background: var(--panel); white-space: pre-wrap; overflow: auto; overflow-wrap: anywhere; break-inside: avoid; }
 pre code { user-select: all; }
 pre span { white-space: nowrap; }
 .label { margin: 0 0 0.35rem; color: var(--soft); font-size: 0.875rem; break-after: avoid; }
@@ -124,7 +127,7 @@ pre span { white-space: nowrap; }
   .card { padding: 0; border: 0; }
   img { width: auto; max-height: 105mm; }
   .scroll { overflow: visible; background: none; }
-  tbody th, tfoot th { position: static; background: none; }
+  tbody th, tfoot th, thead tr:first-child th:first-child { position: static; background: none; }
   tr { break-inside: avoid; }
   a { color: inherit; text-decoration: none; }
 }
@@ -215,28 +218,22 @@ def numbers(values: Iterable[Number | None]) -> Html:
     return joined(tag("td", number(value), class_="number") for value in values)
 
 
+def scrolling(caption: str, *parts: str, **attributes: str) -> Html:
+    """A table of these parts in a box that scrolls by itself, also from the keyboard."""
+    whole = tag("table", tag("caption", tag("span", caption)), *parts, **attributes)
+    return tag("div", whole, class_="scroll", role="group", aria_label=caption, tabindex=0)
+
+
 def table(caption: str, corner: Sequence[str], below: Sequence[str], rows: Iterable[str]) -> Html:
-    """A table in a box that scrolls by itself: the `corner` columns, then those `below` loss and accuracy."""
+    """A table of barriers: the `corner` columns, then those `below` loss and those below accuracy."""
     groups = [tag("colgroup", span=len(corner)), *(tag("colgroup", span=len(below)) for _ in METRICS)]
     top = [
         *(tag("th", name, scope="col", rowspan=2) for name in corner),
         *(tag("th", name, scope="colgroup", colspan=len(below), class_="number") for name in METRICS),
     ]
     second = [tag("th", name, scope="col", class_="number") for _ in METRICS for name in below]
-    return tag(
-        "div",
-        tag(
-            "table",
-            tag("caption", caption),
-            *groups,
-            tag("thead", tag("tr", *top), tag("tr", *second)),
-            tag("tbody", *rows),
-        ),
-        class_="scroll",
-        role="group",
-        aria_label=caption,
-        tabindex=0,  # a keyboard can scroll it too
-    )
+    head = tag("thead", tag("tr", *top), tag("tr", *second))
+    return scrolling(caption, *groups, head, tag("tbody", *rows))
 
 
 def header(title: str, entries: Sequence[Entry], missing: Sequence[tuple[str, str]]) -> Html:
@@ -350,8 +347,9 @@ def section(index: int, entry: Entry) -> Html:
 
 
 def listed(items: Iterable[str]) -> Html:
-    """The items with commas between them, none broken over two lines."""
-    return Html(", ".join(tag("span", item) for item in items))
+    """The items with commas between them, none broken over two lines nor from its comma."""
+    texts = list(items)
+    return Html(" ".join(tag("span", text) for text in (*(f"{text}," for text in texts[:-1]), *texts[-1:])))
 
 
 def environments(entries: Sequence[Entry]) -> Html:
@@ -382,13 +380,11 @@ def durations(entries: Sequence[Entry]) -> Html:
     def row(name: str, seconds: Number) -> Html:
         return tag("tr", tag("th", name, scope="row"), tag("td", duration(seconds), class_="number"))
 
-    head = tag(
-        "tr", tag("th", "experiment", scope="col"), tag("th", "wall-clock time", scope="col", class_="number")
-    )
+    head = tag("tr", tag("th", "experiment", scope="col"), tag("th", "time", scope="col", class_="number"))
     times = [(entry.results["experiment"], entry.results["seconds"]) for entry in entries]
     total = row("all", sum(seconds for _, seconds in times))
     body = tag("tbody", *(row(*time) for time in times))
-    return tag("table", tag("thead", head), body, tag("tfoot", total), class_="short")
+    return scrolling("Wall-clock time", tag("thead", head), body, tag("tfoot", total), class_="short")
 
 
 def background(entries: Sequence[Entry], missing: Sequence[tuple[str, str]]) -> Html:

@@ -180,6 +180,20 @@ def test_what_a_scan_carries_is_in_one_order_at_all_steps():
     check_spec(fn, drawn(params), spec, drawn(FEATURES))
 
 
+def test_what_all_steps_of_a_scan_share_is_in_one_order_at_all_steps():
+    def fn(params, x):
+        def step(carry, scale):
+            return carry + jnp.tanh(carry * scale @ params["up"]) @ params["down"], None
+
+        return jax.lax.scan(step, x, params["scales"])[0]
+
+    shapes = {"up": (8, 4), "down": (4, 8), "scales": (3, 1, 1, 8)}
+    params = {name: Shape(shape, jnp.float32) for name, shape in shapes.items()}
+    spec = permutation_spec(fn, params, FEATURES)
+    assert shapes_of(spec) == [(4,)]
+    check_spec(fn, drawn(params), spec, drawn(FEATURES))
+
+
 def test_layers_mapped_one_by_one_may_themselves_be_in_any_order():
     def fn(params, x):
         hidden = jax.lax.map(lambda layer: jnp.tanh(x @ layer).sum(-1), params)

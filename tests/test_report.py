@@ -112,6 +112,8 @@ def test_the_page_is_well_formed(text):
     assert levels[0] == 1
     assert all(below - above <= 1 for above, below in pairwise(levels))
     assert all("scope" in attributes for attributes in page.all("th"))
+    assert all(path[-1] == "div" for tag, _, path in page.elements if tag == "table")
+    assert all(attributes["tabindex"] == "0" for attributes in page.all("div") if attributes["class"] == "scroll")
     assert all("figure" in path for tag, _, path in page.elements if tag in {"img", "figcaption"})
 
 
@@ -178,8 +180,7 @@ def test_whatever_results_say_is_text():
 def test_the_header_counts_the_verdicts():
     text = Page(FULL).text("header")
     assert (
-        "Of 3 experiments, 1 agrees with the paper, 1 does not, 1 has no claim to compare. 2 are still to run."
-        in text
+        "Of 3 experiments, 1 agrees with the paper, 1 does not, 1 has no claim to compare. 2 are still to run." in text
     )
     assert "mlp-digits at width 32" in text
     assert "No experiment has been run yet." in Page(render("Nothing", [], [])).text("header")
@@ -248,6 +249,12 @@ def test_an_environment_appears_once_and_others_beside_it_with_their_experiments
     other = {**entry().results["environment"], "devices": ["tpu:TPU v3"] * 8, "revision": None}
     mixed = Page(render("Two", [entry(), entry(experiment="width", environment=other)], [])).text("dd")
     assert re.search(r"uniform ?0123abcd.*2 × cpu:cpu.*width ?not known.*8 × tpu:TPU v3", mixed)
+
+
+def test_an_environment_may_know_little():
+    bare = {**entry().results["environment"], "packages": {}, "devices": [], "revision": None}
+    page = Page(render("Bare", [entry(environment=bare)], []))
+    assert "Revision not known Platform Linux-6.1 Python 3.11.2 Durations" in page.text()
 
 
 def test_durations_are_listed_with_their_sum():
