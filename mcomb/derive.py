@@ -62,15 +62,10 @@ def _spec(leaves: Mapping[str, Value], reader: Reader) -> PermutationSpec:
     order = {letter: i for i, letter in enumerate(first)}
     free = [letter for letter in first if letter.frozen is None and letter.size > 1]
     found = _families(reader.operations)
-    along = _ordered({letter: found[letter] & first.keys() for letter in free}, order)
+    along = _ordered({letter: found.get(letter, set()) & first.keys() for letter in free}, order)
     fixed = [letter for letter in first if letter not in free and any(letter in others for others in along.values())]
-    names: dict[Axis, str] = {}
-    for letter in [*free, *fixed]:
-        name, number = first[letter]
-        module = name.removesuffix("/value").rpartition("/")[0] or name  # an NNX leaf is a variable's value
-        stem = module if letter in free else f"{name}[{number}]"
-        numbered = (f"{stem}.{i}" for i in itertools.count(2))
-        names[letter] = next(name for name in itertools.chain([stem], numbered) if name not in names.values())
+    stems = {letter: _module(first[letter][0]) for letter in free}
+    names = _distinct(stems | {letter: "{}[{}]".format(*first[letter]) for letter in fixed})
     families = {
         letter: sorted(along[letter], key=lambda other: (len(along.get(other, ())), order[other])) for letter in free
     }
@@ -85,6 +80,20 @@ def _spec(leaves: Mapping[str, Value], reader: Reader) -> PermutationSpec:
             if (reasons := [letter.frozen for _, letter in letters(axis) if letter.frozen])
         ),
     )
+
+
+def _module(leaf: str) -> str:
+    """The name of the module that has a leaf, or the leaf's own; an NNX leaf is the value of a variable."""
+    return leaf.removesuffix("/value").rpartition("/")[0] or leaf
+
+
+def _distinct(stems: Mapping[Axis, str]) -> dict[Axis, str]:
+    """Names that are all different: of those with one stem, the second has .2 added, and so on."""
+    names: dict[Axis, str] = {}
+    for letter, stem in stems.items():
+        candidates = itertools.chain([stem], (f"{stem}.{i}" for i in itertools.count(2)))
+        names[letter] = next(name for name in candidates if name not in names.values())
+    return names
 
 
 def _families(operations: Sequence[Sequence[Term]]) -> Along:

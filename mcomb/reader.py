@@ -61,7 +61,7 @@ class Reader:
         eqns = _live(jaxpr)
         folded = _used_in_parts(eqns, jaxpr.outvars)
         for eqn in eqns:
-            if eqn.outvars[0] in folded:
+            if folded.intersection(eqn.outvars):
                 values[eqn.outvars[0]] = fold(eqn, look_up(eqn.invars[0]))
                 continue
             self._scopes.append(self._scope(eqn))

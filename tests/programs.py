@@ -47,7 +47,7 @@ class Program:
         values = [dense(rng, new, [x])]
         for _ in range(self.steps):
             value = OPERATIONS[rng.integers(len(OPERATIONS))](rng, new, values)
-            if value is not None and value.size <= 600 and value.ndim >= 2:
+            if value is not None and 0 < value.size <= 600 and value.ndim >= 2:
                 values = [*values[-3:], jnp.tanh(value)]
         flat = jnp.concatenate([value.reshape(2, -1) for value in values[-2:]], 1)
         return flat @ new(flat.shape[1], 2)
