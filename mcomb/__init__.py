@@ -1,22 +1,34 @@
-"""Mode combinability: align two networks, mix their weights element by element, measure every mixture."""
+"""Mode combinability: align two networks, mix their weights element by element, measure every mixture.
+
+For two sets of parameters `a` and `b` of any network that JAX can trace, as `fn(params, images)`:
+
+    spec = mcomb.permutation_spec(fn, a, images)  # print(spec) shows what may move
+    mcomb.check_spec(fn, a, spec, images)
+    aligned = spec.apply(mcomb.match_weights(spec, a, b).perms, b)
+    between = mcomb.combine(a, aligned, 0.5)
+"""
 
 from mcomb.checkpoint import read_checkpoint, write_checkpoint
 from mcomb.combine import combine, linear, mix, uniform
+from mcomb.derive import permutation_spec
 from mcomb.evaluate import Metrics, Score, evaluate, score
 from mcomb.match import Matching, match_weights
-from mcomb.permute import PermutationSpec, check_permuted
+from mcomb.permute import Blocks, PermutationSpec, Segments, check_spec
 
 __all__ = [
+    "Blocks",
     "Matching",
     "Metrics",
     "PermutationSpec",
     "Score",
-    "check_permuted",
+    "Segments",
+    "check_spec",
     "combine",
     "evaluate",
     "linear",
     "match_weights",
     "mix",
+    "permutation_spec",
     "read_checkpoint",
     "score",
     "uniform",

@@ -1,10 +1,12 @@
 """Weight matching: the order of one network's units that brings its weights closest to another's."""
 
+import math
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from scipy.optimize import linear_sum_assignment
 
 from mcomb.base import Params, named_leaves, stream
@@ -31,56 +33,91 @@ def match_weights(spec: PermutationSpec, a: Params, b: Params, *, seed: int = 0)
     """
     spec.validate(a)
     spec.validate(b)
-    leaves_a, leaves_b = ({k: np.asarray(v) for k, v in named_leaves(tree).items()} for tree in (a, b))
-    perms = spec.identity()
-    trace = [_inner(spec, leaves_a, leaves_b, perms)]
+    leaves_a, leaves_b = _weights(a), _weights(b)
+    perms, unmoved = spec.identity(), spec.identity()
+    trace = [_inner(leaves_a, leaves_b)]
     gain = np.inf
     while gain > TOLERANCE * abs(trace[-1]):
         order = jax.random.permutation(stream(seed, "visits", len(trace)), len(spec.sizes))
         for name in np.array(list(spec.sizes))[np.asarray(order)]:
-            scores = _scores(spec, leaves_a, leaves_b, perms, name)
-            candidate = perms | {name: linear_sum_assignment(scores, maximize=True)[1]}
-            if _improves(spec, leaves_a, leaves_b, perms, candidate, scores, name):
-                perms = candidate
-        trace.append(_inner(spec, leaves_a, leaves_b, perms))
+            step = unmoved | _best_step(spec, leaves_a, leaves_b, str(name))
+            touched = {leaf: leaves_b[leaf] for leaf, _ in spec.places(name) if leaf in leaves_b}
+            moved = spec.apply(step, touched)
+            # Scores only estimate the gain where a permutation acts twice on one leaf.
+            if _inner(leaves_a, moved) > _inner(leaves_a, touched):
+                leaves_b |= moved
+                perms = spec.compose(step, perms)
+        trace.append(_inner(leaves_a, leaves_b))
         gain = trace[-1] - trace[-2]
     return Matching(perms, trace[-1], tuple(trace))
 
 
-def _permuted(spec: PermutationSpec, leaf: str, value: np.ndarray, perms: Perms, skip: int = -1) -> np.ndarray:
-    """A leaf with every axis permuted but the one to `skip`."""
-    for axis, perm in enumerate(spec.axes[leaf]):
-        if perm is not None and axis != skip:
-            value = value.take(np.asarray(perms[perm]), axis)
-    return value
+def _weights(params: Params) -> Leaves:
+    """The leaves that are floats, in single precision at least: neither counters nor random keys."""
+    floats = {k: v for k, v in named_leaves(params).items() if jnp.issubdtype(jnp.result_type(v), jnp.floating)}
+    return {name: np.asarray(leaf, np.promote_types(leaf.dtype, np.float32)) for name, leaf in floats.items()}
 
 
-def _inner(spec: PermutationSpec, a: Leaves, b: Leaves, perms: Perms, only: str | None = None) -> float:
-    """The inner product of A with the permuted B, over all leaves or those that one permutation acts on."""
-    leaves = spec.axes if only is None else dict(spec.places(only))
-    return sum(float(np.sum(a[leaf] * _permuted(spec, leaf, b[leaf], perms), dtype=np.float64)) for leaf in leaves)
+def _inner(a: Leaves, b: Leaves) -> float:
+    """The inner product of those leaves of A that B has with B's."""
+    return sum(float(np.sum(a[leaf] * b[leaf], dtype=np.float64)) for leaf in b)
 
 
-def _scores(spec: PermutationSpec, a: Leaves, b: Leaves, perms: Perms, name: str) -> Float[np.ndarray, "n n"]:
-    """The inner product of each unit of A with each unit of B, all other permutations applied to B."""
+def _best_step(spec: PermutationSpec, a: Leaves, b: Leaves, name: str) -> Perms:
+    """The permutation of B's units that fits A best, all others held but those inside the units.
+
+    What is inside a unit, such as the dimensions of a head, is matched anew for each pair of units: a head's fit
+    to another is that of its best order of dimensions.
+    """
+    family = spec.families.get(name, ())
+    inside = [other for other, along in spec.families.items() if along == (*family, name)]
     n = spec.sizes[name]
-    total = np.zeros((n, n), np.float32)
-    for leaf, axis in spec.places(name):
-        rows_a, rows_b = (
-            np.moveaxis(value, axis, 0).reshape(n, -1)
-            for value in (a[leaf], _permuted(spec, leaf, b[leaf], perms, skip=axis))
-        )
-        total += rows_a @ rows_b.T
+    scores = _scores(spec, a, b, family, (name,), without=inside)
+    inner = {}
+    for other in inside:
+        m = spec.sizes[other]
+        pairs = _scores(spec, a, b, family, (name, other)).reshape(-1, n, m, n, m).swapaxes(2, 3)
+        inner[other] = _assigned(pairs)
+        scores = scores + np.take_along_axis(pairs, inner[other][..., None], -1).sum((-2, -1))
+    best = _assigned(scores)
+    step: Perms = {name: best.reshape(spec.shape(name))}
+    for other, perm in inner.items():
+        step[other] = np.take_along_axis(perm, best[..., None, None], 2).reshape(spec.shape(other))
+    return step
+
+
+def _assigned(scores: Float[np.ndarray, "*batch n n"]) -> Int[np.ndarray, "*batch n"]:
+    """The column assigned to each row, in each assignment problem of a batch."""
+    flat = scores.reshape(-1, *scores.shape[-2:])
+    return np.stack([linear_sum_assignment(one, maximize=True)[1] for one in flat]).reshape(scores.shape[:-1])
+
+
+def _scores(
+    spec: PermutationSpec,
+    a: Leaves,
+    b: Leaves,
+    family: tuple[str, ...],
+    names: tuple[str, ...],
+    without: list[str] | None = None,
+) -> Float[np.ndarray, "family n n"]:
+    """For each member of a family, the inner product of each unit of A with each of B.
+
+    A unit is a position along all of `names`; parts of leaves that have any axis of `without` do not count.
+    """
+    members = math.prod(spec.shape(names[0])[:-1])
+    count = math.prod(spec.sizes[name] for name in names)
+    total = np.zeros((members, count, count), np.float32)
+    for leaf in dict(spec.places(names[-1])):
+        if leaf not in a:
+            continue
+        for (labels, piece_a), (_, piece_b) in zip(
+            spec.pieces(spec.axes[leaf], a[leaf]), spec.pieces(spec.axes[leaf], b[leaf]), strict=True
+        ):
+            if set(labels) & set(without or ()):
+                continue
+            for axis in [axis for axis, label in enumerate(labels) if label == names[-1]]:
+                front = [*map(labels.index, family + names[:-1]), axis]
+                units = [np.moveaxis(piece, front, range(len(front))) for piece in (piece_a, piece_b)]
+                rows_a, rows_b = (unit.reshape(members, count, -1) for unit in units)
+                total = total + rows_a @ rows_b.swapaxes(-1, -2)
     return total
-
-
-def _improves(
-    spec: PermutationSpec, a: Leaves, b: Leaves, old: Perms, new: Perms, scores: np.ndarray, name: str
-) -> bool:
-    """Whether a permutation is truly better; where it acts twice on one leaf, the scores only estimate that."""
-    places = spec.places(name)
-    if len(dict(places)) < len(places):
-        return _inner(spec, a, b, new, name) > _inner(spec, a, b, old, name)
-    rows = np.arange(len(scores))
-    values = (np.sum(scores[rows, np.asarray(perms[name])], dtype=np.float64) for perms in (new, old))
-    return bool(next(values) > next(values))

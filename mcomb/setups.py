@@ -1,14 +1,11 @@
-"""Setups: a model, a dataset, a permutation spec and a training recipe under one name."""
+"""Setups: a model, a dataset and a training recipe under one name."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcomb.base import Params
 from mcomb.data import Dataset, cifar10, digits
 from mcomb.models import MLP, Classifier, ResNet20, Tiny10
-from mcomb.permute import PermutationSpec
-from mcomb.specs import mlp_spec, resnet20_spec, tiny10_spec
 from mcomb.train import Augmentation, Recipe
 
 
@@ -18,7 +15,6 @@ class Setup:
 
     title: str
     model: type[Classifier]
-    spec: Callable[[Params], PermutationSpec]
     data: Callable[[Path | None], Dataset]
     image: tuple[int, int, int]
     recipe: Recipe
@@ -30,7 +26,6 @@ SETUPS = {
     "resnet20-cifar10": Setup(
         title="ResNet-20 on CIFAR-10",
         model=ResNet20,
-        spec=resnet20_spec,
         data=cifar10,
         image=(32, 32, 3),
         recipe=Recipe(
@@ -44,7 +39,6 @@ SETUPS = {
     "tiny10-cifar10": Setup(
         title="Tiny-10 on CIFAR-10",
         model=Tiny10,
-        spec=tiny10_spec,
         data=cifar10,
         image=(32, 32, 3),
         recipe=Recipe(
@@ -58,7 +52,6 @@ SETUPS = {
     "mlp-digits": Setup(
         title="MLP on digits",
         model=MLP,
-        spec=mlp_spec,
         data=digits,
         image=(8, 8, 1),
         recipe=Recipe(

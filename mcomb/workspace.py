@@ -22,10 +22,11 @@ from mcomb.checkpoint import Checkpoints, read_checkpoint
 from mcomb.cli import Flag
 from mcomb.combine import Draw
 from mcomb.data import Dataset, Split
+from mcomb.derive import permutation_spec
 from mcomb.evaluate import BATCH, Metrics, Score, choose_at_once, evaluate, replicate, score
 from mcomb.match import Matching, match_weights
 from mcomb.models import classifier
-from mcomb.permute import PermutationSpec, check_permuted
+from mcomb.permute import PermutationSpec, check_spec
 from mcomb.results import Rows, atomic, digest, writable
 from mcomb.setups import SETUPS, Setup
 from mcomb.train import Recipe, initial_state, train
@@ -156,7 +157,8 @@ class Workspace:
     @cached_property
     def spec(self) -> PermutationSpec:
         """The permutation symmetries of the model."""
-        return self.setup.spec(self.shapes)
+        images = jax.ShapeDtypeStruct((1, *self.setup.image), jnp.uint8)
+        return permutation_spec(self.apply, self.shapes, images)
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -223,9 +225,10 @@ class Workspace:
 
     def aligned(self, a: Network, b: Network) -> Params:
         """B's parameters with its units matched to A's, which is checked to change nothing but their order."""
-        permuted = self.spec.apply(self.matching(a, b).perms, b.params)
-        check_permuted(self.apply, b.params, permuted, jnp.asarray(self.data.test.images[:64]))
-        return permuted
+        perms = self.matching(a, b).perms
+        images = jnp.asarray(self.data.test.images[:64])
+        check_spec(self.apply, b.params, self.spec, images, perms=perms)
+        return self.spec.apply(perms, b.params)
 
     def matching(self, a: Network, b: Network) -> Matching:
         """The matching of B to A, found once and kept for just these two networks."""
@@ -233,7 +236,7 @@ class Workspace:
         of = [a.digest, b.digest]
         if path.is_file():
             with np.load(path) as kept:
-                if kept["of"].tolist() == of:
+                if kept["of"].tolist() == of and all(f"perms/{name}" in kept for name in self.spec.sizes):
                     perms = {name: kept[f"perms/{name}"] for name in self.spec.sizes}
                     return Matching(perms, float(kept["objective"]), tuple(kept["trace"].tolist()))
         print(f"matching {b.name} to {a.name} …", flush=True)

@@ -1,13 +1,14 @@
 import jax
 import numpy as np
 import pytest
+from zoo import spec_of
 
 from mcomb.activations import correlations, modules_of
 
 
 def test_every_permutation_has_a_module_with_its_units(network):
     setup, model, params, images = network
-    spec = setup.spec(params)
+    spec = spec_of(model, params, images)
     modules = modules_of(model, spec)
     assert modules.keys() == spec.sizes.keys()
     assert len(set(modules.values())) == len(modules)
@@ -21,7 +22,7 @@ def test_every_permutation_has_a_module_with_its_units(network):
 
 def test_a_permuted_network_correlates_with_itself_unit_by_unit(network):
     setup, model, params, images = network
-    spec = setup.spec(params)
+    spec = spec_of(model, params, images)
     perms = spec.random(jax.random.key(0))
     modules = modules_of(model, spec)
     same = correlations(model, params, params, images, modules)
@@ -39,7 +40,7 @@ def test_correlations_are_those_of_numpy(network):
     if setup.title != "MLP on digits":
         pytest.skip("one network is enough: all are measured by the same code")
     other = jax.tree.map(lambda leaf: leaf + 0.1, params)
-    spec = setup.spec(params)
+    spec = spec_of(model, params, images)
     found = correlations(model, params, other, images, modules_of(model, spec))
 
     def hidden(tree):

@@ -3,6 +3,7 @@ import itertools
 import jax
 import numpy as np
 import pytest
+from zoo import spec_of
 
 from mcomb import PermutationSpec, match_weights
 from mcomb.base import UserError
@@ -18,8 +19,8 @@ def noisy(params, amount, seed=5):
 
 @pytest.mark.parametrize("amount", [0.0, 0.3])
 def test_a_planted_permutation_is_recovered(network, amount):
-    setup, _, params, _ = network
-    spec = setup.spec(params)
+    _, model, params, images = network
+    spec = spec_of(model, params, images)
     planted = spec.random(jax.random.key(7))
     shuffled = noisy(spec.apply(planted, params), amount)
     found = match_weights(spec, params, shuffled).perms
@@ -27,9 +28,9 @@ def test_a_planted_permutation_is_recovered(network, amount):
 
 
 def test_the_objective_is_the_inner_product_and_never_falls(network):
-    setup, _, a, _ = network
+    _, model, a, images = network
     b = noisy(a, 3.0)
-    spec = setup.spec(a)
+    spec = spec_of(model, a, images)
     matching = match_weights(spec, a, b)
     inner = sum(
         float(np.vdot(x, y))
@@ -42,10 +43,10 @@ def test_the_objective_is_the_inner_product_and_never_falls(network):
 
 
 def test_arguments_are_left_alone_and_equal_seeds_give_equal_results(network):
-    setup, _, a, _ = network
+    _, model, a, images = network
     b = jax.tree.map(np.array, noisy(a, 3.0))
     before = jax.tree.map(np.copy, (a, b))
-    first, again = (match_weights(setup.spec(a), a, b, seed=3) for _ in range(2))
+    first, again = (match_weights(spec_of(model, a, images), a, b, seed=3) for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, (a, b), before)
     jax.tree.map(np.testing.assert_array_equal, first.perms, again.perms)
     assert first.trace == again.trace
@@ -73,7 +74,7 @@ def test_a_permutation_on_both_axes_of_a_leaf_never_lowers_the_objective():
 
 
 def test_networks_that_do_not_fit_the_spec_are_refused(network):
-    setup, _, a, _ = network
+    _, model, a, images = network
     wide = jax.tree.map(lambda leaf: leaf.repeat(2, axis=-1), a)
     with pytest.raises(UserError, match="entries, but permutation"):
-        match_weights(setup.spec(a), a, wide)
+        match_weights(spec_of(model, a, images), a, wide)

@@ -1,4 +1,4 @@
-"""The permutation specs of the three models, written by hand."""
+"""The permutation specs of the three models, written by hand: the oracle of the derived ones."""
 
 from mcomb.base import Params
 from mcomb.models import Tiny10
