@@ -1,5 +1,6 @@
 """What every module shares: types, the error meant for people, named random streams, names of leaves."""
 
+import sys
 import zlib
 from collections.abc import Callable
 from functools import reduce
@@ -8,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 from jaxtyping import Float, PRNGKeyArray
+from tqdm import tqdm
 
 Array = jax.Array | np.ndarray
 Params = Any  # a pytree of arrays
@@ -28,6 +30,20 @@ def fold_name(key: PRNGKeyArray, name: str | int) -> PRNGKeyArray:
 def stream(seed: int, *names: str | int) -> PRNGKeyArray:
     """The root seed's key, folded with the names of what it is for."""
     return reduce(fold_name, names, jax.random.key(seed))
+
+
+def progress_bar(total: int, unit: str, what: str, done: int = 0) -> "tqdm[Any]":
+    """A bar with rate and time left; where nobody watches a terminal, a line now and then."""
+    watched = sys.stderr.isatty()
+    return tqdm(
+        total=total,
+        initial=done,
+        desc=what,
+        unit=unit,
+        unit_scale=True,
+        dynamic_ncols=watched,
+        mininterval=0.2 if watched else 10,
+    )
 
 
 def leaf_name(path: tuple[Any, ...]) -> str:

@@ -148,7 +148,7 @@ def _cifar10_tfds() -> tuple[Split, Split]:
         raise UserError(
             f"CIFAR-10 is not here and TFDS cannot get it ({reason}): "
             f"give the official archive with --data-dir or {DATA_VARIABLE}, "
-            'or `pip install "mcomb[tfds]"` on a machine with internet, '
+            'or `pip install -e ".[tfds]"` on a machine with internet, '
             "or run the embedded data with --setup mlp-digits"
         ) from error
     splits = [

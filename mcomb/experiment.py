@@ -51,7 +51,7 @@ def run(experiment: Experiment, config: Config) -> Results:
         "config": workspace.identity,
         "networks": {letter: network.digest for letter, network in networks.items()},
     }
-    results = finished(folder, identity)
+    results, pictures = finished(folder, identity), [folder / f"{experiment.name}.{kind}" for kind in ("png", "pdf")]
     if results is None:
         measured = experiment.measure(workspace, networks, Rows(folder, identity))
         results = {
@@ -65,7 +65,10 @@ def run(experiment: Experiment, config: Config) -> Results:
             "seconds": time.monotonic() - start,
         }
         write_json(folder / "results.json", results)
-    experiment.draw(results, folder)
+        for picture in pictures:
+            picture.unlink(missing_ok=True)
+    if not all(picture.is_file() for picture in pictures):
+        experiment.draw(results, folder)
     results = explained(experiment, results)
     print("\n".join([results["title"], *([table(results)] if "barriers" in results else []), results["finding"]]))
     return results

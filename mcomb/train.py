@@ -14,9 +14,8 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float, Float32, Int32, PRNGKeyArray, Shaped
-from tqdm import tqdm
 
-from mcomb.base import Apply, Array, Params, UserError, stream
+from mcomb.base import Apply, Array, Params, UserError, progress_bar, stream
 from mcomb.data import Split
 
 
@@ -182,15 +181,8 @@ def train(
     images, labels, key = jax.device_put((data.images, data.labels, stream(seed, "augment")), replicated)
     constants = {"apply": apply, "optimizer": optimizer, "augmentation": recipe.augmentation, "mesh": mesh}
 
-    with tqdm(
-        total=recipe.epochs * steps * recipe.batch_size,
-        initial=int(state.step) * recipe.batch_size,
-        desc=describe,
-        unit="img",
-        unit_scale=True,
-        dynamic_ncols=True,
-        mininterval=0.5,
-    ) as bar:
+    total, done = recipe.epochs * steps * recipe.batch_size, int(state.step) * recipe.batch_size
+    with progress_bar(total, "img", describe, done) as bar:
         for epoch in range(int(state.step) // steps, recipe.epochs):
             order = epoch_order(seed, epoch, count, recipe.batch_size, mesh.size)
             history = []

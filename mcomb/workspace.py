@@ -14,10 +14,9 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 from mcomb import cli
-from mcomb.base import Apply, Params, stream
+from mcomb.base import Apply, Params, progress_bar, stream
 from mcomb.checkpoint import Checkpoints, read_checkpoint
 from mcomb.cli import Flag
 from mcomb.combine import Draw
@@ -287,7 +286,7 @@ class Workspace:
         at_once = self.config.at_once or choose_at_once(self.apply, network, self.splits["test"].images[:BATCH])
         size = max(per_call, getattr(self.config, "samples", 1), at_once * jax.local_device_count())
         total = len(self.splits) * sum(len(task) for task in tasks.values())
-        with self.timed("evaluation"), tqdm(total=total, desc="evaluating", unit="net", dynamic_ncols=True) as bar:
+        with self.timed("evaluation"), progress_bar(total, "net", "evaluating") as bar:
             for split, (name, task) in itertools.product(self.splits, tasks.items()):
                 missing = [i for i in range(len(task)) if f"{name}/{split}/{i}" not in rows]
                 bar.update(len(task) - len(missing))

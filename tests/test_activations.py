@@ -7,7 +7,7 @@ from mcomb.activations import correlations, modules_of
 
 
 def test_every_permutation_has_a_module_with_its_units(network):
-    setup, model, params, images = network
+    _setup, model, params, images = network
     spec = spec_of(model, params, images)
     modules = modules_of(model, spec)
     assert modules.keys() == spec.sizes.keys()
@@ -21,7 +21,7 @@ def test_every_permutation_has_a_module_with_its_units(network):
 
 
 def test_a_permuted_network_correlates_with_itself_unit_by_unit(network):
-    setup, model, params, images = network
+    _setup, model, params, images = network
     spec = spec_of(model, params, images)
     perms = spec.random(jax.random.key(0))
     modules = modules_of(model, spec)

@@ -140,5 +140,5 @@ def test_without_a_copy_and_without_tfds_three_ways_on_are_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
     with pytest.raises(UserError) as caught:
         data.cifar10()
-    for way in ("--data-dir", "mcomb[tfds]", "--setup mlp-digits"):
+    for way in ("--data-dir", '".[tfds]"', "--setup mlp-digits"):
         assert way in str(caught.value)
