@@ -38,6 +38,8 @@ def flags(config: type[Any]) -> dict[str, Flag]:
 def parse(config: type[C], description: str, argv: list[str] | None = None, epilog: str = "") -> C:
     """The config that the command line asks for."""
     parser = _Parser(
+        prog=f"python -m experiments.{Path(sys.argv[0]).stem}",
+        usage="%(prog)s [FLAGS]",
         description=description,
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
