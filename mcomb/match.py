@@ -29,24 +29,33 @@ def match_weights(spec: PermutationSpec, a: Params, b: Params, *, seed: int = 0)
     """The matching of `b` to `a` by permutation coordinate descent (the paper's Algorithm 1).
 
     Visits the permutations in a random order and solves each one's assignment problem with the others held,
-    until a whole sweep adds next to nothing to the inner product of the two networks' weights.
+    unless nothing that it depends on has changed, until a whole sweep adds next to nothing to the inner product
+    of the two networks' weights.
     """
     spec.validate(a)
     spec.validate(b)
     leaves_a, leaves_b = _weights(a), _weights(b)
     perms, unmoved = spec.identity(), spec.identity()
+    leaves_of = {name: [leaf for leaf, _ in spec.places(name) if leaf in leaves_a] for name in spec.sizes}
+    stale = set(spec.sizes)  # those whose scores have changed since they were last solved
     trace = [_inner(leaves_a, leaves_b)]
     gain = np.inf
     while gain > TOLERANCE * abs(trace[-1]):
         order = jax.random.permutation(stream(seed, "visits", len(trace)), len(spec.sizes))
-        for name in np.array(list(spec.sizes))[np.asarray(order)]:
-            step = unmoved | _best_step(spec, leaves_a, leaves_b, str(name))
-            touched = {leaf: leaves_b[leaf] for leaf, _ in spec.places(name) if leaf in leaves_b}
+        for name in (list(spec.sizes)[i] for i in order):
+            if name not in stale:
+                continue
+            stale.remove(name)
+            step = unmoved | _best_step(spec, leaves_a, leaves_b, name)
+            touched = {leaf: leaves_b[leaf] for leaf in leaves_of[name]}
             moved = spec.apply(step, touched)
             # Scores only estimate the gain where a permutation acts twice on one leaf.
             if _inner(leaves_a, moved) > _inner(leaves_a, touched):
                 leaves_b |= moved
                 perms = spec.compose(step, perms)
+                stale |= {other for other in spec.sizes if touched.keys() & set(leaves_of[other])}
+                if len(touched) == len(leaves_of[name]) and not _inside(spec, name):
+                    stale.remove(name)  # it is at its best, as long as it acts on no leaf twice
         trace.append(_inner(leaves_a, leaves_b))
         gain = trace[-1] - trace[-2]
     return Matching(perms, trace[-1], tuple(trace))
@@ -69,8 +78,7 @@ def _best_step(spec: PermutationSpec, a: Leaves, b: Leaves, name: str) -> Perms:
     What is inside a unit, such as the dimensions of a head, is matched anew for each pair of units: a head's fit
     to another is that of its best order of dimensions.
     """
-    family = spec.families.get(name, ())
-    inside = [other for other, along in spec.families.items() if along == (*family, name)]
+    family, inside = spec.families.get(name, ()), _inside(spec, name)
     n = spec.sizes[name]
     scores = _scores(spec, a, b, family, (name,), without=inside)
     inner = {}
@@ -84,6 +92,12 @@ def _best_step(spec: PermutationSpec, a: Leaves, b: Leaves, name: str) -> Perms:
     for other, perm in inner.items():
         step[other] = np.take_along_axis(perm, best[..., None, None], 2).reshape(spec.shape(other))
     return step
+
+
+def _inside(spec: PermutationSpec, name: str) -> list[str]:
+    """The permutations of what is inside a permutation's units, one for each unit."""
+    family = spec.families.get(name, ())
+    return [other for other, along in spec.families.items() if along == (*family, name)]
 
 
 def _assigned(scores: Float[np.ndarray, "*batch n n"]) -> Int[np.ndarray, "*batch n"]:
