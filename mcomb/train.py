@@ -1,6 +1,6 @@
 """Training: an optax recipe, one jitted update, data-parallel over all local devices.
 
-`train` is a generator of states, one an epoch. It neither saves nor prints: its caller does.
+`train` is a generator of states, one an epoch. It saves nothing: its caller does.
 """
 
 from collections.abc import Iterator

@@ -17,8 +17,8 @@ def test_the_example_aligns_and_combines_a_network_of_ones_own(capsys):
     assert loss == scope["metrics"].loss.max()
     assert 0 <= accuracy <= 1
     moved = jax.tree.map(lambda x, y: bool((x != y).any()), scope["b"], scope["aligned"])
-    assert moved["layers_0"]["kernel"]
-    assert moved["layers_2"]["kernel"]
+    assert moved["Dense_0"]["kernel"]  # the residual stream
+    assert moved["Dense_1"]["kernel"]  # the inside of a block
 
 
 def test_the_two_commands_are_there_once_for_everyone():
