@@ -10,8 +10,6 @@ Each experiment with its figure, what the paper found, what was measured, the ba
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from mcomb.report import Entry, render
-
 from experiments import (
     bernoulli,
     centered,
@@ -32,8 +30,9 @@ from experiments import (
 from mcomb import cli
 from mcomb.cli import Flag
 from mcomb.experiment import Experiment, command, gathered, narrowed, run, setups_help
+from mcomb.report import Entry, render
 from mcomb.results import atomic, writable
-from mcomb.workspace import Config, SweepConfig, Workspace
+from mcomb.workspace import Config, Workspace
 
 ORDER = (
     *(schematic, uniform, subcube, hyperplane, bernoulli, stitching, linear),
@@ -43,7 +42,7 @@ BEYOND = (-1.0, 2.0)
 
 
 @dataclass(frozen=True)
-class ReportConfig(SweepConfig):
+class ReportConfig(width.WidthConfig):
     """The flags of the sweeps, for all experiments alike."""
 
     run: Annotated[bool, Flag("run the experiments that are missing", identity=False)] = False

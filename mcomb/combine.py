@@ -7,7 +7,7 @@ and nothing else does.
 
 from collections.abc import Callable
 from functools import cache
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +65,7 @@ def truncated_rate(mean: Float[Array, ""]) -> Float[Array, ""]:
         series = 0.5 - rate / 12 + rate**3 / 720 - rate**5 / 30240
         return jnp.where(rate < 0.5, series, 1 / rate - 1 / jnp.expm1(jnp.minimum(rate, 80)))
 
-    def halve(_: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+    def halve(_: Any, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds
         middle = (low + high) / 2
         too_high = mean_of(middle) < mean

@@ -102,11 +102,11 @@ def barrier(metric: str, values: Any, a: float, b: float) -> float:
 
 
 def barriers(models: Mapping[str, Any], curves: Mapping[str, Any]) -> dict[str, Any]:
-    """The barriers of every curve, for each split and metric."""
+    """The barriers of every curve between two models, for each split and metric."""
     return {
         variant: {
             split: {
-                metric: barrier(metric, curve[split][metric], *(models[m][split][metric] for m in "AB"))
+                metric: barrier(metric, curve[split][metric], *(end[split][metric] for end in models.values()))
                 for metric in METRICS
             }
             for split in SPLITS

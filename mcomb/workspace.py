@@ -241,7 +241,7 @@ class Workspace:
                     return Matching(perms, float(kept["objective"]), tuple(kept["trace"].tolist()))
         print(f"matching {b.name} to {a.name} …", flush=True)
         with self.timed("matching"):
-            matching = match_weights(self.spec, a.params, b.params, seed=self.config.seed)
+            matching = match_weights(self.spec, a.params, b.params)
         perms = {f"perms/{name}": perm for name, perm in matching.perms.items()}
         with atomic(writable(path.parent) / path.name) as temporary:
             np.savez(temporary, of=of, objective=matching.objective, trace=matching.trace, **perms)

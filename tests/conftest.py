@@ -16,9 +16,11 @@ from mcomb.setups import SETUPS
 # These programs are tiny and run once: compiling them thoroughly would take most of the time.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
 # What one test or one of the commands it starts has compiled, the others need not.
-os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled = tempfile.mkdtemp(prefix="mcomb-tests-")
-atexit.register(shutil.rmtree, compiled, ignore_errors=True)
-jax.config.update("jax_compilation_cache_dir", compiled)
+if "MCOMB_TESTS_COMPILED" not in os.environ:  # set by the first process, and inherited by pytest's workers
+    os.environ["MCOMB_TESTS_COMPILED"] = tempfile.mkdtemp(prefix="mcomb-tests-")
+    atexit.register(shutil.rmtree, os.environ["MCOMB_TESTS_COMPILED"], ignore_errors=True)
+os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["MCOMB_TESTS_COMPILED"]
+jax.config.update("jax_compilation_cache_dir", os.environ["MCOMB_TESTS_COMPILED"])
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 
 from mcomb import combine, linear, mix, uniform
+from mcomb.combine import bernoulli, blend, centered, hyperplane, minmax, stitch, subcube, truncated_rate
 
 A = {"x": {"kernel": jnp.arange(6.0).reshape(2, 3), "bias": jnp.ones(3)}, "y": jnp.full((2, 3), 7.0)}
 B = jax.tree.map(lambda leaf: -leaf - 1, A)
@@ -70,3 +72,91 @@ def test_coefficients_depend_on_a_leafs_name_alone():
     whole = draw(key, jnp.float32(0.5), A, B)
     part = draw(key, jnp.float32(0.5), {"y": A["y"]}, {"y": B["y"]})
     np.testing.assert_array_equal(whole["y"], part["y"])
+
+
+def shares(distribution, parameter, count=4000, seed=0):
+    return np.asarray(distribution(jax.random.key(seed), jnp.float32(parameter), jnp.zeros(count)))
+
+
+@pytest.mark.parametrize("distribution", [linear, subcube, hyperplane, bernoulli])
+def test_sweeps_begin_at_a_and_end_at_b_exactly(distribution):
+    draw = mix(distribution)
+    for seed in range(3):
+        same(draw(jax.random.key(seed), jnp.float32(0), A, B), A, rtol=0)
+        same(draw(jax.random.key(seed), jnp.float32(1), A, B), B, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("share", "low", "high"), [(0.1, 0, 0.2), (0.25, 0, 0.5), (0.5, 0, 1), (0.75, 0.5, 1), (0.9, 0.8, 1)]
+)
+def test_the_subcube_has_its_centre_at_the_share(share, low, high):
+    found = stats.kstest(shares(subcube, share), stats.uniform(low, high - low).cdf)
+    assert found.pvalue > 1e-3
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.floats(0, 1), st.integers(0, 100))
+def test_bernoulli_takes_either_weight_with_its_probability(p, seed):
+    u = shares(bernoulli, p, seed=seed)
+    assert set(np.unique(u)) <= {0.0, 1.0}
+    assert abs(u.mean() - p) <= 5 * np.sqrt(p * (1 - p) / len(u)) + 1e-9
+
+
+def truncated(mean):
+    """The exponential distribution truncated to [0, 1] with a mean, from scipy and a rate found in float64."""
+    from scipy.optimize import brentq
+
+    small = min(mean, 1 - mean)
+    rate = brentq(lambda r: stats.truncexpon.mean(b=r, scale=1 / r) - small, 1e-6, 2 / small)
+    below = stats.truncexpon(b=rate, scale=1 / rate)
+    return rate, below.cdf if mean <= 0.5 else lambda x: 1 - below.cdf(1 - x)
+
+
+@pytest.mark.parametrize("mean", [0.01, 0.1, 0.3, 0.45, 0.49, 0.55, 0.8, 0.99])
+def test_hyperplane_shares_follow_the_truncated_exponential(mean):
+    rate, cdf = truncated(mean)
+    assert float(truncated_rate(jnp.float32(min(mean, 1 - mean)))) == pytest.approx(rate, rel=2e-3)
+    assert stats.kstest(shares(hyperplane, mean), cdf).pvalue > 1e-3
+
+
+def test_hyperplane_at_one_half_is_uniform():
+    assert float(truncated_rate(jnp.float32(0.5))) == 0
+    assert stats.kstest(shares(hyperplane, 0.5), stats.uniform.cdf).pvalue > 1e-3
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.floats(0, 1, width=32), st.integers(0, 100))
+def test_hyperplane_is_stable_for_every_mean(mean, seed):
+    u = shares(hyperplane, mean, seed=seed)
+    assert np.isfinite(u).all()
+    assert (u >= 0).all()
+    assert (u <= 1).all()
+    # A share's variance is at most that of the uniform distribution, and at most the square of the smaller mean.
+    deviation = min(np.sqrt(1 / 12), mean, 1 - mean)
+    assert abs(u.mean() - mean) <= 5 * deviation / np.sqrt(len(u)) + 1e-6
+
+
+def test_centered_shares_fill_the_box_around_a():
+    assert stats.kstest(shares(centered, 0.3), stats.uniform(-0.3, 0.6).cdf).pvalue > 1e-3
+    same(mix(centered)(jax.random.key(0), jnp.float32(0), A, B), A, rtol=0)
+
+
+def test_max_and_min_take_the_larger_and_the_smaller_weight():
+    a, b = {"w": jnp.array([1.0, -3.0, 2.0, 0.5])}, {"w": jnp.array([-2.0, 1.0, 2.0, -0.25])}
+    key = jax.random.key(0)
+    np.testing.assert_array_equal(minmax(key, jnp.float32(0), a, b)["w"], [-2, -3, 2, 0.5])
+    np.testing.assert_array_equal(minmax(key, jnp.float32(1), a, b)["w"], [1, 1, 2, -0.25])
+    np.testing.assert_allclose(minmax(key, jnp.float32(0.5), a, b)["w"], [-0.5, -1, 2, 0.125])
+
+
+def test_stitching_takes_the_lower_layers_from_b():
+    draw, key = stitch({"x/kernel": 1, "x/bias": 1, "y": 2}.__getitem__), jax.random.key(0)
+    same(draw(key, jnp.float32(0), A, B), A, rtol=0)
+    same(draw(key, jnp.float32(1), A, B), {"x": B["x"], "y": A["y"]}, rtol=0)
+    same(draw(key, jnp.float32(2), A, B), B, rtol=0)
+
+
+def test_blending_three_networks_starts_from_a():
+    c, key = jax.tree.map(jnp.ones_like, A), jax.random.key(0)
+    for shares_, expected in (([0, 0], A), ([1, 0], B), ([0, 1], c)):
+        same(blend(key, jnp.array(shares_, jnp.float32), A, B, c), expected, rtol=1e-6, atol=1e-6)

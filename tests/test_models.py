@@ -59,3 +59,19 @@ def test_classifier_normalises_each_channel():
 
     pixels = np.array([10, 40], np.uint8).reshape(1, 1, 1, 2)
     np.testing.assert_allclose(classifier(Same(), (4.0, 20.0), (2.0, 10.0))({}, pixels), [[3, 2]])
+
+
+def test_layers_are_in_the_order_of_the_forward_pass(network):
+    setup, model, params, _ = network
+    layers = {name: model.layer_of(name) for name in named_leaves(params)}
+    assert set(layers.values()) == set(range(1, setup.model.depth + 1))
+    assert layers["logits/kernel"] == layers["logits/bias"] == setup.model.depth
+
+
+def test_norms_go_with_their_layer_and_shortcuts_with_their_block():
+    layer = ResNet20.layer_of
+    assert [layer(name) for name in ("conv0/kernel", "norm0/scale", "block1_1/conv1/kernel")] == [1, 1, 2]
+    assert layer("block2_1/conv1/kernel") == layer("block2_1/norm1/bias") == 8
+    assert layer("block2_1/conv2/kernel") == layer("block2_1/shortcut_conv/kernel") == 9
+    assert layer("block3_3/norm2/scale") == 19
+    assert Tiny10.layer_of("conv3/kernel") == Tiny10.layer_of("norm3/scale") == 3

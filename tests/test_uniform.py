@@ -20,7 +20,7 @@ SMALL = ["--setup", "mlp-digits", "--width", "2", "--points", "3", "--samples", 
 
 
 def run(*flags, out):
-    experiment.main(uniform.SWEEP, uniform.__doc__, [*SMALL, *flags, "--out", str(out)])
+    experiment.main(uniform.EXPERIMENT, uniform.__doc__, [*SMALL, *flags, "--out", str(out)])
 
 
 def results_in(out):
@@ -38,7 +38,7 @@ def finished(tmp_path_factory):
 
 def test_it_leaves_results_a_figure_and_what_they_depend_on(finished):
     home = finished / "mlp-digits" / "width-2"
-    folder = home / "uniform,points=3,samples=2,train-images=50,epochs=60"
+    folder = home / "uniform,train-images=50,epochs=60,points=3,samples=2"
     assert {path.name for path in folder.iterdir()} == {
         "results.json",
         "samples.jsonl",
@@ -162,7 +162,7 @@ def test_killed_in_training_and_in_evaluation_it_ends_as_if_it_had_not_been(tmp_
     kill_when(command(*flags, out=killed), lambda: list(network.glob("[0-9]*")))
     assert not (network / "100").exists()
 
-    rows = home / "uniform,samples=8,epochs=100" / "samples.jsonl"
+    rows = home / "uniform,epochs=100,samples=8" / "samples.jsonl"
     kill_when(command(*flags, out=killed), lambda: rows.exists() and rows.read_text().count("\n") > 100)
     assert not list(killed.rglob("results.json"))
 
@@ -191,7 +191,7 @@ def test_killed_in_training_and_in_evaluation_it_ends_as_if_it_had_not_been(tmp_
 def test_bad_input_is_one_clear_line_and_exit_code_2(flags, words, tmp_path, capsys, monkeypatch):
     monkeypatch.delenv(DATA_VARIABLE, raising=False)
     with pytest.raises(SystemExit) as stopped:
-        experiment.main(uniform.SWEEP, uniform.__doc__, [*flags, "--out", str(tmp_path / "runs")])
+        experiment.main(uniform.EXPERIMENT, uniform.__doc__, [*flags, "--out", str(tmp_path / "runs")])
     assert stopped.value.code == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
@@ -219,7 +219,7 @@ def test_a_checkpoint_of_another_width_is_one_clear_line(finished, tmp_path, cap
 
 def test_help_names_every_flag_on_a_line_of_its_own(capsys):
     with pytest.raises(SystemExit) as stopped:
-        experiment.main(uniform.SWEEP, uniform.__doc__, ["--help"])
+        experiment.main(uniform.EXPERIMENT, uniform.__doc__, ["--help"])
     assert stopped.value.code == 0
     text = capsys.readouterr().out
     for flag in ("--setup", "--width", "--epochs", "--batch-size", "--learning-rate", "--weight-decay", "--seed"):
@@ -231,7 +231,9 @@ def test_help_names_every_flag_on_a_line_of_its_own(capsys):
 @pytest.mark.parametrize("setup", ["tiny10-cifar10", "resnet20-cifar10"])
 def test_the_papers_networks_run_the_whole_job_on_real_images(setup, cifar_archive, tmp_path):
     flags = f"--setup {setup} --width 1 --epochs 0 --points 2 --samples 1 --train-images 8 --test-images 8"
-    experiment.main(uniform.SWEEP, None, [*flags.split(), "--data-dir", str(cifar_archive), "--out", str(tmp_path)])
+    experiment.main(
+        uniform.EXPERIMENT, None, [*flags.split(), "--data-dir", str(cifar_archive), "--out", str(tmp_path)]
+    )
     results = results_in(tmp_path)
     assert results["paper"]["loss"] == {"tiny10-cifar10": 0.332, "resnet20-cifar10": 0.044}[setup]
     assert (np.array(results["curves"]["aligned"]["test"]["agreement"]).sum((2, 3)) == 8).all()
