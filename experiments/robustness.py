@@ -31,7 +31,7 @@ class RobustnessConfig(Config):
     """The flags of the re-matching."""
 
     counts: Annotated[int, Flag("values of k for each layer, from 2 to all its units", at_least=2)] = 8
-    points: Annotated[int, Flag("points on each line, end points included", at_least=3)] = 5
+    line_points: Annotated[int, Flag("points on each line, end points included", at_least=3)] = 5
 
 
 def derangement(rng: np.random.Generator, n: int) -> np.ndarray:
@@ -69,7 +69,7 @@ def measure(workspace: Workspace, networks: dict[str, Network], rows: Rows) -> R
     correlation = correlations(model, a.params, aligned, workspace.pixels("train"), modules)
     perms = sorted(spec.sizes, key=lambda perm: model.layer_of(modules[perm]))
 
-    shares = np.linspace(0, 1, config.points, dtype=np.float32)
+    shares = np.linspace(0, 1, config.line_points, dtype=np.float32)
     cases: list[tuple[str, int, Perms]] = [("as matched", 0, spec.identity())]
     for perm in perms:
         counts = np.unique(np.linspace(2, spec.sizes[perm], config.counts).round().astype(int))

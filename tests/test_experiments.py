@@ -183,14 +183,13 @@ def test_edges_count_every_weight_once(results):
 
 
 def test_rematching_more_pairs_costs_more(results):
-    found = results(robustness, "--counts", "3", "--points", "3")
+    found = results(robustness, "--counts", "3", "--line-points", "3")
     assert list(found["layers"]) == ["dense1", "dense2", "dense3"]
     for layer in found["layers"].values():
         assert layer["k"] == [2, 17, 32]
         for split in SPLITS:
             loss = layer["barriers"][split]["loss"]
-            assert loss[0] < loss[-1]
-            assert loss[0] >= found["unperturbed"][split]["loss"] - 0.05
+            assert max(loss[0], found["unperturbed"][split]["loss"]) < loss[-1]
 
 
 def test_derangements_are_uniform_and_leave_nothing_in_place():
@@ -214,7 +213,7 @@ def test_only_the_lowest_pairs_are_rematched():
 
 
 def test_barriers_are_compared_over_widths(results):
-    found = results(width, "--widths", "1", "2", "--points", "2", "--samples", "1")
+    found = results(width, "--widths", "1", "2", "--points", "3", "--samples", "2")
     assert found["widths"] == [1, 2]
     assert found["by_width"].keys() == {"linear", "uniform", "subcube", "hyperplane", "bernoulli"}
     for rows in found["by_width"].values():

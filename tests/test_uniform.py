@@ -167,9 +167,7 @@ def test_killed_in_training_and_in_evaluation_it_ends_as_if_it_had_not_been(tmp_
     assert not list(killed.rglob("results.json"))
 
     for out in (killed, whole):
-        process = command(*flags, out=out)
-        _, errors = process.communicate()
-        assert process.returncode == 0, errors
+        experiment.main(uniform.EXPERIMENT, None, [*flags, "--out", str(out)])
     resumed, uninterrupted = results_in(killed), results_in(whole)
     for part in ("networks", "models", "curves"):
         assert resumed[part] == uninterrupted[part]
