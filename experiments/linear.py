@@ -12,6 +12,7 @@ from typing import Annotated
 
 import numpy as np
 
+from mcomb.base import UserError
 from mcomb.cli import Flag
 from mcomb.combine import linear, mix
 from mcomb.experiment import Finding, Results, main, sweep, works_aligned
@@ -23,6 +24,13 @@ class LinearConfig(LineConfig):
     """The flags of a line, which may go beyond A at 0 and B at 1."""
 
     range: Annotated[tuple[float, float], Flag("first and last λ")] = (0.0, 1.0)
+
+    def __post_init__(self) -> None:
+        first, last = self.range
+        if first > 0 or last < 1:
+            raise UserError(
+                f"--range {first:g} {last:g} leaves out a part of [0, 1]: begin at 0 or before, end at 1 or after"
+            )
 
 
 def conclude(results: Results) -> Finding:

@@ -14,7 +14,7 @@ def conclude(results: Results) -> Finding:
     """Whether 'Min' is clearly worse than 'Max' and than A and B."""
     accuracy = [row[0] for row in results["curves"]["aligned"]["test"]["accuracy"]]
     level = sum(results["models"][model]["test"]["accuracy"] for model in "AB") / 2
-    return level - accuracy[-1] > 0.1, (
+    return level - accuracy[-1] > 0.1 and accuracy[-1] < accuracy[0], (
         f"'Max' has a test accuracy of {accuracy[0]:.1%} and 'Min' of {accuracy[-1]:.1%}, where A and B have "
         f"{level:.1%} on average."
     )

@@ -107,10 +107,11 @@ def measure(workspace: Workspace, networks: dict[str, Network], rows: Rows) -> R
 
 
 def conclude(results: Results) -> Finding:
-    """How much accuracy re-matching half and all of each layer costs."""
+    """How much more accuracy the line loses when half and all of each layer are re-matched."""
     half, whole = {}, {}
+    as_matched = results["unperturbed"]["test"]["accuracy"]
     for name, layer in results["layers"].items():
-        cost = layer["barriers"]["test"]["accuracy"]
+        cost = [max(0, at - as_matched) for at in layer["barriers"]["test"]["accuracy"]]
         half[name] = float(np.interp(layer["units"] / 2, layer["k"], cost))
         whole[name] = cost[-1]
     survive = [name for name, cost in whole.items() if cost <= 0.1]

@@ -55,7 +55,7 @@ def measure(workspace: Workspace, networks: dict[str, Network], rows: Rows) -> R
     scores = workspace.scores({"A": a.params, "B": b.params, "C": c.params})
     references = {split: np.stack([scores[model][split].predicted for model in "AB"]) for split in SPLITS}
     metrics = workspace.measure(rows, {"aligned": Task(blend, corners, shares)}, references, len(shares))["aligned"]
-    best = np.lexsort((metrics["test"].loss, -metrics["test"].accuracy))[0]
+    best = np.lexsort((metrics["test"].loss, -metrics["test"].accuracy))[0]  # by accuracy, then by loss
     return {
         "shares": shares.tolist(),
         "beyond": config.beyond,  # type: ignore[attr-defined]

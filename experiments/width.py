@@ -13,6 +13,7 @@ from typing import Annotated
 
 from experiments import bernoulli, hyperplane, linear, subcube, uniform
 from mcomb import figures
+from mcomb.base import UserError
 from mcomb.cli import Flag
 from mcomb.experiment import Experiment, Finding, Results, main, narrowed, run
 from mcomb.results import Rows
@@ -31,6 +32,8 @@ class WidthConfig(SweepConfig):
 def measure(workspace: Workspace, networks: dict[str, Network], rows: Rows) -> Results:
     """The barriers of each sweep, a list with one for each width."""
     config: WidthConfig = workspace.config  # type: ignore[assignment]
+    if given := config.checkpoint_a or config.checkpoint_b:
+        raise UserError(f"checkpoint {given} has one width, and this compares several: leave it out")
     found = {}
     for module in SWEEPS:
         experiment = module.EXPERIMENT

@@ -9,7 +9,7 @@ For two sets of parameters `a` and `b` of any network that JAX can trace, as `fn
 """
 
 from mcomb.checkpoint import read_checkpoint, write_checkpoint
-from mcomb.combine import combine, linear, mix, uniform
+from mcomb.combine import bernoulli, centered, combine, hyperplane, linear, mix, subcube, uniform
 from mcomb.derive import permutation_spec
 from mcomb.evaluate import Metrics, Score, evaluate, score
 from mcomb.match import Matching, match_weights
@@ -22,15 +22,19 @@ __all__ = [
     "PermutationSpec",
     "Score",
     "Segments",
+    "bernoulli",
+    "centered",
     "check_spec",
     "combine",
     "evaluate",
+    "hyperplane",
     "linear",
     "match_weights",
     "mix",
     "permutation_spec",
     "read_checkpoint",
     "score",
+    "subcube",
     "uniform",
     "write_checkpoint",
 ]

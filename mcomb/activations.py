@@ -38,9 +38,9 @@ def correlations(
     sums = jax.device_get(_sums(model, tuple(modules.items()), a, b, batches))
     found = {}
     for name, (x, y, xx, yy, xy) in sums.items():
-        covariance, variances = xy - x * y, (xx - x * x) * (yy - y * y)
-        # A unit that never changes correlates with nothing.
-        found[name] = np.where(variances > 1e-12, covariance / np.sqrt(np.maximum(variances, 1e-12)), 0.0)
+        var_x, var_y = xx - x * x, yy - y * y
+        alive = (var_x > 1e-6 * xx) & (var_y > 1e-6 * yy)  # a unit that never changes correlates with nothing
+        found[name] = np.where(alive, (xy - x * y) / np.sqrt(np.where(alive, var_x * var_y, 1.0)), 0.0)
     return found
 
 

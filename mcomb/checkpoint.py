@@ -110,9 +110,11 @@ def _restore(place: Path, like: Any = None) -> Any:
 
 
 def _reading(folder: Path, read: Any) -> Any:
-    """What `read` returns; whatever goes wrong in it is a damaged checkpoint."""
+    """What `read` returns; whatever else goes wrong in it is a checkpoint that cannot be read."""
     try:
         return read()
+    except MemoryError:
+        raise
     except Exception as error:
         reason = " ".join(str(error).split())[:150] or type(error).__name__
-        raise UserError(f"checkpoint {folder} is damaged ({reason}): delete it and run again") from error
+        raise UserError(f"checkpoint {folder} cannot be read ({reason}): replace it, or move it away") from error

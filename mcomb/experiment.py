@@ -51,11 +51,12 @@ def run(experiment: Experiment, config: Config) -> Results:
         "config": workspace.identity,
         "networks": {letter: network.digest for letter, network in networks.items()},
     }
-    results, pictures = finished(folder, identity), [folder / f"{experiment.name}.{kind}" for kind in ("png", "pdf")]
+    results = finished(folder, identity)
+    of_width = f", width {config.width}" if networks else ""
     if results is None:
         measured = experiment.measure(workspace, networks, Rows(folder, identity))
         results = {
-            "title": f"{workspace.setup.title}, width {config.width}: {experiment.title}",
+            "title": f"{workspace.setup.title}{of_width}: {experiment.title}",
             **identity,
             "environment": environment(),
             **measured,
@@ -65,17 +66,16 @@ def run(experiment: Experiment, config: Config) -> Results:
             "seconds": time.monotonic() - start,
         }
         write_json(folder / "results.json", results)
-        for picture in pictures:
-            picture.unlink(missing_ok=True)
-    if not all(picture.is_file() for picture in pictures):
         experiment.draw(results, folder)
-    results = explained(experiment, results)
+    results = explained(experiment, results, folder)
     print("\n".join([results["title"], *([table(results)] if "barriers" in results else []), results["finding"]]))
     return results
 
 
-def explained(experiment: Experiment, results: Results) -> Results:
-    """Results with what the paper found and what they say of it."""
+def explained(experiment: Experiment, results: Results, folder: Path) -> Results:
+    """Results with what the paper found and what they say of it; their figure is drawn if it is missing."""
+    if not all((folder / f"{experiment.name}.{kind}").is_file() for kind in ("png", "pdf")):
+        experiment.draw(results, folder)
     agrees, finding = experiment.conclude(results)
     return results | {"claim": experiment.claim, "alt": experiment.alt, "agrees": agrees, "finding": finding}
 
@@ -84,8 +84,9 @@ def gathered(experiment: Experiment, config: Config) -> Results | None:
     """The results of an experiment, if it has been run with this config."""
     workspace = Workspace(config)
     identity = {"experiment": experiment.name, "config": workspace.identity}
-    results = finished(workspace.folder(experiment.name), identity)
-    return results and explained(experiment, results)
+    folder = workspace.folder(experiment.name)
+    results = finished(folder, identity)
+    return results and explained(experiment, results, folder)
 
 
 def finished(folder: Path, identity: Mapping[str, Any]) -> Results | None:
@@ -131,8 +132,9 @@ def measure_curves(
     ends: Mapping[str, Params],
     tasks: Mapping[str, Task],
     shape: tuple[int, ...],
+    between: Any = ...,
 ) -> Results:
-    """The two networks that curves run between, the curves, and their barriers."""
+    """The two networks that curves run between, the curves, and their barriers over the points `between` picks."""
     scores = workspace.scores(ends)
     references = {split: np.stack([scores[model][split].predicted for model in ends]) for split in SPLITS}
     measured = workspace.measure(rows, tasks, references)
@@ -141,7 +143,7 @@ def measure_curves(
         name: {split: listed(metrics, shape) for split, metrics in by_split.items()}
         for name, by_split in measured.items()
     }
-    return {"models": models, "curves": curves, "barriers": barriers(models, curves)}
+    return {"models": models, "curves": curves, "barriers": barriers(models, curves, between)}
 
 
 def measure_pair(
@@ -152,6 +154,7 @@ def measure_pair(
     name: str,
     label: str,
     values: Any,
+    between: Any = ...,
 ) -> Results:
     """The curves of A combined with B, naive and aligned, over the values of a parameter."""
     a, b = networks["A"], networks["B"]
@@ -159,7 +162,8 @@ def measure_pair(
     parameters = np.repeat(np.asarray(values, np.float32), samples)
     pairs = {"naive": (a.params, b.params), "aligned": (a.params, workspace.aligned(a, b))}
     tasks = {variant: Task(draw, pairs[variant], parameters) for variant in VARIANTS}
-    curves = measure_curves(workspace, rows, {"A": a.params, "B": b.params}, tasks, (len(values), samples))
+    ends, shape = {"A": a.params, "B": b.params}, (len(values), samples)
+    curves = measure_curves(workspace, rows, ends, tasks, shape, between)
     return {"parameter": {"name": name, "label": label, "values": np.asarray(values).tolist()}, **curves}
 
 
@@ -179,7 +183,8 @@ def sweep(
     def measure(workspace: Workspace, networks: dict[str, Network], rows: Rows) -> Results:
         first, last = getattr(workspace.config, "range", values)
         points = np.linspace(first, last, workspace.config.points)  # type: ignore[attr-defined]
-        return measure_pair(workspace, networks, rows, combine, parameter, label, points)
+        between = (points >= values[0]) & (points <= values[1])  # beyond these there is no barrier to speak of
+        return measure_pair(workspace, networks, rows, combine, parameter, label, points, between)
 
     return Experiment(measure=measure, draw=draw, conclude=conclude or works_aligned, config=config, **rest)
 

@@ -1,5 +1,6 @@
 """Figures in one common style: naive and aligned, train and test look the same everywhere."""
 
+import itertools
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from mcomb.results import METRICS, SPLITS, atomic
 
 # Okabe and Ito's colours, which people with any colour vision tell apart.
 COLOURS = {"naive": "#D55E00", "aligned": "#0072B2", "through A": "#0072B2", "direct": "#009E73"}
-LINES = {"train": "--", "test": "-"}
+LINES: Any = {"train": "--", "test": "-"}
 LEVELS = ((0, (1, 1)), (0, (4, 1, 1, 1)))  # the dashes of a sweep's two ends
 STYLE: Any = {
     "font.size": 8,
@@ -65,9 +66,10 @@ def sweep(results: Mapping[str, Any], folder: Path) -> None:
                     axes.plot(x, samples.ravel(), ".", color=colour, markersize=2, markeredgewidth=0)
                 if row == 0:
                     axes.set_title(split)
+                else:
+                    axes.set_xlabel(_wrapped(results["parameter"]["label"], 40))
                 if column == 0:
                     axes.set_ylabel(metric)
-        figure.supxlabel(results["parameter"]["label"], fontsize=8)
         handles, labels = panels[0, 1].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
         figure.suptitle(results["title"], fontsize=9)
@@ -115,8 +117,8 @@ def _wrapped(text: str, width: int) -> str:
 # Light for right, dark for wrong labels.
 MATCH_COLOURS = {
     "both": ("#D9D9D9", "#8C8C8C"),
-    "A only": ("#8EC6EA", "#0072B2"),
-    "B only": ("#F2B48A", "#D55E00"),
+    "A only": ("#8FD3BC", "#009E73"),
+    "B only": ("#F5D490", "#E69F00"),
     "neither": ("#E3B5D0", "#A23F78"),
 }
 
@@ -140,8 +142,8 @@ def stacks(results: Mapping[str, Any], folder: Path) -> None:
             axes.set_xlabel(sweep_results["parameter"]["name"])
         # Most images are "both, correct" everywhere: show where the rest lie.
         panels[0].set_ylim(max(0, np.floor(20 * lowest - 0.2) / 20), 1)
-        panels[0].set_ylabel("part of the test images")
-        panels[3].set_ylabel("part of the test images")
+        for axes in (panels[0], panels[3]):
+            axes.set_ylabel("test images (axis cut)")
         panels[-1].axis("off")
         handles, labels = panels[0].get_legend_handles_labels()
         panels[-1].legend(handles, labels, loc="center", frameon=False, title="predicted label is that of")
@@ -183,24 +185,31 @@ def edges(results: Mapping[str, Any], folder: Path) -> None:
 
 
 def widths(results: Mapping[str, Any], folder: Path) -> None:
-    """Draws the barriers of every sweep against width, naive and aligned."""
+    """Draws the barriers of every sweep against width: aligned and naive, train and test."""
     colours = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#CC79A7")
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(5.8, 3.4), layout="constrained")
-        for axes, metric in zip(figure.subplots(1, 2), METRICS, strict=True):
-            for (name, rows), colour, marker in zip(results["by_width"].items(), colours, "osv^D", strict=True):
-                for variant, line in (("aligned", "-"), ("naive", ":")):
-                    values = [row[variant]["test"][metric] for row in rows]
-                    label = name if variant == "aligned" else None
-                    axes.plot(results["widths"], values, line, color=colour, marker=marker, markersize=3.5, label=label)
+        figure = Figure(figsize=(5.8, 4.6), layout="constrained")
+        panels = figure.subplots(2, 2, sharex=True, sharey="row")
+        for (row, metric), (column, variant) in itertools.product(enumerate(METRICS), enumerate(("aligned", "naive"))):
+            axes = panels[row, column]
+            for (name, by_width), colour, marker in zip(results["by_width"].items(), colours, "osv^D", strict=True):
+                for split in SPLITS:
+                    values = [at[variant][split][metric] for at in by_width]
+                    label = name if split == "test" else None
+                    style: Any = {"color": colour, "marker": marker, "markersize": 3.5, "label": label}
+                    axes.plot(results["widths"], values, LINES[split], **style)
             axes.set_xscale("log", base=2)
             axes.set_xticks(results["widths"], [str(width) for width in results["widths"]])
-            axes.set_xlabel("width multiplier")
-            axes.set_ylabel(f"test {metric} barrier")
-        handles, labels = axes.get_legend_handles_labels()
-        handles += [Line2D([], [], color="0.4", linestyle=line) for line in ("-", ":")]
-        figure.legend(handles, [*labels, "aligned", "naive"], loc="outside lower center", ncols=7, frameon=False)
-        figure.suptitle(_wrapped(results["title"], 90), fontsize=9)
+            if row == 0:
+                axes.set_title(variant)
+            else:
+                axes.set_xlabel("width multiplier")
+            if column == 0:
+                axes.set_ylabel(f"{metric} barrier")
+        handles, labels = panels[0, 0].get_legend_handles_labels()
+        handles += [Line2D([], [], color="0.4", linestyle=LINES[split]) for split in SPLITS]
+        figure.legend(handles, [*labels, *SPLITS], loc="outside lower center", ncols=7, frameon=False)
+        figure.suptitle(results["title"], fontsize=9)
         save(figure, folder, results["experiment"])
 
 

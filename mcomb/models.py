@@ -109,9 +109,9 @@ class ResNet20(Classifier):
             return ResNet20.depth
         if not leaf.startswith("block"):
             return 1
-        block, part = leaf.split("/")[:2]
+        block, _, part = leaf.partition("/")
         group, number = map(int, block.removeprefix("block").split("_"))
-        return 6 * (group - 1) + 2 * number + (0 if part in ("conv1", "norm1") else 1)
+        return 6 * (group - 1) + 2 * number + (0 if part.startswith(("conv1", "norm1")) else 1)
 
     @nn.compact
     def __call__(self, x: Float[Array, "n h w c"]) -> Float[Array, "n classes"]:

@@ -83,6 +83,10 @@ class Rows:
     def __getitem__(self, name: str) -> dict[str, Any]:
         return self.rows[name]
 
+    def get(self, name: str, default: dict[str, Any]) -> dict[str, Any]:
+        """The row of that name, or the default."""
+        return self.rows.get(name, default)
+
     def __contains__(self, name: str) -> bool:
         return name in self.rows
 
@@ -101,30 +105,21 @@ def barrier(metric: str, values: Any, a: float, b: float) -> float:
     return float(np.max(values)) - (a + b) / 2 if metric == "loss" else (a + b) / 2 - float(np.min(values))
 
 
-def barriers(models: Mapping[str, Any], curves: Mapping[str, Any]) -> dict[str, Any]:
-    """The barriers of every curve between two models, for each split and metric."""
+def barriers(models: Mapping[str, Any], curves: Mapping[str, Any], between: Any = ...) -> dict[str, Any]:
+    """The barriers of every curve between two models, for each split and metric; `between` picks its points."""
+
+    def of(curve: Mapping[str, Any], split: str, metric: str) -> float:
+        ends = (model[split][metric] for model in models.values())
+        return barrier(metric, np.array(curve[split][metric])[between], *ends)
+
     return {
-        variant: {
-            split: {
-                metric: barrier(metric, curve[split][metric], *(end[split][metric] for end in models.values()))
-                for metric in METRICS
-            }
-            for split in SPLITS
-        }
+        variant: {split: {metric: of(curve, split, metric) for metric in METRICS} for split in SPLITS}
         for variant, curve in curves.items()
     }
 
 
 def environment() -> dict[str, Any]:
     """Versions, devices and revision: what a result depends on beside its config."""
-    here = Path(__file__).parent
-    git = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=40"],
-        cwd=here,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
     versions: dict[str, str | None] = {}
     for package in PACKAGES:
         try:
@@ -136,8 +131,18 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "packages": versions,
         "devices": [f"{device.platform}:{device.device_kind}" for device in jax.local_devices()],
-        "revision": git.stdout.strip() or None,
+        "revision": _revision(),
     }
+
+
+def _revision() -> str | None:
+    """The git revision of this code, where there is one and git to tell it."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return found.stdout.strip() or None
 
 
 def table(results: Mapping[str, Any]) -> str:
@@ -153,7 +158,7 @@ def table(results: Mapping[str, Any]) -> str:
         row(f"{variant} barrier", cells)
     if paper := results["paper"]:
         # The paper gives one number for each metric, and does not say of which split: test, we take it.
-        rows.append(("paper, aligned", "", f"{paper['loss']:.3f}", "", f"{paper['accuracy']:.3f}"))
+        rows.append(("paper, width 32", "", f"{paper['loss']:.3f}", "", f"{paper['accuracy']:.3f}"))
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(r, widths, strict=True)))

@@ -196,12 +196,18 @@ def train(
                 bar.set_postfix(epoch=epoch + 1, loss=f"{loss:.3f}", acc=f"{accuracy:.3f}", refresh=False)
                 bar.update(len(chunk) * recipe.batch_size)
             mean = Progress(*(np.concatenate(values).mean() for values in zip(*history, strict=True)))
-            if not np.isfinite(mean.loss):
+            if not (np.isfinite(mean.loss) and _finite(state.params)):
                 raise Diverged(
-                    f"the loss became {mean.loss} in epoch {epoch + 1}; the last good checkpoint is kept: "
+                    f"the loss or a weight became infinite or not a number in epoch {epoch + 1}; "
+                    "the last good checkpoint is kept: "
                     f"try a --learning-rate below {recipe.learning_rate:g}"
                 )
             yield epoch + 1, state, mean
+
+
+@jax.jit
+def _finite(params: Params) -> Array:
+    return jnp.all(jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params)]))
 
 
 def epoch_order(seed: int, epoch: int, count: int, batch_size: int, devices: int) -> Int32[np.ndarray, "steps padded"]:

@@ -162,7 +162,7 @@ class Workspace:
     @cached_property
     def identity(self) -> dict[str, Any]:
         """What a result depends on: the flags that change it, and the recipe they lead to."""
-        chosen = {name: getattr(self.config, name) for name in self._identity_flags()}
+        chosen = {name: getattr(self.config, name) for name in self._identity_flags() if name not in RECIPE_FLAGS}
         return json.loads(json.dumps(chosen | {"recipe": self._recipe_dict()}, default=str))
 
     def folder(self, experiment: str) -> Path:
@@ -261,9 +261,8 @@ class Workspace:
 
     def pixels(self, split: str) -> np.ndarray:
         """The normalised pixels of a split's images."""
-        return ((np.asarray(self.splits[split].images) - np.array(self.data.mean)) / np.array(self.data.std)).astype(
-            np.float32
-        )
+        images = np.asarray(self.splits[split].images, np.float32)
+        return (images - np.array(self.data.mean, np.float32)) / np.array(self.data.std, np.float32)
 
     def scores(self, networks: Mapping[str, Params]) -> dict[str, dict[str, Score]]:
         """The score of each network by itself on each split."""
@@ -285,10 +284,12 @@ class Workspace:
         network = next(iter(tasks.values())).networks[0]
         at_once = self.config.at_once or choose_at_once(self.apply, network, self.splits["test"].images[:BATCH])
         size = max(per_call, getattr(self.config, "samples", 1), at_once * jax.local_device_count())
+        prints = {name: digest(task.networks) for name, task in tasks.items()}
         total = len(self.splits) * sum(len(task) for task in tasks.values())
         with self.timed("evaluation"), progress_bar(total, "net", "evaluating") as bar:
             for split, (name, task) in itertools.product(self.splits, tasks.items()):
-                missing = [i for i in range(len(task)) if f"{name}/{split}/{i}" not in rows]
+                of = prints[name]  # another matching makes other networks of the same name
+                missing = [i for i in range(len(task)) if rows.get(f"{name}/{split}/{i}", {}).get("networks") != of]
                 bar.update(len(task) - len(missing))
                 for start in range(0, len(missing), size):
                     chunk = missing[start : start + size]
@@ -305,7 +306,7 @@ class Workspace:
                     )
                     lists = [values.tolist() for values in metrics]
                     rows.add(
-                        {"of": f"{name}/{split}/{i}"} | dict(zip(metrics._fields, values, strict=True))
+                        {"of": f"{name}/{split}/{i}", "networks": of} | dict(zip(metrics._fields, values, strict=True))
                         for i, *values in zip(chunk, *lists, strict=False)
                     )
                     bar.update(len(chunk))

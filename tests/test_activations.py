@@ -12,6 +12,7 @@ def test_every_permutation_has_a_module_with_its_units(network):
     modules = modules_of(model, spec)
     assert modules.keys() == spec.sizes.keys()
     assert len(set(modules.values())) == len(modules)
+    assert len({model.layer_of(module) for module in modules.values()}) == len(modules)
     _, state = model.apply({"params": params}, images, capture_intermediates=True, mutable=["intermediates"])
     for perm, path in modules.items():
         node = state["intermediates"]

@@ -80,7 +80,7 @@ def test_a_truncated_checkpoint_is_a_clear_error(tmp_path):
     assert files
     for path in files:
         path.write_bytes(path.read_bytes()[:5_000])
-    with pytest.raises(UserError, match=r"is damaged .*: delete it and run again"):
+    with pytest.raises(UserError, match=r"cannot be read .*: replace it, or move it away"):
         read_checkpoint(tmp_path / "net")
 
 

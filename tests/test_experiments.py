@@ -239,6 +239,42 @@ def test_the_command_gives_the_config_back():
     assert math.isclose(config.learning_rate, 0.05)
 
 
+def judged(module, naive, aligned):
+    """What a sweep concludes from test accuracy barriers."""
+    barriers = {"naive": naive, "aligned": aligned}
+    return module.EXPERIMENT.conclude(
+        {
+            "barriers": {name: {"test": {"loss": 0.5, "accuracy": value}} for name, value in barriers.items()},
+            "parameter": {"values": [0, 0.5, 1]},
+        }
+    )
+
+
+@pytest.mark.parametrize("module", [subcube, hyperplane, bernoulli, stitching, linear])
+def test_sweeps_agree_with_the_paper_only_if_aligned_combinations_work(module):
+    assert judged(module, naive=0.6, aligned=0.02)[0]
+    assert not judged(module, naive=0.6, aligned=0.4)[0]
+    assert not judged(module, naive=0.01, aligned=0.02)[0]
+    assert "2.0%" in judged(module, naive=0.6, aligned=0.02)[1]
+
+
+def test_min_must_be_bad_to_agree_with_the_paper():
+    def verdict(*accuracy):
+        models = {model: {"test": {"accuracy": 0.98}} for model in "AB"}
+        curves = {"aligned": {"test": {"accuracy": [[value] for value in accuracy]}}}
+        return minmax.EXPERIMENT.conclude({"models": models, "curves": curves})[0]
+
+    assert verdict(0.97, 0.9, 0.3)
+    assert not verdict(0.97, 0.97, 0.96)
+
+
+def test_a_barrier_counts_no_point_beyond_the_ends(results):
+    beyond = results(linear, "--points", "4", "--range", "-1", "2")
+    at_the_ends = [beyond["models"][model]["test"]["loss"] for model in "AB"]
+    expected = max(at_the_ends) - np.mean(at_the_ends)  # of −1, 0, 1 and 2 only the ends are between the ends
+    assert beyond["barriers"]["naive"]["test"]["loss"] == pytest.approx(expected, abs=1e-4)
+
+
 def test_the_report_gathers_what_has_been_run(tmp_path, capsys):
     flags = [*SMALL, "--out", str(tmp_path)]
     run(schematic.EXPERIMENT, cli.parse(schematic.EXPERIMENT.config, "", flags))

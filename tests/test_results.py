@@ -37,7 +37,7 @@ def test_the_table_has_the_papers_numbers_where_there_are_some():
         "network B",
         "naive barrier",
         "aligned barrier",
-        "paper, aligned",
+        "paper, width 32",
     ]
 
 

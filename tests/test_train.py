@@ -112,8 +112,15 @@ def test_order_is_padded_to_the_devices():
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(digits):
-    with pytest.raises(train.Diverged, match=r"the loss became (nan|inf) in epoch \d.*--learning-rate below"):
+    with pytest.raises(train.Diverged, match=r"infinite or not a number in epoch \d.*--learning-rate below"):
         run(digits, dataclasses.replace(RECIPE, learning_rate=1e30, clip=None))
+
+
+def test_a_last_step_that_blows_up_is_not_taken_for_good(digits):
+    """The loss of a step is that before it, so that the last step's harm shows only in the weights."""
+    recipe = dataclasses.replace(RECIPE, epochs=1, batch_size=100, learning_rate=1e38, weight_decay=1e3, clip=None)
+    with pytest.raises(train.Diverged):
+        run(digits, recipe)
 
 
 def test_a_batch_larger_than_the_data_is_refused(digits):

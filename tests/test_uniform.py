@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -88,6 +89,28 @@ def test_a_second_run_trains_matches_and_evaluates_nothing(finished, monkeypatch
     run("--epochs", "60", out=finished)
     assert results_in(finished) == before
     assert "aligned barrier" in capsys.readouterr().out
+
+
+def test_another_matching_is_measured_anew(finished, tmp_path):
+    """Rows of combinations with a B that was aligned otherwise must not be taken for this one's."""
+    copy = tmp_path / "copy"
+    shutil.copytree(finished, copy)
+    before = results_in(copy)
+    (matching,) = copy.rglob("*.npz")
+    kept = dict(np.load(matching))
+    np.savez(matching, **{name: np.sort(value) if name.startswith("perms/") else value for name, value in kept.items()})
+    next(copy.rglob("results.json")).unlink()
+    run("--epochs", "60", out=copy)
+    after = results_in(copy)
+    assert after["curves"]["naive"] == before["curves"]["naive"]
+    assert after["barriers"]["aligned"] == pytest.approx(after["barriers"]["naive"])
+    assert after["barriers"]["aligned"] != before["barriers"]["aligned"]
+
+
+def test_a_flag_that_says_what_the_recipe_says_changes_nothing(finished):
+    before = results_in(finished)
+    run("--epochs", "60", "--batch-size", "100", out=finished)
+    assert results_in(finished) == before
 
 
 def test_another_seed_is_another_pair_of_networks(finished, tmp_path):
