@@ -18,7 +18,7 @@ from mcomb.workspace import Network, Workspace
 def measure(workspace: Workspace, networks: dict[str, Network], rows: Rows) -> Results:
     """The curves over l = 0 (A) to the number of layers (B)."""
     model = workspace.setup.model
-    label = "l: layers taken from B, from the input up"
+    label = "l: how many of the lower layers are B's"
     return measure_pair(workspace, networks, rows, stitch(model.layer_of), "l", label, np.arange(model.depth + 1))
 
 

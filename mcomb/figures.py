@@ -172,8 +172,10 @@ def edges(results: Mapping[str, Any], folder: Path) -> None:
             for name, values in counts.items():
                 axes.stairs(values, bins, color=COLOURS[name], label=name, linewidth=1)
             axes.set_yscale("log")
-            axes.set_ylim(bottom=0.8)
             axes.set_title(title)
+        tops = [max(max(values) for values in by_layer.values()) for by_layer in results["layers"].values()]
+        whole.set_ylim(bottom=0.8)
+        small[0].set_ylim(0.8, 2 * max(tops))
         for axes in small[len(layers) :]:
             axes.axis("off")
         whole.set_ylabel("weights")
