@@ -65,8 +65,8 @@ def run(experiment: Experiment, config: Config) -> Results:
             "durations": workspace.seconds,
             "seconds": time.monotonic() - start,
         }
-        write_json(folder / "results.json", results)
         experiment.draw(results, folder)
+        write_json(folder / "results.json", results)  # last: results that are there have their figure
     results = explained(experiment, results, folder)
     print("\n".join([results["title"], *([table(results)] if "barriers" in results else []), results["finding"]]))
     return results

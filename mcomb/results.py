@@ -68,7 +68,7 @@ class Rows:
     def __init__(self, folder: Path, identity: Mapping[str, Any]):
         self.path, self.identity = folder / "samples.jsonl", identity
         self.rows: dict[str, dict[str, Any]] = {}
-        header, *lines = self.path.read_text().splitlines() if self.path.is_file() else [""]
+        header, *lines = (self.path.read_text().splitlines() if self.path.is_file() else []) or [""]
         if header == json.dumps(identity):
             for line in lines:
                 try:
