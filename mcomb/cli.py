@@ -38,7 +38,7 @@ def flags(config: type[Any]) -> dict[str, Flag]:
 def parse(config: type[C], description: str, argv: list[str] | None = None, epilog: str = "") -> C:
     """The config that the command line asks for."""
     parser = _Parser(
-        prog=f"python -m experiments.{Path(sys.argv[0]).stem}",
+        prog=f"python -m {Path(sys.argv[0]).parent.name}.{Path(sys.argv[0]).stem}",
         usage="%(prog)s [FLAGS]",
         description=description,
         epilog=epilog,
@@ -68,7 +68,9 @@ def parse(config: type[C], description: str, argv: list[str] | None = None, epil
 
 
 def _written(value: Any) -> str:
-    return " ".join(f"{part:g}" for part in value) if isinstance(value, tuple) else str(value)
+    if isinstance(value, tuple):
+        return " ".join(map(_written, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _kind(hint: Any) -> tuple[type, int | str | None]:

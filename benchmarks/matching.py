@@ -1,0 +1,179 @@
+"""Weight matching side by side with Git Re-Basin's way of it: the same weights, the same visits, one process.
+
+    python -m benchmarks.matching                                        # widths 1 and 4: a minute
+    python -m benchmarks.matching --widths 16 32                         # quarter of an hour, 7 GB
+    python -m benchmarks.matching --images 1000 --data-dir ARCHIVE       # networks trained on 1,000 images
+
+The reference recomputes all products of a visit eagerly, solves an assignment problem at every visit, and ends after a
+sweep that gains nothing. Each runs `--repeats` times: the first call pays for what is compiled, and only the
+reference compiles anything. Memory is what the process takes at most beyond what it took before the call.
+"""
+
+import dataclasses
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from mcomb import cli
+from mcomb.base import Params, UserError, named_leaves
+from mcomb.checkpoint import read_checkpoint, write_checkpoint
+from mcomb.cli import Flag
+from mcomb.derive import permutation_spec
+from mcomb.match import Matching, match_weights, orders
+from mcomb.permute import PermutationSpec
+from mcomb.setups import SETUPS
+from mcomb.train import initial_state, train
+from mcomb.workspace import Config, Workspace
+
+CLOSE = 1e-5  # how far objectives may differ, relatively
+
+
+@dataclass(frozen=True)
+class MatchingConfig:
+    """The flags of the benchmark."""
+
+    setups: Annotated[tuple[str, ...], Flag("models to match", choices=tuple(SETUPS))] = (
+        "resnet20-cifar10",
+        "tiny10-cifar10",
+    )
+    widths: Annotated[tuple[int, ...], Flag("width multipliers", at_least=1)] = (1, 4)
+    images: Annotated[int, Flag("images each network is trained on; 0 leaves it random", at_least=0)] = 0
+    epochs: Annotated[int, Flag("how often it sees them", at_least=1)] = 1
+    batch_size: Annotated[int, Flag("images in a batch", at_least=1)] = 100
+    repeats: Annotated[int, Flag("calls of each matcher", at_least=1)] = 1
+    data_dir: Annotated[Path | None, Flag("CIFAR-10's archive or folder (default: $MCOMB_DATA_DIR, else TFDS)")] = None
+    out: Annotated[Path, Flag("root folder of trained networks")] = Path("runs")
+
+
+def reference(spec: PermutationSpec, a: Params, b: Params, seed: int = 0) -> Matching:
+    """The matching found with every product recomputed and every assignment problem solved at every visit."""
+    leaves_a, leaves_b = named_leaves(a), named_leaves(b)
+    perms: Any = {name: jnp.arange(size) for name, size in spec.sizes.items()}
+    visits, trace = 0, [objective(spec, perms, a, b)]
+    for order in orders(spec, seed):
+        progress = False
+        for name in order:
+            n = spec.sizes[name]
+            scores = jnp.zeros((n, n))
+            for leaf, axis in spec.places(name):
+                there = leaves_b[leaf]
+                for other, label in enumerate(spec.axes[leaf]):
+                    if other != axis and label is not None:
+                        there = jnp.take(there, perms[label], axis=other)
+                rows_a, rows_b = (jnp.moveaxis(w, axis, 0).reshape(n, -1) for w in (leaves_a[leaf], there))
+                scores += rows_a @ rows_b.T
+            _, best = linear_sum_assignment(scores, maximize=True)
+            old, new = (jnp.vdot(scores, jnp.eye(n)[perm]) for perm in (perms[name], best))
+            progress = progress or bool(new > old + 1e-12)
+            perms[name] = jnp.array(best)
+            visits += 1
+        trace.append(float("nan"))
+        if not progress:
+            break
+    return Matching(jax.tree.map(np.asarray, perms), objective(spec, perms, a, b), tuple(trace), solved=visits)
+
+
+def objective(spec: PermutationSpec, perms: Any, a: Params, b: Params) -> float:
+    """The inner product of A's weights with the permuted B's, leaf by leaf."""
+    perms = jax.tree.map(np.asarray, perms)
+    return sum(
+        float(np.sum(np.asarray(leaf) * spec.moved(perms, spec.axes[name], np.asarray(other)), dtype=np.float64))
+        for (name, leaf), other in zip(named_leaves(a).items(), jax.tree.leaves(b), strict=True)
+    )
+
+
+@contextmanager
+def peak_memory() -> Iterator[list[float]]:
+    """A list that has, afterwards, how many MB the process took at most beyond those at the start."""
+    page, peak, stop = os.sysconf("SC_PAGE_SIZE") / 1e6, [0.0], threading.Event()
+    resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * page  # noqa: E731
+    start = resident()
+
+    def watch() -> None:
+        while not stop.wait(0.01):
+            peak[0] = max(peak[0], resident() - start)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    yield peak
+    stop.set()
+    thread.join()
+
+
+def symmetries(workspace: Workspace) -> PermutationSpec:
+    """The model's permutation spec; the workspace's own needs the data's mean."""
+    model, images = workspace.setup.model(workspace.config.width), jnp.zeros((1, *workspace.setup.image))
+    return permutation_spec(lambda params, x: model.apply({"params": params}, x), workspace.shapes, images)
+
+
+def networks(config: MatchingConfig, workspace: Workspace) -> list[Params]:
+    """Two networks, new or trained on a few images; those that are trained already are read."""
+    found = []
+    for seed in (0, 1):
+        params = workspace.init(seed)
+        if config.images:
+            name = f"seed-{seed},images={config.images},epochs={config.epochs},batch-size={config.batch_size}"
+            folder = workspace.home / "benchmark" / name
+            if not folder.is_dir():
+                recipe = dataclasses.replace(workspace.recipe, epochs=config.epochs, batch_size=config.batch_size)
+                data, state = workspace.data.train.first(config.images), initial_state(params, recipe, config.images)
+                say = f"training {workspace.config.setup} width {workspace.config.width} seed {seed}"
+                for _, trained, _ in train(workspace.apply, state, data, recipe, seed, describe=say):
+                    params = jax.device_get(trained.params)
+                write_checkpoint(folder, params)
+            params = read_checkpoint(folder, workspace.shapes)
+        found.append(params)
+    return found
+
+
+def measured(matcher: Callable[..., Matching], repeats: int, *problem: Any) -> tuple[Matching, list[float], float]:
+    """What a matcher finds, the seconds of each call, and the most memory that the first takes, in MB."""
+    seconds, megabytes = [], 0.0
+    for _ in range(repeats):
+        with peak_memory() as peak:
+            start = time.perf_counter()
+            found = matcher(*problem)
+            seconds.append(time.perf_counter() - start)
+        megabytes = megabytes or peak[0]
+    return found, seconds, megabytes
+
+
+def main(config: MatchingConfig) -> None:
+    """Prints a table, a line for each model, width and matcher."""
+    head = f"{'setup':17} {'width':>5} {'matcher':9} {'seconds':>16} {'faster':>11} {'sweeps':>6} {'solved':>6} {'skipped':>7} {'MB':>6}  objective"  # noqa: E501
+    print(f"{f'trained on {config.images} images' if config.images else 'random'}\n{head}", flush=True)
+    for setup in config.setups:
+        for width in config.widths:
+            workspace = Workspace(Config(setup=setup, width=width, data_dir=config.data_dir, out=config.out))
+            spec, pair = symmetries(workspace), networks(config, workspace)
+            jax.clear_caches()  # each first call is one
+            rows = {f.__name__: measured(f, config.repeats, spec, *pair) for f in (reference, match_weights)}
+            theirs, ours = (rows[name] for name in ("reference", "match_weights"))
+            for name, (found, seconds, megabytes) in rows.items():
+                times = "/".join(f"{value:.2f}" for value in seconds)
+                faster = "/".join(f"{them / us:.1f}×" for them, us in zip(theirs[1], ours[1], strict=True))
+                print(
+                    f"{setup:17} {width:5} {'ours' if found is ours[0] else name:9} {times:>16} "
+                    f"{faster if found is ours[0] else '':>11} {len(found.trace) - 1:6} {found.solved:6} "
+                    f"{found.skipped:7} {megabytes:6.0f}  {objective(spec, found.perms, *pair):.6f}",
+                    flush=True,
+                )
+            same = sum(np.array_equal(theirs[0].perms[name], ours[0].perms[name]) for name in spec.sizes)
+            print(f"{'':23} {same} of {len(spec.sizes)} permutations identical", flush=True)
+            if not np.isclose(ours[0].objective, theirs[0].objective, rtol=CLOSE, atol=0):
+                raise UserError(f"{setup}, width {width}: the two objectives differ by more than {CLOSE:g}")
+
+
+if __name__ == "__main__":
+    cli.run(lambda: main(cli.parse(MatchingConfig, __doc__ or "", sys.argv[1:])))
