@@ -5,11 +5,13 @@
     python -m benchmarks.matching --images 1000 --data-dir ARCHIVE       # networks trained on 1,000 images
 
 The reference recomputes all products of a visit eagerly, solves an assignment problem at every visit, and ends after a
-sweep that gains nothing. Each runs `--repeats` times: the first call pays for what is compiled, and only the
-reference compiles anything. Memory is what the process takes at most beyond what it took before the call.
+sweep that gains nothing. Ours makes the same descent; `coarse` begins with the centres of the kernels. Each runs
+`--repeats` times: the first call pays for what is compiled, and only the reference compiles anything. Memory is what
+the process takes at most beyond what it took before the call.
 """
 
 import dataclasses
+import itertools
 import os
 import sys
 import threading
@@ -17,8 +19,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +40,7 @@ from mcomb.train import initial_state, train
 from mcomb.workspace import Config, Workspace
 
 CLOSE = 1e-5  # how far objectives may differ, relatively
+LINE = "{:17} {:>5} {:10}{:>16} {:>13} {:>6} {:>6} {:>7} {:>6} {:>13}"
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,14 @@ def objective(spec: PermutationSpec, perms: Any, a: Params, b: Params) -> float:
     )
 
 
+Matcher = Callable[..., Matching]
+MATCHERS: dict[str, Matcher] = {
+    "reference": reference,
+    "ours": match_weights,
+    "coarse": partial(match_weights, coarse=True),
+}
+
+
 @contextmanager
 def peak_memory() -> Iterator[list[float]]:
     """A list that has, afterwards, how many MB the process took at most beyond those at the start."""
@@ -137,42 +149,49 @@ def networks(config: MatchingConfig, workspace: Workspace) -> list[Params]:
     return found
 
 
-def measured(matcher: Callable[..., Matching], repeats: int, *problem: Any) -> tuple[Matching, list[float], float]:
-    """What a matcher finds, the seconds of each call, and the most memory that the first takes, in MB."""
-    seconds, megabytes = [], 0.0
+class Measured(NamedTuple):
+    """What a matcher found, the seconds of each call, and the most memory that the first took, in MB."""
+
+    found: Matching
+    seconds: list[float]
+    megabytes: float
+
+
+def measured(matcher: Matcher, repeats: int, *problem: Any) -> Measured:
+    """The matcher, called so many times with one problem."""
+    seconds, megabytes = [], []
     for _ in range(repeats):
         with peak_memory() as peak:
             start = time.perf_counter()
             found = matcher(*problem)
             seconds.append(time.perf_counter() - start)
-        megabytes = megabytes or peak[0]
-    return found, seconds, megabytes
+        megabytes += peak
+    return Measured(found, seconds, megabytes[0])
 
 
 def main(config: MatchingConfig) -> None:
     """Prints a table, a line for each model, width and matcher."""
-    head = f"{'setup':17} {'width':>5} {'matcher':9} {'seconds':>16} {'faster':>11} {'sweeps':>6} {'solved':>6} {'skipped':>7} {'MB':>6}  objective"  # noqa: E501
-    print(f"{f'trained on {config.images} images' if config.images else 'random'}\n{head}", flush=True)
-    for setup in config.setups:
-        for width in config.widths:
-            workspace = Workspace(Config(setup=setup, width=width, data_dir=config.data_dir, out=config.out))
-            spec, pair = symmetries(workspace), networks(config, workspace)
-            jax.clear_caches()  # each first call is one
-            rows = {f.__name__: measured(f, config.repeats, spec, *pair) for f in (reference, match_weights)}
-            theirs, ours = (rows[name] for name in ("reference", "match_weights"))
-            for name, (found, seconds, megabytes) in rows.items():
-                times = "/".join(f"{value:.2f}" for value in seconds)
-                faster = "/".join(f"{them / us:.1f}×" for them, us in zip(theirs[1], ours[1], strict=True))
-                print(
-                    f"{setup:17} {width:5} {'ours' if found is ours[0] else name:9} {times:>16} "
-                    f"{faster if found is ours[0] else '':>11} {len(found.trace) - 1:6} {found.solved:6} "
-                    f"{found.skipped:7} {megabytes:6.0f}  {objective(spec, found.perms, *pair):.6f}",
-                    flush=True,
-                )
-            same = sum(np.array_equal(theirs[0].perms[name], ours[0].perms[name]) for name in spec.sizes)
-            print(f"{'':23} {same} of {len(spec.sizes)} permutations identical", flush=True)
-            if not np.isclose(ours[0].objective, theirs[0].objective, rtol=CLOSE, atol=0):
-                raise UserError(f"{setup}, width {width}: the two objectives differ by more than {CLOSE:g}")
+    print(f"networks {f'trained on {config.images} images' if config.images else 'as initialised'}")
+    print(
+        LINE.format("setup", "width", "matcher", "seconds", "faster", "sweeps", "solved", "skipped", "MB", "objective")
+    )
+    for setup, width in itertools.product(config.setups, config.widths):
+        workspace = Workspace(Config(setup=setup, width=width, data_dir=config.data_dir, out=config.out))
+        spec, pair = symmetries(workspace), networks(config, workspace)
+        jax.clear_caches()  # each first call is one
+        runs: dict[str, Measured] = {}
+        for name, matcher in MATCHERS.items():
+            run = runs[name] = measured(matcher, config.repeats, spec, *pair)
+            found, ratios = run.found, np.divide(runs["reference"].seconds, run.seconds)
+            seconds, faster = "/".join(map("{:.2f}".format, run.seconds)), "/".join(map("{:.1f}×".format, ratios))
+            height = objective(spec, found.perms, *pair)
+            numbers = len(found.trace) - 1, found.solved, found.skipped, f"{run.megabytes:.0f}", f"{height:.4f}"
+            print(LINE.format(setup, width, name, seconds, faster, *numbers), flush=True)
+        theirs, ours = runs["reference"].found, runs["ours"].found
+        same = sum(np.array_equal(theirs.perms[name], ours.perms[name]) for name in spec.sizes)
+        print(f"{'':24}{same} of {len(spec.sizes)} permutations are the reference's", flush=True)
+        if not np.isclose(ours.objective, theirs.objective, rtol=CLOSE, atol=0):
+            raise UserError(f"{setup}, width {width}: the two objectives differ by more than {CLOSE:g}")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,11 @@ def noisy(params, amount, seed=5):
     )
 
 
+def inner(a, b):
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return sum(np.vdot(np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in pairs)
+
+
 @pytest.mark.parametrize("amount", [0.0, 0.3])
 def test_a_planted_permutation_is_recovered(network, amount):
     _, model, params, images = network
@@ -36,11 +41,7 @@ def test_the_objective_is_the_inner_product_and_never_falls(network):
     b = noisy(a, 3.0)
     spec = spec_of(model, a, images)
     matching = match_weights(spec, a, b)
-    inner = sum(
-        float(np.vdot(x, y))
-        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(spec.apply(matching.perms, b)), strict=True)
-    )
-    assert matching.objective == pytest.approx(inner, rel=1e-5)
+    assert matching.objective == pytest.approx(inner(a, spec.apply(matching.perms, b)), rel=1e-5)
     assert matching.trace[-1] == matching.objective
     assert all(later >= earlier for earlier, later in itertools.pairwise(matching.trace))
     assert matching.objective > matching.trace[0]
@@ -54,10 +55,6 @@ def test_arguments_are_left_alone_and_equal_seeds_give_equal_results(network):
     jax.tree.map(np.testing.assert_array_equal, (a, b), before)
     jax.tree.map(np.testing.assert_array_equal, first.perms, again.perms)
     assert first.trace == again.trace
-
-
-def inner(a, b):
-    return sum(np.vdot(a[name].astype(np.float64), b[name].astype(np.float64)) for name in a)
 
 
 SIZES = {"P": 2, "Q": 3, "R": 4}
@@ -130,6 +127,15 @@ def test_a_descent_goes_on_from_where_it_is_told_to(network):
     assert again.solved == len(spec.sizes)
     planted = spec.random(jax.random.key(1))
     jax.tree.map(np.testing.assert_array_equal, match_weights(spec, a, a, start=planted).perms, spec.identity())
+
+
+def test_a_coarse_first_phase_ends_where_no_permutation_can_be_bettered_either(network):
+    _, model, a, images = network
+    spec, b = spec_of(model, a, images), noisy(a, 3.0)
+    coarse = match_weights(spec, a, b, coarse=True)
+    assert coarse.objective == pytest.approx(inner(a, spec.apply(coarse.perms, b)), rel=1e-5)
+    again = match_weights(spec, a, b, start=coarse.perms)
+    jax.tree.map(np.testing.assert_array_equal, again.perms, coarse.perms)
 
 
 def test_of_several_orders_the_best_is_kept():
