@@ -33,7 +33,7 @@ from mcomb.base import Params, UserError, named_leaves
 from mcomb.checkpoint import read_checkpoint, write_checkpoint
 from mcomb.cli import Flag
 from mcomb.derive import permutation_spec
-from mcomb.match import Matching, match_weights, orders
+from mcomb.match import Matching, match_weights, objective, orders
 from mcomb.permute import PermutationSpec
 from mcomb.setups import SETUPS
 from mcomb.train import initial_state, train
@@ -64,9 +64,9 @@ def reference(spec: PermutationSpec, a: Params, b: Params, seed: int = 0) -> Mat
     """The matching found with every product recomputed and every assignment problem solved at every visit."""
     leaves_a, leaves_b = named_leaves(a), named_leaves(b)
     perms: Any = {name: jnp.arange(size) for name, size in spec.sizes.items()}
-    visits, trace = 0, [objective(spec, perms, a, b)]
+    visits, trace = 0, [objective(spec, a, b)]
     for order in orders(spec, seed):
-        progress = False
+        progress, height = False, trace[-1]
         for name in order:
             n = spec.sizes[name]
             scores = jnp.zeros((n, n))
@@ -80,21 +80,14 @@ def reference(spec: PermutationSpec, a: Params, b: Params, seed: int = 0) -> Mat
             _, best = linear_sum_assignment(scores, maximize=True)
             old, new = (jnp.vdot(scores, jnp.eye(n)[perm]) for perm in (perms[name], best))
             progress = progress or bool(new > old + 1e-12)
+            height += float(new - old)
             perms[name] = jnp.array(best)
             visits += 1
-        trace.append(float("nan"))
+        trace.append(height)
         if not progress:
             break
-    return Matching(jax.tree.map(np.asarray, perms), objective(spec, perms, a, b), tuple(trace), solved=visits)
-
-
-def objective(spec: PermutationSpec, perms: Any, a: Params, b: Params) -> float:
-    """The inner product of A's weights with the permuted B's, leaf by leaf."""
     perms = jax.tree.map(np.asarray, perms)
-    return sum(
-        float(np.sum(np.asarray(leaf) * spec.moved(perms, spec.axes[name], np.asarray(other)), dtype=np.float64))
-        for (name, leaf), other in zip(named_leaves(a).items(), jax.tree.leaves(b), strict=True)
-    )
+    return Matching(perms, objective(spec, a, b, perms), tuple(trace), solved=visits)
 
 
 Matcher = Callable[..., Matching]
@@ -177,14 +170,14 @@ def main(config: MatchingConfig) -> None:
     )
     for setup, width in itertools.product(config.setups, config.widths):
         workspace = Workspace(Config(setup=setup, width=width, data_dir=config.data_dir, out=config.out))
-        spec, pair = symmetries(workspace), networks(config, workspace)
+        spec, (a, b) = symmetries(workspace), networks(config, workspace)
         jax.clear_caches()  # each first call is one
         runs: dict[str, Measured] = {}
         for name, matcher in MATCHERS.items():
-            run = runs[name] = measured(matcher, config.repeats, spec, *pair)
+            run = runs[name] = measured(matcher, config.repeats, spec, a, b)
             found, ratios = run.found, np.divide(runs["reference"].seconds, run.seconds)
             seconds, faster = "/".join(map("{:.2f}".format, run.seconds)), "/".join(map("{:.1f}×".format, ratios))
-            height = objective(spec, found.perms, *pair)
+            height = objective(spec, a, b, found.perms)
             numbers = len(found.trace) - 1, found.solved, found.skipped, f"{run.megabytes:.0f}", f"{height:.4f}"
             print(LINE.format(setup, width, name, seconds, faster, *numbers), flush=True)
         theirs, ours = runs["reference"].found, runs["ours"].found

@@ -10,6 +10,7 @@ thread solves one permutation's problem, the scores of those that share no weigh
 
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -69,13 +70,18 @@ def match_weights(
     pieces = list(_pieces(spec, a, b))
     found = []
     for restart in range(restarts):
-        begin = start or spec.identity()
+        begin = start
         if coarse:
             centres = [_centre(spec, piece) for piece in pieces]
             begin = _descend(spec, centres, begin, orders(spec, seed, restart)).perms
         found.append(_descend(spec, pieces, begin, orders(spec, seed, restart)))
     best = max(found, key=lambda matching: matching.objective)
     return replace(best, tried=tuple(matching.objective for matching in found))
+
+
+def objective(spec: PermutationSpec, a: Params, b: Params, perms: Perms | None = None) -> float:
+    """The inner product of A's weights with those of B, permuted if permutations are given."""
+    return _inner(spec, _pieces(spec, a, b), perms)
 
 
 def orders(spec: PermutationSpec, seed: int, restart: int = 0) -> Iterator[list[str]]:
@@ -146,11 +152,13 @@ class _Step(NamedTuple):
     gain: float
 
 
-def _descend(spec: PermutationSpec, pieces: Sequence[Piece], start: Perms, sweeps: Iterable[list[str]]) -> Matching:
+def _descend(
+    spec: PermutationSpec, pieces: Sequence[Piece], start: Perms | None, sweeps: Iterable[list[str]]
+) -> Matching:
     """The matching that the descent from `start` ends at."""
-    pool = ThreadPoolExecutor()
-    descent = _Descent(spec, pieces, start, pool)
-    objective = _inner(spec, pieces, descent.perms)
+    pool = ThreadPoolExecutor(os.cpu_count())
+    descent = _Descent(spec, pieces, start or spec.identity(), pool)
+    height = _inner(spec, pieces, start)
     pending: dict[str, tuple[int, Future[_Step]]] = {}
 
     def settle(names: Iterable[str]) -> None:
@@ -175,7 +183,7 @@ def _descend(spec: PermutationSpec, pieces: Sequence[Piece], start: Perms, sweep
             if solved == before:
                 break
             skipped += len(order) - (solved - before)
-    trace = tuple(itertools.accumulate(gains[:-1], initial=objective))
+    trace = tuple(itertools.accumulate(gains[:-1], initial=height))
     return Matching(descent.perms, trace[-1], trace, solved=solved, skipped=skipped)
 
 
@@ -277,11 +285,12 @@ def _dtype(pieces: Iterable[Piece]) -> np.dtype:
     return np.result_type(np.float32, *(piece.a for piece in pieces), *(piece.b for piece in pieces))
 
 
-def _inner(spec: PermutationSpec, pieces: Iterable[Piece], perms: Perms) -> float:
+def _inner(spec: PermutationSpec, pieces: Iterable[Piece], perms: Perms | None) -> float:
     """The inner product of A's weights with B's permuted ones."""
-    return sum(
-        float(np.vecdot(piece.a, spec.moved(perms, piece.labels, piece.b)).sum(dtype=np.float64)) for piece in pieces
-    )
+    total = 0.0
+    for labels, a, b in pieces:
+        total += float(np.vecdot(a, b if perms is None else spec.moved(perms, labels, b)).sum(dtype=np.float64))
+    return total
 
 
 def _terms(sheets: _Sheets, name: str, perms: Perms, seen: Perms | None) -> Iterator[Callable[[], np.ndarray]]:
