@@ -90,12 +90,12 @@ class PermutationSpec:
             if len(shape) != len(layouts):
                 raise UserError(f"the permutation spec gives {name} {len(layouts)} axes, but its shape is {shape}")
             for axis, (size, layout) in enumerate(zip(shape, layouts, strict=True)):
-                unknown = [perm for perm in _names(layout) if perm not in self.sizes and perm not in self.fixed]
+                unknown = [perm for perm in names_in(layout) if perm not in self.sizes and perm not in self.fixed]
                 if unknown:
                     raise UserError(f"axis {axis} of {name}: the size of permutation {unknown[0]} is not known")
-                if layout is not None and self._length(layout) != size:
+                if layout is not None and self.length(layout) != size:
                     whose = f"permutation {layout}" if isinstance(layout, str) else f"its layout {layout}"
-                    raise UserError(f"axis {axis} of {name} has {size} entries, but {whose} has {self._length(layout)}")
+                    raise UserError(f"axis {axis} of {name} has {size} entries, but {whose} has {self.length(layout)}")
             for labels, _ in self.pieces(layouts, np.broadcast_to(0, shape)):
                 for perm in labels:
                     for parent in self.families.get(perm, ()) if isinstance(perm, str) else ():
@@ -111,24 +111,34 @@ class PermutationSpec:
             (name, axis)
             for name, layouts in self.axes.items()
             for axis, layout in enumerate(layouts)
-            if perm in _names(layout)
+            if perm in names_in(layout)
         ]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a permutation's index array."""
-        return (*(self._length(parent) for parent in self.families.get(name, ())), self.sizes[name])
+        return (*(self.length(parent) for parent in self.families.get(name, ())), self.sizes[name])
+
+    def length(self, layout: str | int | Blocks | Segments) -> int:
+        """How many positions an axis of this layout has."""
+        if isinstance(layout, str):
+            return self.sizes[layout] if layout in self.sizes else self.fixed[layout]
+        if isinstance(layout, int):
+            return layout
+        if isinstance(layout, Blocks):
+            return math.prod(self.length(factor) for factor in layout.factors)
+        return sum(self.length(part) for part in layout.parts)
 
     def pieces(self, layouts: tuple[Layout, ...], value: Any) -> Iterator[tuple[tuple[Layout, ...], Any]]:
         """The parts of an array in which every axis is one permutation's or none's, with their names."""
         for axis, layout in enumerate(layouts):
             before, after = layouts[:axis], layouts[axis + 1 :]
             if isinstance(layout, Blocks):
-                lengths = tuple(self._length(factor) for factor in layout.factors)
+                lengths = tuple(self.length(factor) for factor in layout.factors)
                 unfolded = value.reshape(value.shape[:axis] + lengths + value.shape[axis + 1 :])
                 yield from self.pieces(before + layout.factors + after, unfolded)
                 return
             if isinstance(layout, Segments):
-                ends = np.cumsum([self._length(part) for part in layout.parts])
+                ends = np.cumsum([self.length(part) for part in layout.parts])
                 for part, piece in zip(layout.parts, np.split(value, ends[:-1], axis), strict=True):
                     yield from self.pieces((*before, part, *after), piece)
                 return
@@ -189,7 +199,7 @@ class PermutationSpec:
                 return "×".join(inner)
             if isinstance(layout, Segments):
                 return "+".join(map(drawn, layout.parts))
-            return "·" if layout == name else str(self._length(layout or 0))
+            return "·" if layout == name else str(self.length(layout or 0))
 
         layout = self.axes[leaf][axis]
         return "" if isinstance(layout, str) else f": {drawn(layout)}"
@@ -198,18 +208,9 @@ class PermutationSpec:
         """How the axes of a permutation's index array move when the permutations that index it do."""
         return (*self.families.get(name, ()), None)
 
-    def _length(self, layout: str | int | Blocks | Segments) -> int:
-        if isinstance(layout, str):
-            return self.sizes[layout] if layout in self.sizes else self.fixed[layout]
-        if isinstance(layout, int):
-            return layout
-        if isinstance(layout, Blocks):
-            return math.prod(self._length(factor) for factor in layout.factors)
-        return sum(self._length(part) for part in layout.parts)
-
     def _moved(self, perms: Perms, layouts: tuple[Layout, ...], leaf: Any) -> Any:
         """A leaf with its axes permuted; a NumPy array stays one."""
-        moving = [axis for axis, layout in enumerate(layouts) if any(n in self.sizes for n in _names(layout))]
+        moving = [axis for axis, layout in enumerate(layouts) if any(n in self.sizes for n in names_in(layout))]
         if not moving:
             return leaf
         xp: Any = np if all(isinstance(value, np.ndarray) for value in (leaf, *perms.values())) else jnp
@@ -238,7 +239,7 @@ class PermutationSpec:
         if isinstance(layout, Segments):
             total, start = 0, 0
             for part in layout.parts:
-                size = self._length(part)
+                size = self.length(part)
                 inside = (position >= start) & (position < start + size)
                 local = np.clip(position - start, 0, size - 1)
                 total = total + inside * (start + self._source(perms, part, local, along))
@@ -257,9 +258,9 @@ class PermutationSpec:
 
     def _unfolded(self, blocks: Blocks, position: np.ndarray) -> Iterator[tuple[Layout, np.ndarray, int]]:
         """Each factor of a product with the position along it and its stride."""
-        stride = self._length(blocks)
+        stride = self.length(blocks)
         for factor in blocks.factors:
-            size = self._length(factor)
+            size = self.length(factor)
             stride //= size
             yield factor, position // stride % size, stride
 
@@ -313,12 +314,12 @@ def _is_jaxpr(value: Any) -> bool:
     return isinstance(value, core.Jaxpr | core.ClosedJaxpr)
 
 
-def _names(layout: Layout) -> list[str]:
+def names_in(layout: Layout) -> list[str]:
     """The named axes within an axis, in order."""
     if isinstance(layout, str):
         return [layout]
     inner = layout.factors if isinstance(layout, Blocks) else layout.parts if isinstance(layout, Segments) else ()
-    return [name for part in inner for name in _names(part)]
+    return [name for part in inner for name in names_in(part)]
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
