@@ -78,6 +78,9 @@ class PermutationSpec:
         spec.validate(params)
         return spec
 
+    def __hash__(self) -> int:  # mappings have none, but what is compiled for a spec is kept under it
+        return hash(frozenset(self.sizes.items()))
+
     def validate(self, params: Params) -> None:
         """Raises an error that names the leaf unless every axis of every leaf is accounted for and fits."""
         leaves = named_leaves(params)

@@ -15,6 +15,7 @@ from programs import Program
 from zoo import CASES, FEATURES, Shape, drawn, spec_of
 
 from mcomb import PermutationSpec, permutation_spec
+from mcomb.models import ResNet20
 from mcomb.taps import Place, activations, survey, tapped
 
 
@@ -78,6 +79,16 @@ def test_a_written_spec_gets_the_places_of_the_derived_one_under_its_own_names(n
     ours, theirs = (activations(spec, survey(spec, fn, params, images)) for spec in (written, derived))
     for name, taps in theirs.items():
         assert [tap.place for tap in ours[names[name]]] == [tap.place for tap in taps]
+
+
+def test_the_streams_of_a_residual_network_are_active_after_every_block():
+    images = Shape((1, 32, 32, 3), jnp.float32)
+    params = jax.eval_shape(ResNet20(1).init, jax.random.key(0), images)["params"]
+    spec = resnet20_spec(params)
+    named = activations(spec, survey(spec, lambda params, x: ResNet20(1).apply({"params": params}, x), params, images))
+    # The stem and three blocks; three blocks; two blocks and the pooled features.
+    assert {name: len(taps) for name, taps in named.items()} == dict.fromkeys(named, 1) | {"P1": 4, "P2": 3, "P3": 3}
+    assert [len(tap.layouts) for tap in named["P3"]] == [4, 4, 2]
 
 
 def mlp(params, x):
