@@ -1,7 +1,7 @@
 """Activation matching: the order of one network's units in which they are active when another's are."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from mcomb.taps import activations, survey, tapped
 
 CONSTANT = 1e-10  # of a unit's mean square: variance below is rounding
 Scores = dict[str, Float[np.ndarray, "..."]]
-"""For each unit of A its score with each of B's, which may be any within the same member of a fixed family."""
+"""The score of each unit of A, at its index in the permutation, with each of B, at all of this index that may move."""
 
 
 def match_activations(
@@ -42,7 +42,7 @@ def match_activations(
     """
     spec.validate(a)
     spec.validate(b)
-    perms = _best(spec, _scores(spec, a, b, apply, inputs, inner_products, batch_size))
+    perms = _best(spec, _scores(spec, a, b, apply, inputs, inner_products=inner_products, batch_size=batch_size))
     weights_a, weights_b = _weights(a), _weights(b)
     trace = (_inner(weights_a, weights_b), _inner(weights_a, _weights(spec.apply(perms, b))))
     return Matching(perms, trace[-1], trace)
@@ -56,9 +56,9 @@ def correlations(
     It is the mean over the places where the unit is active, and over the units inside it. A unit that never changes
     correlates with nothing.
     """
-    scores = _scores(spec, a, b, apply, inputs, False, batch_size)
+    scores = _scores(spec, a, b, apply, inputs, inner_products=False, batch_size=batch_size)
     found: dict[str, np.ndarray] = {}
-    for name in sorted(spec.sizes, key=lambda name: -len(spec.shape(name))):
+    for name in _outwards(spec):
         inner = [found[other].mean(-1) for other in _inside(spec, name)]
         own = [_at(spec, name, scores[name], spec.identity()).diagonal(axis1=-2, axis2=-1)] if name in scores else []
         found[name] = np.mean([*own, *inner], axis=0)
@@ -72,16 +72,20 @@ def _best(spec: PermutationSpec, scores: Scores) -> Perms:
     another is that of the best order of its dimensions.
     """
     scores = dict(scores)
-    outwards = sorted(spec.sizes, key=lambda name: -len(spec.shape(name)))
-    for name in outwards:
+    for name in _outwards(spec):
         for other in _inside(spec, name):
             pairs = np.moveaxis(scores[other], len(spec.shape(name)), -2)
             best = np.take_along_axis(pairs, _assigned(pairs)[..., None], -1).sum((-2, -1))
             scores[name] = scores.get(name, 0) + best
     perms: Perms = {}
-    for name in reversed(outwards):
+    for name in reversed(_outwards(spec)):
         perms[name] = _assigned(_at(spec, name, scores[name], perms))
     return {name: perms[name] for name in spec.sizes}
+
+
+def _outwards(spec: PermutationSpec) -> list[str]:
+    """The permutations, those of what is inside units before those of the units."""
+    return sorted(spec.sizes, key=lambda name: -len(spec.shape(name)))
 
 
 def _at(spec: PermutationSpec, name: str, scores: np.ndarray, perms: Perms) -> Float[np.ndarray, "... n n"]:
@@ -90,16 +94,15 @@ def _at(spec: PermutationSpec, name: str, scores: np.ndarray, perms: Perms) -> F
     along = dict(zip(family, np.indices(spec.shape(name)[:-1], sparse=True), strict=True))
     sources = [
         perms[parent][(*(along[other] for other in spec.families.get(parent, ())), along[parent])]
-        for parent in family
-        if parent in spec.sizes
+        for parent in _divided(spec, family)[1]
     ]
     return scores[(*along.values(), slice(None), *sources, slice(None))]
 
 
 def _scores(
-    spec: PermutationSpec, a: Params, b: Params, apply: Apply, inputs: Array, inner_products: bool, batch_size: int
+    spec: PermutationSpec, a: Params, b: Params, apply: Apply, inputs: Array, *, inner_products: bool, batch_size: int
 ) -> Scores:
-    """The scores of each permutation that are not only those of what is inside its units."""
+    """The scores of all permutations but those of which the units are only seen with what is inside them."""
     mesh = _mesh()
     size = min(batch_size, -(-len(inputs) // mesh.size))
     found = jax.device_get(_compare(apply, spec, size, inner_products, mesh, *replicate((a, b, inputs))))
@@ -108,15 +111,16 @@ def _scores(
         if not np.isfinite(score).all():
             raise UserError(f"activations of {name} are not finite: there is something wrong with the networks")
         family = spec.families.get(name, ())
-        ordered = sorted(family, key=lambda parent: parent in spec.sizes)  # as `_units` has them
-        moving = [spec.sizes[parent] for parent in family if parent in spec.sizes]
-        sizes = [*map(spec.length, ordered), spec.sizes[name]]
-        scores[name] = np.moveaxis(
-            score.reshape(*sizes, *moving, spec.sizes[name]),
-            range(len(family)),
-            [family.index(parent) for parent in ordered],
-        )
+        fixed, moving = _divided(spec, family)
+        units = [spec.sizes[one] for one in (*moving, name)]
+        unfolded = score.reshape(*(spec.fixed[one] for one in fixed), *units, *units)
+        scores[name] = np.moveaxis(unfolded, range(len(family)), [family.index(one) for one in fixed + moving])
     return scores
+
+
+def _divided(spec: PermutationSpec, family: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    """The axes of a family that never move, and those that do."""
+    return [name for name in family if name in spec.fixed], [name for name in family if name in spec.sizes]
 
 
 class Moments(NamedTuple):
@@ -177,7 +181,7 @@ def _compare(
         def add(state: Any, batch: list[Array]) -> tuple[Any, None]:
             (count, totals), (rows, real) = state, batch
             one = partial(_added, count, real)
-            return (count + real.sum(), over_moments(one, totals, units(a, rows), units(b, rows))), None
+            return (count + real.sum(), _over_moments(one, totals, units(a, rows), units(b, rows))), None
 
         def over_devices(local: Moments) -> Moments:
             x, y = (jax.lax.psum(mean * count, "device") / everything for mean in local[:2])
@@ -186,7 +190,7 @@ def _compare(
         none = jax.tree.map(_nothing, jax.eval_shape(units, a, batches[0][0]))
         (count, totals), _ = jax.lax.scan(add, (jnp.zeros(()), none), batches)
         everything = jax.lax.psum(count, "device")
-        scores = over_moments(lambda local: over_devices(local).score(everything, inner_products), totals)
+        scores = _over_moments(lambda local: over_devices(local).score(everything, inner_products), totals)
         return {name: sum(parts) / len(parts) for name, parts in scores.items()}
 
     batches = _batches(batch_size * mesh.size, inputs, jnp.ones(len(inputs)))
@@ -194,7 +198,9 @@ def _compare(
     return jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)(batches, a, b)
 
 
-over_moments = partial(jax.tree.map, is_leaf=lambda node: isinstance(node, Moments))
+def _over_moments(function: Callable[..., Any], *trees: Any) -> Any:
+    """The tree of what a function makes of the moments in the first tree and what is there in others."""
+    return jax.tree.map(function, *trees, is_leaf=lambda node: isinstance(node, Moments))
 
 
 def _nothing(units: jax.ShapeDtypeStruct) -> Moments:
@@ -237,8 +243,8 @@ def _units(
     family, inside = spec.families.get(name, ()), _inside(spec, name)
     for labels, part in spec.pieces((None, *layouts), rows.astype(jnp.float32)):
         for axis in [axis for axis, label in enumerate(labels) if label == name and not set(labels) & set(inside)]:
-            members = [labels.index(parent) for parent in family if parent in spec.fixed]
-            units = [*(labels.index(parent) for parent in family if parent in spec.sizes), axis]
+            members, around = (list(map(labels.index, names)) for names in _divided(spec, family))
+            units = [*around, axis]
             others = [i for i, label in enumerate(labels) if label in spec.sizes and i not in units]
             samples = [i for i in range(len(labels)) if i not in members + units]
             ordered = part.mean(tuple(others), keepdims=True).transpose(*members, *samples, *units)

@@ -132,13 +132,13 @@ def tapped(
     An edit replaces the array at its place before anything reads it, inside a scan at every step alike. The function
     takes arguments of the shapes with which the places were surveyed; compiled, it computes only what is used of it.
     """
-    places = {*wanted, *edits}
-    around = {place.way[:depth] for place in places for depth in range(len(place.way))}
+    wanted = frozenset(wanted)
+    around = {place.way[:depth] for place in wanted | edits.keys() for depth in range(len(place.way))}
 
     def run(*args: Any) -> tuple[Any, dict[Place, Any]]:
         traced, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
         results, found = evaluate(traced.jaxpr, traced.consts, jax.tree.leaves(args), ())
-        if missing := set(wanted) - found.keys():
+        if missing := wanted - found.keys():
             raise ValueError(f"{min(missing)} is not inside this function: survey it with arguments of these shapes")
         return jax.tree.unflatten(jax.tree.structure(shape), results), found
 
@@ -163,7 +163,7 @@ def tapped(
                 results = _evaluate(jaxpr, eqn, operands)
             elif eqn.primitive.name == "scan":
                 results, inner = scan(eqn, operands, here)
-            else:
+            else:  # a call, evaluated in place: derivatives of its own are lost
                 results, inner = evaluate(*inside(eqn), operands, here)
             found |= inner
             values |= zip(eqn.outvars, made(here, results), strict=True)
