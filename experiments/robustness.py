@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from mcomb import figures
-from mcomb.activations import correlations, modules_of
+from mcomb.activations import correlations
 from mcomb.base import Params
 from mcomb.cli import Flag
 from mcomb.combine import combine
@@ -64,17 +64,15 @@ def measure(workspace: Workspace, networks: dict[str, Network], rows: Rows) -> R
     """For each permutation, the barriers of the line over k."""
     config: RobustnessConfig = workspace.config  # type: ignore[assignment]
     a, b = networks["A"], networks["B"]
-    spec, model = workspace.spec, workspace.setup.model(config.width)
-    aligned, modules = workspace.aligned(a, b), modules_of(model, workspace.spec)
-    correlation = correlations(model, a.params, aligned, workspace.pixels("train"), modules)
-    perms = sorted(spec.sizes, key=lambda perm: model.layer_of(modules[perm]))
+    spec, aligned = workspace.spec, workspace.aligned(a, b)
+    correlation = correlations(spec, a.params, aligned, workspace.apply, workspace.splits["train"].images)
 
     shares = np.linspace(0, 1, config.line_points, dtype=np.float32)
     cases: list[tuple[str, int, Perms]] = [("as matched", 0, spec.identity())]
-    for perm in perms:
+    for perm in spec.sizes:
         counts = np.unique(np.linspace(2, spec.sizes[perm], config.counts).round().astype(int))
         for k in map(int, counts):
-            rng = np.random.default_rng([config.seed, zlib.crc32(modules[perm].encode()), k])
+            rng = np.random.default_rng([config.seed, zlib.crc32(perm.encode()), k])
             cases.append((perm, k, spec.identity() | {perm: rematched(correlation[perm], k, rng)}))
     stacked = jax.tree.map(lambda *orders: np.repeat(np.stack(orders), len(shares), axis=0), *(c[2] for c in cases))
     task = Task(line_to(spec), (a.params, aligned), (np.tile(shares, len(cases)), stacked))
@@ -94,10 +92,10 @@ def measure(workspace: Workspace, networks: dict[str, Network], rows: Rows) -> R
         }
 
     layers: Results = {}
-    for perm in perms:
+    for perm in spec.sizes:
         mine = [i for i, case in enumerate(cases) if case[0] == perm]
         found = [barriers(i) for i in mine]
-        layers[modules[perm]] = {
+        layers[perm] = {
             "units": spec.sizes[perm],
             "k": [cases[i][1] for i in mine],
             "correlation": np.sort(correlation[perm]).tolist(),

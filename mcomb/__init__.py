@@ -8,6 +8,7 @@ For two sets of parameters `a` and `b` of any network that JAX can trace, as `fn
     between = mcomb.combine(a, aligned, 0.5)
 """
 
+from mcomb.activations import match_activations
 from mcomb.checkpoint import read_checkpoint, write_checkpoint
 from mcomb.combine import bernoulli, centered, combine, hyperplane, linear, mix, subcube, uniform
 from mcomb.derive import permutation_spec
@@ -29,6 +30,7 @@ __all__ = [
     "evaluate",
     "hyperplane",
     "linear",
+    "match_activations",
     "match_weights",
     "mix",
     "permutation_spec",

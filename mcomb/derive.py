@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend import core
 
 from mcomb.axes import Axis, Path, find, letters
 from mcomb.base import Params, leaf_name, named_leaves
@@ -33,7 +34,11 @@ def permutation_spec(fn: Callable[..., Any], params: Params, *inputs: Any) -> Pe
     `print(spec)` shows what each permutation acts on, and what is frozen by which operation. A permutation's name
     is that of the first module it acts on.
     """
-    traced = jax.make_jaxpr(fn)(params, *inputs)
+    return _spec(*read(jax.make_jaxpr(fn)(params, *inputs), params, *inputs))
+
+
+def read(traced: core.ClosedJaxpr, params: Params, *inputs: Any) -> tuple[dict[str, Value], Reader]:
+    """The axes of each parameter, and what was noted on the way, after reading a function of these arguments."""
     reader = Reader(RULES, otherwise=unknown)
     leaves = {name: reader.fresh(np.shape(leaf)) for name, leaf in named_leaves(params).items()}
     paths = jax.tree_util.tree_flatten_with_path(inputs)[0]
@@ -43,7 +48,7 @@ def permutation_spec(fn: Callable[..., Any], params: Params, *inputs: Any) -> Pe
     reader.freeze(itertools.chain.from_iterable(results))
     reader.why = "no use: the function does without it"
     reader.freeze(axis for value in leaves.values() for axis in value if axis not in reader.used)
-    return _spec(leaves, reader)
+    return leaves, reader
 
 
 def _spec(leaves: Mapping[str, Value], reader: Reader) -> PermutationSpec:
@@ -70,7 +75,7 @@ def _spec(leaves: Mapping[str, Value], reader: Reader) -> PermutationSpec:
         letter: sorted(along[letter], key=lambda other: (len(along.get(other, ())), order[other])) for letter in free
     }
     return PermutationSpec(
-        axes={name: tuple(_layout(axis, names) for axis in value) for name, value in leaves.items()},
+        axes={name: tuple(layout_of(axis, names) for axis in value) for name, value in leaves.items()},
         sizes={names[letter]: letter.size for letter in free},
         families={names[letter]: tuple(names[o] for o in others) for letter, others in families.items() if others},
         fixed={names[letter]: letter.size for letter in fixed},
@@ -146,15 +151,15 @@ def _ordered(along: Along, order: Mapping[Axis, int]) -> Along:
     return along
 
 
-def _layout(axis: Axis | None, names: Mapping[Axis, str]) -> Layout:
-    """How a parameter's axis moves, in the spec's terms."""
+def layout_of(axis: Axis | None, names: Mapping[Axis, str]) -> Layout:
+    """How an axis moves, in the spec's terms."""
     layout = None if axis is None else _part(axis, names)
     return None if isinstance(layout, int) else layout
 
 
 def _part(axis: Axis, names: Mapping[Axis, str]) -> str | int | Blocks | Segments:
     axis = find(axis)
-    if not axis.parts:
+    if not axis.parts or axis in names:
         return names.get(axis, axis.size)
     merged: list[Any] = []
     for part in axis.parts:

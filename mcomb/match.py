@@ -203,7 +203,7 @@ class _Descent:
         self.sheets: dict[str, list[_Sheets]] = {name: [] for name in spec.sizes}
         # Those whose move changes a permutation's scores; it is among them itself if it is on two axes of a piece,
         # or if what is inside its units moves with it.
-        self.neighbours: dict[str, set[str]] = {name: {name} if _inside(spec, name) else set() for name in spec.sizes}
+        self.neighbours: dict[str, set[str]] = {name: {name} if spec.inside(name) else set() for name in spec.sizes}
         for piece in pieces:
             sheets = _sheets(spec, piece)
             labels = [str(label) for label in piece.labels if label in spec.sizes]
@@ -240,7 +240,7 @@ class _Descent:
 
     def _reorder(self, name: str, perms: Perms, scores: Float[np.ndarray, "n n"]) -> _Step:
         """The step to the permutation of highest score."""
-        best, order = _assigned(scores), perms[name]
+        best, order = assigned(scores), perms[name]
         moved = np.flatnonzero(best != order)
         if name in self.neighbours[name]:  # then scores only estimate the gain
             return self._if_better(name, perms, {name: best})
@@ -255,15 +255,15 @@ class _Descent:
         to another is that of its best order of dimensions.
         """
         spec, n = self.spec, self.spec.sizes[name]
-        family, inside, pieces = spec.families.get(name, ()), _inside(spec, name), self._permuted(name)
+        family, inside, pieces = spec.families.get(name, ()), spec.inside(name), self._permuted(name)
         scores = _unit_scores(spec, pieces, family, (name,), without=inside)
         inner = {}
         for other in inside:
             m = spec.sizes[other]
             pairs = _unit_scores(spec, pieces, family, (name, other)).reshape(-1, n, m, n, m).swapaxes(2, 3)
-            inner[other] = _assigned(pairs)
+            inner[other] = assigned(pairs)
             scores = scores + np.take_along_axis(pairs, inner[other][..., None], -1).sum((-2, -1))
-        best = _assigned(scores)
+        best = assigned(scores)
         step: Perms = {name: best.reshape(spec.shape(name))}
         for other, perm in inner.items():
             step[other] = np.take_along_axis(perm, best[..., None, None], 2).reshape(spec.shape(other))
@@ -325,13 +325,7 @@ def _total(terms: Sequence[Callable[[], np.ndarray]]) -> np.ndarray:
     return total
 
 
-def _inside(spec: PermutationSpec, name: str) -> list[str]:
-    """The permutations of what is inside a permutation's units, one for each unit."""
-    family = spec.families.get(name, ())
-    return [other for other, along in spec.families.items() if along == (*family, name)]
-
-
-def _assigned(scores: Float[np.ndarray, "*batch n n"]) -> Int[np.ndarray, "*batch n"]:
+def assigned(scores: Float[np.ndarray, "*batch n n"]) -> Int[np.ndarray, "*batch n"]:
     """The column assigned to each row, in each assignment problem of a batch."""
     flat = scores.reshape(-1, *scores.shape[-2:])
     return np.stack([linear_sum_assignment(one, maximize=True)[1] for one in flat]).reshape(scores.shape[:-1])

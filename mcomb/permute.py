@@ -78,6 +78,9 @@ class PermutationSpec:
         spec.validate(params)
         return spec
 
+    def __hash__(self) -> int:  # mappings have none, but what is compiled for a spec is kept under it
+        return hash(frozenset(self.sizes.items()))
+
     def validate(self, params: Params) -> None:
         """Raises an error that names the leaf unless every axis of every leaf is accounted for and fits."""
         leaves = named_leaves(params)
@@ -90,7 +93,7 @@ class PermutationSpec:
             if len(shape) != len(layouts):
                 raise UserError(f"the permutation spec gives {name} {len(layouts)} axes, but its shape is {shape}")
             for axis, (size, layout) in enumerate(zip(shape, layouts, strict=True)):
-                unknown = [perm for perm in _names(layout) if perm not in self.sizes and perm not in self.fixed]
+                unknown = [perm for perm in names_in(layout) if perm not in self.sizes and perm not in self.fixed]
                 if unknown:
                     raise UserError(f"axis {axis} of {name}: the size of permutation {unknown[0]} is not known")
                 if layout is not None and self.length(layout) != size:
@@ -111,12 +114,27 @@ class PermutationSpec:
             (name, axis)
             for name, layouts in self.axes.items()
             for axis, layout in enumerate(layouts)
-            if perm in _names(layout)
+            if perm in names_in(layout)
         ]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a permutation's index array."""
         return (*(self.length(parent) for parent in self.families.get(name, ())), self.sizes[name])
+
+    def inside(self, name: str) -> list[str]:
+        """The permutations of what is inside a permutation's units, such as a head's dimensions."""
+        family = self.families.get(name, ())
+        return [other for other, along in self.families.items() if along == (*family, name)]
+
+    def length(self, layout: str | int | Blocks | Segments) -> int:
+        """How many positions an axis of this layout has."""
+        if isinstance(layout, str):
+            return self.sizes[layout] if layout in self.sizes else self.fixed[layout]
+        if isinstance(layout, int):
+            return layout
+        if isinstance(layout, Blocks):
+            return math.prod(self.length(factor) for factor in layout.factors)
+        return sum(self.length(part) for part in layout.parts)
 
     def pieces(self, layouts: tuple[Layout, ...], value: Any) -> Iterator[tuple[tuple[Layout, ...], Any]]:
         """The parts of an array in which every axis is one permutation's or none's, with their names."""
@@ -198,19 +216,9 @@ class PermutationSpec:
         """How the axes of a permutation's index array move when the permutations that index it do."""
         return (*self.families.get(name, ()), None)
 
-    def length(self, layout: str | int | Blocks | Segments) -> int:
-        """How many positions an axis has."""
-        if isinstance(layout, str):
-            return self.sizes[layout] if layout in self.sizes else self.fixed[layout]
-        if isinstance(layout, int):
-            return layout
-        if isinstance(layout, Blocks):
-            return math.prod(self.length(factor) for factor in layout.factors)
-        return sum(self.length(part) for part in layout.parts)
-
     def moved(self, perms: Perms, layouts: tuple[Layout, ...], leaf: Any) -> Any:
         """An array with its axes permuted as the layouts say; a NumPy array stays one."""
-        moving = [axis for axis, layout in enumerate(layouts) if any(n in self.sizes for n in _names(layout))]
+        moving = [axis for axis, layout in enumerate(layouts) if any(n in self.sizes for n in names_in(layout))]
         if not moving:
             return leaf
         xp: Any = np if all(isinstance(value, np.ndarray) for value in (leaf, *perms.values())) else jnp
@@ -314,12 +322,12 @@ def _is_jaxpr(value: Any) -> bool:
     return isinstance(value, core.Jaxpr | core.ClosedJaxpr)
 
 
-def _names(layout: Layout) -> list[str]:
+def names_in(layout: Layout) -> list[str]:
     """The named axes within an axis, in order."""
     if isinstance(layout, str):
         return [layout]
     inner = layout.factors if isinstance(layout, Blocks) else layout.parts if isinstance(layout, Segments) else ()
-    return [name for part in inner for name in _names(part)]
+    return [name for part in inner for name in names_in(part)]
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:

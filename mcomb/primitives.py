@@ -7,12 +7,14 @@ operand and result a label, and axes with one label are one index.
 import itertools
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, TypeVar
 
 from jax.extend import core
 
 from mcomb.axes import Axis, cut, factored, row, unite
 from mcomb.reader import Folded, Labels, Reader, Rule, Value, cut_axis, fold, runs
+
+T = TypeVar("T")
 
 
 def unknown(reader: Reader, eqn: core.JaxprEqn, *operands: Value) -> list[Value]:
@@ -307,33 +309,36 @@ def scatter(reader: Reader, eqn: core.JaxprEqn, operand: Value, indices: Value, 
 
 def region(reader: Reader, eqn: core.JaxprEqn, *operands: Value) -> list[Value]:
     """What the jaxpr inside does: jit, remat, custom derivatives."""
-    inside = next(eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params)
-    return _read(reader, inside, operands)
+    return reader.read(*inside(eqn), operands)
 
 
-def _read(reader: Reader, jaxpr: Any, operands: Sequence[Value]) -> list[Value]:
-    inner, consts = (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, core.ClosedJaxpr) else (jaxpr, ())
-    return reader.read(inner, consts, operands)
+def inside(eqn: core.JaxprEqn) -> tuple[core.Jaxpr, Sequence[Any]]:
+    """The one jaxpr inside an equation, and its constants."""
+    return _opened(next(eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params))
+
+
+def _opened(jaxpr: Any) -> tuple[core.Jaxpr, Sequence[Any]]:
+    return (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, core.ClosedJaxpr) else (jaxpr, ())
 
 
 def cond(reader: Reader, eqn: core.JaxprEqn, which: Value, *operands: Value) -> list[Value]:
     """What all branches agree on."""
-    branches = [_read(reader, branch, operands) for branch in eqn.params["branches"]]
+    branches = [reader.read(*_opened(branch), operands) for branch in eqn.params["branches"]]
     return [_together(reader, results) for results in zip(*branches, strict=True)]
 
 
 def while_(reader: Reader, eqn: core.JaxprEqn, *operands: Value) -> list[Value]:
     p = eqn.params
-    test, body, carry = _divided(operands, p["cond_nconsts"], p["body_nconsts"])
-    carry = _steady(reader, carry, lambda carry: _read(reader, p["body_jaxpr"], [*body, *carry]))
-    _read(reader, p["cond_jaxpr"], [*test, *carry])
+    test, body, carry = divided(operands, p["cond_nconsts"], p["body_nconsts"])
+    carry = _steady(reader, carry, lambda carry: reader.read(*_opened(p["body_jaxpr"]), [*body, *carry]))
+    reader.read(*_opened(p["cond_jaxpr"]), [*test, *carry])
     return carry
 
 
 def scan(reader: Reader, eqn: core.JaxprEqn, *operands: Value) -> list[Value]:
     """The body, in which all may differ from step to step but constants and the carry."""
     p = eqn.params
-    consts, carry, xs = _divided(operands, p["num_consts"], p["num_carry"])
+    consts, carry, xs = divided(operands, p["num_consts"], p["num_carry"])
     why = reader.why
     steps = Axis(p["length"], why if carry else None)
     for x in xs:
@@ -343,7 +348,7 @@ def scan(reader: Reader, eqn: core.JaxprEqn, *operands: Value) -> list[Value]:
 
     def body(carry: list[Value]) -> list[Value]:
         reader.loops.append((("step", len(reader.loops)), steps))
-        results = _read(reader, p["jaxpr"], [*consts, *carry, *(x[1:] for x in xs)])
+        results = reader.read(*inside(eqn), [*consts, *carry, *(x[1:] for x in xs)])
         reader.loops.pop()
         ys[:] = [(steps, *y) for y in results[len(carry) :]]
         return results[: len(carry)]
@@ -370,7 +375,7 @@ def _together(reader: Reader, values: Sequence[Value]) -> Value:
     return reader.relate([(value, labels) for value in values], [labels])[0]
 
 
-def _divided(values: Sequence[Value], *counts: int) -> list[list[Value]]:
+def divided(values: Sequence[T], *counts: int) -> list[list[T]]:
     """Values in consecutive lists, the last of which has the rest."""
     ends = [*itertools.accumulate(counts), len(values)]
     return [list(values[start:stop]) for start, stop in zip([0, *ends], ends, strict=False)]

@@ -24,6 +24,11 @@ Term = list[tuple[Hashable, Axis]]
 Rule = Callable[..., Sequence[Value]]
 """The axes of a primitive's results, from the reader, the equation and the axes of its operands."""
 
+Way = tuple[int, ...]
+"""The numbers, among the live ones, of the equations that lead to one: each is inside the one before."""
+
+ARGUMENTS = -1  # the number, in a way, of what makes a jaxpr's arguments
+
 
 @dataclass(frozen=True)
 class Folded:
@@ -48,6 +53,8 @@ class Reader:
         self.operations: list[list[Term]] = []
         self.used: dict[Axis, int] = {}  # axes in the order in which operations first had them
         self.loops: Term = []  # the steps of the scans that we are inside of
+        self.made: dict[Way, list[Value]] = {}  # what equations make, at all steps of the scans around them
+        self._way: Way = ()
         self._scopes = [""]
 
     def read(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Value]) -> list[Value]:
@@ -58,20 +65,30 @@ class Reader:
         def look_up(atom: Any) -> Any:
             return self.constant(atom.val) if isinstance(atom, core.Literal) else values[atom]
 
-        eqns = _live(jaxpr)
+        way, eqns = self._way, live(jaxpr)
+        self._keep((*way, ARGUMENTS), args)
         folded = _used_in_parts(eqns, jaxpr.outvars)
-        for eqn in eqns:
+        for number, eqn in enumerate(eqns):
             if folded.intersection(eqn.outvars):
-                values[eqn.outvars[0]] = fold(eqn, look_up(eqn.invars[0]))
+                values[eqn.outvars[0]] = folding = fold(eqn, look_up(eqn.invars[0]))
+                self._keep((*way, number), [(None,) * len(folding.order)])  # only its parts are read
                 continue
+            self._way = (*way, number)
             self._scopes.append(self._scope(eqn))
             self.why = f"{eqn.primitive.name} in {self._scopes[-1]}"
             rule = self.rules.get(eqn.primitive.name, self.otherwise)
             results = rule(self, eqn, *map(look_up, eqn.invars))
-            for var, result in zip(eqn.outvars, results, strict=True):
-                values[var] = tuple(axis if axis is not None and axis.size > 1 else None for axis in result)
+            results = [tuple(axis if axis is not None and axis.size > 1 else None for axis in r) for r in results]
+            values |= zip(eqn.outvars, results, strict=True)
+            self._keep(self._way, results)
             self._scopes.pop()
+        self._way = way
         return [look_up(atom) for atom in jaxpr.outvars]
+
+    def _keep(self, way: Way, values: Sequence[Value]) -> None:
+        """Notes what an equation makes; the last reading of a loop's body replaces those before."""
+        steps = tuple(axis for _, axis in self.loops)
+        self.made[way] = [(*steps, *value) for value in values]
 
     def fresh(self, shape: Sequence[int], frozen: str | None = None) -> Value:
         """New axes of the given sizes."""
@@ -212,13 +229,13 @@ def cut_axis(eqn: core.JaxprEqn) -> int | None:
     return cut[0] if len(cut) == 1 else None
 
 
-def _live(jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:
+def live(jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:
     """The equations that the results depend on, and those that write to what others may read."""
     needed = {atom for atom in jaxpr.outvars if not isinstance(atom, core.Literal)}
-    live = []
+    found = []
     for eqn in reversed(jaxpr.eqns):
         writes = bool(eqn.effects) and not eqn.primitive.name.startswith("debug")
         if writes or needed.intersection(eqn.outvars):
-            live.append(eqn)
+            found.append(eqn)
             needed |= {atom for atom in eqn.invars if not isinstance(atom, core.Literal)}
-    return live[::-1]
+    return found[::-1]

@@ -259,11 +259,6 @@ class Workspace:
         counts = {"train": self.config.train_images, "test": self.config.test_images}
         return {name: replicate(getattr(self.data, name).first(count)) for name, count in counts.items()}
 
-    def pixels(self, split: str) -> np.ndarray:
-        """The normalised pixels of a split's images."""
-        images = np.asarray(self.splits[split].images, np.float32)
-        return (images - np.array(self.data.mean, np.float32)) / np.array(self.data.std, np.float32)
-
     def scores(self, networks: Mapping[str, Params]) -> dict[str, dict[str, Score]]:
         """The score of each network by itself on each split."""
         with self.timed("evaluation"):
