@@ -1,6 +1,5 @@
 """Derived permutation specs: what a person would count, and never one that changes the function."""
 
-import time
 
 import jax
 import jax.numpy as jnp
@@ -50,13 +49,12 @@ def test_derived_specs_are_the_handwritten_ones(model, handwritten, count):
     assert up_to_names(spec) == up_to_names(handwritten(params))
 
 
-def test_a_wide_resnet_is_read_in_two_seconds_from_shapes_alone():
+def test_a_wide_resnet_is_read_from_shapes_alone():
     images = Shape((1, 32, 32, 3), jnp.float32)
     params = jax.eval_shape(ResNet20(32).init, jax.random.key(0), images)["params"]
     fn = classifier(ResNet20(32), (0.1, 0.2, 0.3), (1.0, 2.0, 3.0))
-    arrays, start = len(jax.live_arrays()), time.monotonic()
+    arrays = len(jax.live_arrays())
     spec = permutation_spec(fn, params, images)
-    assert time.monotonic() - start < 2
     assert len(jax.live_arrays()) - arrays <= 2  # the mean and the deviation of the pixels
     assert max(spec.sizes.values()) == 2048
 
