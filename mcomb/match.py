@@ -24,7 +24,7 @@ from jaxtyping import Float, Int
 from scipy.optimize import linear_sum_assignment
 from threadpoolctl import ThreadpoolController
 
-from mcomb.base import Params, named_leaves, stream
+from mcomb.base import Params, UserError, named_leaves, stream
 from mcomb.permute import Layout, Perms, PermutationSpec
 
 BLOCK = 1024  # positions in one product
@@ -156,9 +156,11 @@ def _descend(
     spec: PermutationSpec, pieces: Sequence[Piece], start: Perms | None, sweeps: Iterable[list[str]]
 ) -> Matching:
     """The matching that the descent from `start` ends at."""
+    height = _inner(spec, pieces, start)
+    if not np.isfinite(height):
+        raise UserError("a weight of A or B is infinite or not a number: such networks cannot be matched")
     pool = ThreadPoolExecutor(os.cpu_count())
     descent = _Descent(spec, pieces, start or spec.identity(), pool)
-    height = _inner(spec, pieces, start)
     pending: dict[str, tuple[int, Future[_Step]]] = {}
 
     def settle(names: Iterable[str]) -> None:
@@ -214,7 +216,7 @@ class _Descent:
                 else:
                     self.general[name].append(piece)
                 self.neighbours[name] |= {*labels} if labels.count(name) > 1 else {*labels} - {name}
-        self.sums: dict[str, np.ndarray] = {}
+        self.scores: dict[str, np.ndarray] = {}
         self.seen: dict[str, Perms] = {}
 
     def is_at_best(self, name: str) -> bool:
@@ -224,19 +226,19 @@ class _Descent:
 
     def visit(self, name: str) -> Callable[[], _Step]:
         """A permutation's assignment problem, ready to be solved in another thread."""
-        seen, self.seen[name] = self.seen.get(name), dict(self.perms)
+        seen, perms = self.seen.get(name), dict(self.perms)
+        self.seen[name] = perms
         if not _is_plain(self.spec, name):
-            return partial(self._rearrange, name, self.seen[name])
-        n, order = self.spec.sizes[name], self.perms[name]
-        sums = self.sums.setdefault(name, np.zeros((n, n), _dtype(self.pieces[name])))
-        terms = [term for sheets in self.sheets[name] for term in _terms(sheets, name, self.perms, seen)]
+            return partial(self._rearrange, name, perms)
+        n = self.spec.sizes[name]
+        scores = self.scores.setdefault(name, np.zeros((n, n), _dtype(self.pieces[name])))
+        terms = [term for sheets in self.sheets[name] for term in _terms(sheets, name, perms, seen)]
         for total in self.pool.map(_total, (terms[i::GROUPS] for i in range(min(GROUPS, len(terms))))):
-            sums += total
-        if not self.general[name]:
-            return partial(self._reorder, name, self.seen[name], sums)
-        scores = sums.copy()
-        scores[:, order] += _unit_scores(self.spec, self._permuted(name), (), (name,))[0]
-        return partial(self._reorder, name, self.seen[name], scores)
+            scores += total
+        if self.general[name]:  # these are not kept
+            scores = scores.copy()
+            scores[:, perms[name]] += _unit_scores(self.spec, self._permuted(name, perms), (), (name,))[0]
+        return partial(self._reorder, name, perms, scores)
 
     def _reorder(self, name: str, perms: Perms, scores: Float[np.ndarray, "n n"]) -> _Step:
         """The step to the permutation of highest score."""
@@ -255,7 +257,7 @@ class _Descent:
         to another is that of its best order of dimensions.
         """
         spec, n = self.spec, self.spec.sizes[name]
-        family, inside, pieces = spec.families.get(name, ()), spec.inside(name), self._permuted(name)
+        family, inside, pieces = spec.families.get(name, ()), spec.inside(name), self._permuted(name, perms)
         scores = _unit_scores(spec, pieces, family, (name,), without=inside)
         inner = {}
         for other in inside:
@@ -276,9 +278,9 @@ class _Descent:
         gain = _inner(self.spec, pieces, perms | step) - _inner(self.spec, pieces, perms)
         return _Step(step, gain) if gain > 0 else _Step({}, 0.0)
 
-    def _permuted(self, name: str) -> list[Piece]:
-        """Those pieces of a permutation that are not sheets, with B's weights in their present order."""
-        return [piece._replace(b=self.spec.moved(self.perms, piece.labels, piece.b)) for piece in self.general[name]]
+    def _permuted(self, name: str, perms: Perms) -> list[Piece]:
+        """Those pieces of a permutation that are not sheets, with B's weights permuted."""
+        return [piece._replace(b=self.spec.moved(perms, piece.labels, piece.b)) for piece in self.general[name]]
 
 
 def _dtype(pieces: Iterable[Piece]) -> np.dtype:
@@ -305,16 +307,21 @@ def _terms(sheets: _Sheets, name: str, perms: Perms, seen: Perms | None) -> Iter
             yield lambda: sheets.a[0].T @ sheets.b[0]
         return
 
-    def product(a: np.ndarray, b: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        there = b.take(perms[other][rows], 1 - axis)
-        if seen is not None:
+    moved = np.arange(len(perms[other])) if seen is None else np.flatnonzero(perms[other] != seen[other])
+
+    def product(a: np.ndarray, b: np.ndarray, block: slice) -> np.ndarray:
+        if seen is None:
+            here = a[block] if axis else a[:, block]
+            there = b.take(perms[other][block], 1 - axis)
+        else:
+            rows = moved[block]
+            here = a.take(rows, 1 - axis)
+            there = b.take(perms[other][rows], 1 - axis)
             there -= b.take(seen[other][rows], 1 - axis)
-        here = a if len(rows) == a.shape[1 - axis] else a.take(rows, 1 - axis)
         return here.T @ there if axis else here @ there.T
 
-    moved = np.arange(len(perms[other])) if seen is None else np.flatnonzero(perms[other] != seen[other])
     for start, (a, b) in itertools.product(range(0, len(moved), BLOCK), zip(sheets.a, sheets.b, strict=True)):
-        yield partial(product, a, b, moved[start : start + BLOCK])
+        yield partial(product, a, b, slice(start, start + BLOCK))
 
 
 def _total(terms: Sequence[Callable[[], np.ndarray]]) -> np.ndarray:

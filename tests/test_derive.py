@@ -1,6 +1,5 @@
 """Derived permutation specs: what a person would count, and never one that changes the function."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np

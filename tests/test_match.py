@@ -177,3 +177,10 @@ def test_networks_that_do_not_fit_the_spec_are_refused(network):
     wide = jax.tree.map(lambda leaf: leaf.repeat(2, axis=-1), a)
     with pytest.raises(UserError, match="entries, but permutation"):
         match_weights(spec_of(model, a, images), a, wide)
+
+
+def test_weights_that_are_not_numbers_are_refused(network):
+    _, model, a, images = network
+    broken = jax.tree.map(lambda leaf: leaf * np.nan, a)
+    with pytest.raises(UserError, match="not a number"):
+        match_weights(spec_of(model, a, images), a, broken)
