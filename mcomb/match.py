@@ -37,7 +37,9 @@ class Matching:
     """Permutations for B, and the inner product of A's weights with those of the permuted B.
 
     `trace` has that objective at the start and after each sweep; `tried` that of every order of visits, of which
-    the best was kept. `solved` and `skipped` count visits with and without an assignment problem.
+    the best was kept. `solved` and `skipped` count visits with and without an assignment problem. `losses`, of a
+    matcher that lowers them, are held-out losses half way between A and the permuted B, where the trace has their
+    objective.
     """
 
     perms: Perms
@@ -46,6 +48,7 @@ class Matching:
     tried: tuple[float, ...] = ()
     solved: int = 0
     skipped: int = 0
+    losses: tuple[float, ...] = ()
 
 
 def match_weights(
