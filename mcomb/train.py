@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Float, Float32, Int32, PRNGKeyArray, Shaped
+from jaxtyping import Bool, Float, Float32, Int32, PRNGKeyArray, Shaped
 
 from mcomb.base import Apply, Array, Params, UserError, progress_bar, stream
 from mcomb.data import Split
@@ -196,7 +196,7 @@ def train(
                 bar.set_postfix(epoch=epoch + 1, loss=f"{loss:.3f}", acc=f"{accuracy:.3f}", refresh=False)
                 bar.update(len(chunk) * recipe.batch_size)
             mean = Progress(*(np.concatenate(values).mean() for values in zip(*history, strict=True)))
-            if not (np.isfinite(mean.loss) and _finite(state.params)):
+            if not (np.isfinite(mean.loss) and all_finite(state.params)):
                 raise Diverged(
                     f"the loss or a weight became infinite or not a number in epoch {epoch + 1}; "
                     "the last good checkpoint is kept: "
@@ -206,7 +206,8 @@ def train(
 
 
 @jax.jit
-def _finite(params: Params) -> Array:
+def all_finite(params: Params) -> Bool[Array, ""]:
+    """Whether no weight is infinite or not a number."""
     return jnp.all(jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params)]))
 
 
