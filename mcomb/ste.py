@@ -44,7 +44,7 @@ def match_straight_through(
     labels: Int[Array, "n"],
     *,
     seed: int = 0,
-    steps: int = 50,
+    steps: int = 100,
     learning_rate: float = 0.01,
     batch_size: int = 100,
 ) -> Matching:
