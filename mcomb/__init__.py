@@ -4,25 +4,30 @@ For two sets of parameters `a` and `b` of any network that JAX can trace, as `fn
 
     spec = mcomb.permutation_spec(fn, a, images)  # print(spec) shows what may move
     mcomb.check_spec(fn, a, spec, images)
-    aligned = spec.apply(mcomb.match_weights(spec, a, b).perms, b)
+    aligned = spec.apply(mcomb.match(spec, a, b).perms, b)
     between = mcomb.combine(a, aligned, 0.5)
 """
 
 from mcomb.activations import match_activations
+from mcomb.align import Alignment, align_many
 from mcomb.checkpoint import read_checkpoint, write_checkpoint
 from mcomb.combine import bernoulli, centered, combine, hyperplane, linear, mix, subcube, uniform
 from mcomb.derive import permutation_spec
 from mcomb.evaluate import Metrics, Score, evaluate, score
 from mcomb.match import Matching, match_weights
+from mcomb.matchers import match
 from mcomb.permute import Blocks, PermutationSpec, Segments, check_spec
+from mcomb.ste import match_straight_through
 
 __all__ = [
+    "Alignment",
     "Blocks",
     "Matching",
     "Metrics",
     "PermutationSpec",
     "Score",
     "Segments",
+    "align_many",
     "bernoulli",
     "centered",
     "check_spec",
@@ -30,7 +35,9 @@ __all__ = [
     "evaluate",
     "hyperplane",
     "linear",
+    "match",
     "match_activations",
+    "match_straight_through",
     "match_weights",
     "mix",
     "permutation_spec",
