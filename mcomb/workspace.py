@@ -24,6 +24,7 @@ from mcomb.data import Dataset, Split
 from mcomb.derive import permutation_spec
 from mcomb.evaluate import BATCH, Metrics, Score, choose_at_once, evaluate, replicate, score
 from mcomb.match import Matching, match_weights
+from mcomb.matchers import MATCHERS, match
 from mcomb.models import classifier
 from mcomb.permute import PermutationSpec, check_spec
 from mcomb.results import Rows, atomic, digest, writable
@@ -37,6 +38,7 @@ class Config:
 
     setup: Annotated[str, Flag("model, dataset and recipe", choices=tuple(SETUPS))] = "resnet20-cifar10"
     width: Annotated[int, Flag("width multiplier: the first layer has 16·N units", at_least=1)] = 32
+    matcher: Annotated[str, Flag("how units are matched", choices=MATCHERS)] = "weights"
     train_images: Annotated[int | None, Flag("train images to evaluate on (default: all)", at_least=1)] = None
     test_images: Annotated[int | None, Flag("test images to evaluate on (default: all)", at_least=1)] = None
     seed: Annotated[int, Flag("root seed N; networks A, B, C have seeds 3N, 3N+1, 3N+2", at_least=0)] = 0
@@ -79,6 +81,8 @@ class SweepConfig(LineConfig):
     samples: Annotated[int, Flag("combinations drawn at each value", at_least=1)] = 5
 
 
+MATCHING_IMAGES = 10_000  # of the train split, for matchers to see: more would change little and cost much
+MATCHING_FIELDS = tuple(field.name for field in dataclasses.fields(Matching) if field.name != "perms")
 RECIPE_FLAGS = ("epochs", "batch_size", "learning_rate", "weight_decay")  # they name a network
 
 
@@ -103,12 +107,34 @@ def _load(setup: str, data_dir: Path | None) -> Dataset:
     return SETUPS[setup].data(data_dir)
 
 
+def _write_matching(path: Path, of: list[str], matching: Matching, seconds: float) -> None:
+    kept: dict[str, Any] = {name: getattr(matching, name) for name in MATCHING_FIELDS}
+    perms = {f"perms/{name}": perm for name, perm in matching.perms.items()}
+    with atomic(writable(path.parent) / path.name) as temporary:
+        np.savez(temporary, **kept | perms, of=of, seconds=seconds)
+
+
+def _read_matching(path: Path, of: list[str], spec: PermutationSpec) -> tuple[Matching, float] | None:
+    """A matching that was kept and the seconds it took, if it is there, whole, and of just these networks."""
+    if not path.is_file():
+        return None
+    with np.load(path) as file:
+        kept: dict[str, Any] = dict(file)
+    perms = {name: f"perms/{name}" for name in spec.sizes}
+    if not {"of", "seconds", *MATCHING_FIELDS, *perms.values()} <= kept.keys() or kept["of"].tolist() != of:
+        return None
+    values: dict[str, Any] = {name: kept[name].tolist() for name in MATCHING_FIELDS}
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return Matching({name: kept[key] for name, key in perms.items()}, **values), kept["seconds"].item()
+
+
 class Task(NamedTuple):
     """Combinations to measure: k parameters, each given with its own key to `draw` over the networks."""
 
     draw: Draw
     networks: tuple[Params, ...]
     parameters: Any  # arrays with k rows
+    like: str | None = None  # the experiment that has the same keys, if not this one alone
 
     def __len__(self) -> int:
         return len(jax.tree.leaves(self.parameters)[0])
@@ -118,7 +144,7 @@ class Workspace:
     """Everything the runs of one setup and width share: data, networks and matchings, made once and kept.
 
     out/<setup>/width-<w>/networks/<network>/      orbax checkpoints
-                          matchings/<b>-to-<a>.npz
+                          matchings/<b>-to-<a>.npz, and <b>-to-<a>,matcher=<m>.npz
                           <experiment>/            results.json, samples.jsonl, figures
     A name carries whatever was set differently from its default, as in `uniform,seed=1,points=5`.
     """
@@ -223,28 +249,39 @@ class Workspace:
                 checkpoints.save(epoch, trained)
 
     def aligned(self, a: Network, b: Network) -> Params:
-        """B's parameters with its units matched to A's, which is checked to change nothing but their order."""
-        perms = self.matching(a, b).perms
-        images = jnp.asarray(self.data.test.images[:64])
-        check_spec(self.apply, b.params, self.spec, images, perms=perms)
-        return self.spec.apply(perms, b.params)
+        """B's parameters with its units matched to A's by the chosen matcher."""
+        return self.permuted(b, self.matching(a, b, self.config.matcher)[0])
 
-    def matching(self, a: Network, b: Network) -> Matching:
-        """The matching of B to A, found once and kept for just these two networks."""
-        path = self.home / "matchings" / f"{b.name}-to-{a.name}.npz"
-        of = [a.digest, b.digest]
-        if path.is_file():
-            with np.load(path) as kept:
-                if kept["of"].tolist() == of and all(f"perms/{name}" in kept for name in self.spec.sizes):
-                    perms = {name: kept[f"perms/{name}"] for name in self.spec.sizes}
-                    return Matching(perms, float(kept["objective"]), tuple(kept["trace"].tolist()))
-        print(f"matching {b.name} to {a.name} …", flush=True)
+    def permuted(self, network: Network, matching: Matching) -> Params:
+        """The parameters with their units in another order, which is checked to change nothing else."""
+        images = jnp.asarray(self.data.test.images[:64])
+        check_spec(self.apply, network.params, self.spec, images, perms=matching.perms)
+        return self.spec.apply(matching.perms, network.params)
+
+    def matching(self, a: Network, b: Network, matcher: str, orders: int = 1) -> tuple[Matching, float]:
+        """The matching of B to A and the seconds it took, found once and kept for just these two networks.
+
+        It depends on the networks and the matcher alone: whatever is evaluated, the matcher sees the same images. Of
+        several `orders` of visits, weight matching keeps the best.
+        """
+        name = f"{b.name}-to-{a.name}"
+        name += f",matcher={matcher}" if matcher != "weights" else ""
+        name += f",orders={orders}" if orders > 1 else ""
+        path, of = self.home / "matchings" / f"{name}.npz", [a.digest, b.digest]
+        if kept := _read_matching(path, of, self.spec):
+            return kept
+        how = matcher if orders == 1 else f"{matcher}, best of {orders} orders"
+        print(f"matching {b.name} to {a.name} by {how} …", flush=True)
+        start = time.monotonic()
         with self.timed("matching"):
-            matching = match_weights(self.spec, a.params, b.params)
-        perms = {f"perms/{name}": perm for name, perm in matching.perms.items()}
-        with atomic(writable(path.parent) / path.name) as temporary:
-            np.savez(temporary, of=of, objective=matching.objective, trace=matching.trace, **perms)
-        return matching
+            if orders > 1:
+                matching = match_weights(self.spec, a.params, b.params, restarts=orders)
+            else:
+                images = self.data.train.first(MATCHING_IMAGES)
+                matching = match(self.spec, a.params, b.params, self.apply, *images, matcher=matcher)
+        seconds = time.monotonic() - start
+        _write_matching(path, of, matching, seconds)
+        return matching, seconds
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
@@ -275,7 +312,8 @@ class Workspace:
         `references` are, for each split, the labels of the two networks to count agreement with. A compiled call
         takes at least `per_call` combinations.
         """
-        root = stream(self.config.seed, "coefficients", rows.identity["experiment"])
+        seed, experiment = self.config.seed, rows.identity["experiment"]
+        roots = {name: stream(seed, "coefficients", task.like or experiment) for name, task in tasks.items()}
         network = next(iter(tasks.values())).networks[0]
         at_once = self.config.at_once or choose_at_once(self.apply, network, self.splits["test"].images[:BATCH])
         size = max(per_call, getattr(self.config, "samples", 1), at_once * jax.local_device_count())
@@ -294,7 +332,7 @@ class Workspace:
                         task.draw,
                         replicate(task.networks),
                         jax.tree.map(lambda values, these=same_size: values[these], task.parameters),
-                        jax.vmap(jax.random.fold_in, (None, 0))(root, same_size),
+                        jax.vmap(jax.random.fold_in, (None, 0))(roots[name], same_size),
                         *self.splits[split],
                         references=references[split],
                         at_once=at_once,

@@ -84,7 +84,7 @@ def test_a_second_run_trains_matches_and_evaluates_nothing(finished, monkeypatch
     def never(*args, **kwargs):
         pytest.fail("work was repeated")
 
-    for module, name in ((workspace, "train"), (workspace, "match_weights"), (workspace, "evaluate")):
+    for module, name in ((workspace, "train"), (workspace, "match"), (workspace, "evaluate")):
         monkeypatch.setattr(module, name, never)
     run("--epochs", "60", out=finished)
     assert results_in(finished) == before
