@@ -17,6 +17,7 @@ from experiments import (
     functional,
     hyperplane,
     linear,
+    matchers,
     minmax,
     robustness,
     schematic,
@@ -36,7 +37,7 @@ from mcomb.workspace import Config, Workspace
 
 ORDER = (
     *(schematic, uniform, subcube, hyperplane, bernoulli, stitching, linear),
-    *(linear, centered, minmax, transitivity, triangle, functional, edges, robustness, width),
+    *(linear, centered, minmax, transitivity, triangle, functional, edges, robustness, matchers, width),
 )  # the line twice: between the networks and beyond them
 BEYOND = (-1.0, 2.0)
 

@@ -36,6 +36,7 @@ class Experiment:
     conclude: Callable[[Results], Finding]
     config: type[Config] = Config
     networks: str = "AB"
+    table: Callable[[Results], str] = table  # of results that have barriers
     paper: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # the paper's barriers by setup
 
 
@@ -68,7 +69,8 @@ def run(experiment: Experiment, config: Config) -> Results:
         experiment.draw(results, folder)
         write_json(folder / "results.json", results)  # last: results that are there have their figure
     results = explained(experiment, results, folder)
-    print("\n".join([results["title"], *([table(results)] if "barriers" in results else []), results["finding"]]))
+    numbers = [experiment.table(results)] if "barriers" in results else []
+    print("\n".join([results["title"], *numbers, results["finding"]]))
     return results
 
 

@@ -242,6 +242,37 @@ def robustness(results: Mapping[str, Any], folder: Path) -> None:
         save(figure, folder, results["experiment"])
 
 
+SWEEPS = (("linear", "o", "#0072B2", 0.14), ("uniform", "s", "#D55E00", -0.14))
+
+
+def matchers(results: Mapping[str, Any], folder: Path) -> None:
+    """Draws each matcher's barriers, on the line and of uniform shares, and the inner product it reaches."""
+    matchings = results["matchings"]
+    at = np.arange(len(matchings))[::-1]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(6.8, 2.7), layout="constrained")
+        *barriers, products = figure.subplots(1, 3, sharey=True)
+        for axes, metric in zip(barriers, METRICS, strict=True):
+            axes.set_xscale("symlog", linthresh=0.01)  # there are barriers of nothing, and naive ones are far away
+            axes.xaxis.set_major_formatter("{x:g}")
+            axes.axvline(0, color="0.35", linewidth=0.8)
+            for (sweep, marker, colour, offset), split in itertools.product(SWEEPS, SPLITS):
+                values = [results["barriers"][f"{sweep}, {name}"][split][metric] for name in matchings]
+                style: Any = {"color": colour, "markersize": 4.5, "markeredgewidth": 0.9}
+                face = colour if split == "test" else "white"
+                axes.plot(values, at + offset, marker, markerfacecolor=face, label=f"{sweep}, {split}", **style)
+            axes.set_xlabel(f"{metric} barrier")
+        products.plot([matching["objective"] for matching in matchings.values()], at, "D", color="black", markersize=4)
+        products.set_xlabel("inner product of A and B")
+        times = [f"\n{matching['seconds']:.1f} s" if matching["seconds"] else "" for matching in matchings.values()]
+        barriers[0].set_yticks(at, [name + time for name, time in zip(matchings, times, strict=True)])
+        barriers[0].set_ylim(-0.6, len(matchings) - 0.4)
+        handles, labels = barriers[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+        figure.suptitle(results["title"], fontsize=9)
+        save(figure, folder, results["experiment"])
+
+
 def schematic(results: Mapping[str, Any], folder: Path) -> None:
     """Draws the layers of each combination as grids of cells, coloured by share and shaded by weight."""
     blue, orange = (np.array(to_rgb(colour)) for colour in ("#0072B2", "#E69F00"))

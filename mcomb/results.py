@@ -159,6 +159,12 @@ def table(results: Mapping[str, Any]) -> str:
     if paper := results["paper"]:
         # The paper gives one number for each metric, and does not say of which split: test, we take it.
         rows.append(("paper, width 32", "", f"{paper['loss']:.3f}", "", f"{paper['accuracy']:.3f}"))
+    return columns(rows)
+
+
+def columns(rows: Iterable[tuple[str, ...]]) -> str:
+    """Rows of cells as text, the first column to the left and all others to the right."""
+    rows = list(rows)
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(r, widths, strict=True)))

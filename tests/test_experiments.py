@@ -15,6 +15,7 @@ from experiments import (
     functional,
     hyperplane,
     linear,
+    matchers,
     minmax,
     report,
     robustness,
@@ -23,12 +24,14 @@ from experiments import (
     subcube,
     transitivity,
     triangle,
+    uniform,
     width,
 )
-from mcomb import cli
+from mcomb import cli, workspace
+from mcomb.base import UserError
 from mcomb.experiment import command, run
 from mcomb.results import METRICS, SPLITS
-from mcomb.workspace import Workspace
+from mcomb.workspace import Config, Workspace
 
 # As many images of both splits: one compilation serves both.
 SMALL = ["--setup", "mlp-digits", "--width", "2", "--epochs", "40", "--train-images", "397"]
@@ -212,6 +215,59 @@ def test_only_the_lowest_pairs_are_rematched():
     assert sorted(order.tolist()) == list(range(5))
 
 
+def test_matchers_are_compared_by_the_networks_that_each_would_give_a_sweep(results):
+    flags = ("--points", "3", "--samples", "2")
+    found = results(matchers, *flags, "--orders", "2")
+    names = ["naive", "weights", "weights, best of 2", "activations", "ste"]
+    assert list(found["matchings"]) == names
+    assert list(found["barriers"]) == [f"{sweep}, {name}" for sweep in ("linear", "uniform") for name in names]
+    for matcher in ("weights", "ste"):
+        line = results(linear, *flags[:2], "--matcher", matcher)
+        cube = results(uniform, *flags, "--matcher", matcher)
+        assert found["barriers"][f"linear, {matcher}"] == line["barriers"]["aligned"]
+        assert found["barriers"][f"uniform, {matcher}"] == cube["barriers"]["aligned"]
+        assert found["barriers"]["uniform, naive"] == cube["barriers"]["naive"]
+    reached = {name: matching["objective"] for name, matching in found["matchings"].items()}
+    assert max(found["tried"]) == reached["weights, best of 2"] >= reached["weights"]
+    assert reached["weights"] == found["tried"][0]
+    assert reached["ste"] > reached["naive"]
+
+
+def test_a_matching_is_kept_for_each_matcher_with_the_time_it_took(results, out, monkeypatch):
+    flags = ("--points", "3", "--samples", "2", "--orders", "2")
+    before = results(matchers, *flags)
+    kept = {path.name for path in Workspace(cli.parse(Config, "", [*SMALL, "--out", out])).home.glob("matchings/*")}
+    pair = "seed-1,epochs=40-to-seed-0,epochs=40"
+    ways = ("", ",orders=2", ",matcher=activations", ",matcher=ste")
+    assert {f"{pair}{way}.npz" for way in ways} <= kept
+    for name in ("match", "match_weights"):
+        monkeypatch.setattr(workspace, name, lambda *args, **options: pytest.fail("matched again"))
+    again = results(matchers, *flags, "--train-images", "50")  # what is evaluated on changes no matching
+    assert again["barriers"] != before["barriers"]
+    assert again["matchings"] == before["matchings"]
+
+
+def test_the_comparison_of_matchers_takes_no_matcher():
+    with pytest.raises(UserError, match="--matcher"):
+        cli.parse(matchers.EXPERIMENT.config, "", ["--matcher", "ste"])
+
+
+def test_matchers_agree_with_the_paper_only_if_they_are_close():
+    def verdict(worst):
+        values = {"naive": 0.6, "weights": 0.02, "activations": 0.03, "ste": worst}
+        barriers = {
+            f"{sweep}, {name}": {"test": {"loss": value, "accuracy": value}}
+            for sweep in ("linear", "uniform")
+            for name, value in values.items()
+        }
+        return matchers.EXPERIMENT.conclude({"barriers": barriers, "tried": [99.0, 100.0]})
+
+    assert verdict(0.05)[0]
+    assert not verdict(0.2)[0]
+    assert "ste 0.050 / 5.0%" in verdict(0.05)[1]
+    assert "1.00% above the worst" in verdict(0.05)[1]
+
+
 def test_barriers_are_compared_over_widths(results):
     found = results(width, "--widths", "1", "2", "--points", "3", "--samples", "2")
     assert found["widths"] == [1, 2]
@@ -232,7 +288,7 @@ def test_the_schematic_shows_what_the_distributions_draw(results):
 
 
 def test_the_command_gives_the_config_back():
-    words = "--setup mlp-digits --width 3 --points 5 --range -1 2 --learning-rate 0.05"
+    words = "--setup mlp-digits --width 3 --matcher ste --points 5 --range -1 2 --learning-rate 0.05"
     config = cli.parse(linear.EXPERIMENT.config, "", words.split())
     again = command("linear", config).split(" ", 3)[3]
     assert cli.parse(linear.EXPERIMENT.config, "", again.split()) == config
@@ -290,8 +346,8 @@ def test_the_report_gathers_what_has_been_run(tmp_path, capsys):
 def test_the_report_runs_every_experiment_of_the_paper():
     jobs = report.plan(cli.parse(report.ReportConfig, "", ["--width", "8"]))
     names = [experiment.name for experiment, _ in jobs]
-    assert len(names) == 16
-    assert len(set(names)) == 15
+    assert len(names) == 17
+    assert len(set(names)) == 16
     assert all(config.width == 8 for _, config in jobs)
     ranges = [config.range for experiment, config in jobs if experiment.name == "linear"]
     assert ranges == [(0, 1), (-1, 2)]
