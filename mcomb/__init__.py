@@ -15,6 +15,7 @@ from mcomb.derive import permutation_spec
 from mcomb.evaluate import Metrics, Score, evaluate, score
 from mcomb.match import Matching, match_weights
 from mcomb.permute import Blocks, PermutationSpec, Segments, check_spec
+from mcomb.repair import repaired
 
 __all__ = [
     "Blocks",
@@ -35,6 +36,7 @@ __all__ = [
     "mix",
     "permutation_spec",
     "read_checkpoint",
+    "repaired",
     "score",
     "subcube",
     "uniform",

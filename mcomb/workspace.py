@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -26,6 +26,7 @@ from mcomb.evaluate import BATCH, Metrics, Score, choose_at_once, evaluate, repl
 from mcomb.match import Matching, match_weights
 from mcomb.models import classifier
 from mcomb.permute import PermutationSpec, check_spec
+from mcomb.repair import repaired
 from mcomb.results import Rows, atomic, digest, writable
 from mcomb.setups import SETUPS, Setup
 from mcomb.train import Recipe, initial_state, train
@@ -50,6 +51,7 @@ class Config:
     batch_size: Annotated[int | None, Flag("training images in a batch [setup]", at_least=1)] = None
     learning_rate: Annotated[float | None, Flag("peak learning rate [setup]", at_least=0)] = None
     weight_decay: Annotated[float | None, Flag("weight decay [setup]", at_least=0)] = None
+    repair: Annotated[bool, Flag("renormalise every hidden unit of each combination (REPAIR)")] = False
     checkpoint_every: Annotated[int | None, Flag("epochs between checkpoints [setup]", at_least=1, identity=False)] = (
         None
     )
@@ -80,6 +82,7 @@ class SweepConfig(LineConfig):
 
 
 RECIPE_FLAGS = ("epochs", "batch_size", "learning_rate", "weight_decay")  # they name a network
+REPAIR_IMAGES = 600  # train images on which --repair takes its statistics; each combination pays for them
 
 
 @dataclass(frozen=True)
@@ -104,11 +107,15 @@ def _load(setup: str, data_dir: Path | None) -> Dataset:
 
 
 class Task(NamedTuple):
-    """Combinations to measure: k parameters, each given with its own key to `draw` over the networks."""
+    """Combinations to measure: k parameters, each given with its own key to `draw` over the networks.
+
+    `ends` are, for a parameter, the networks that the draw combines, where these are not those given to it.
+    """
 
     draw: Draw
     networks: tuple[Params, ...]
     parameters: Any  # arrays with k rows
+    ends: Callable[..., tuple[Params, ...]] | None = None
 
     def __len__(self) -> int:
         return len(jax.tree.leaves(self.parameters)[0])
@@ -171,7 +178,8 @@ class Workspace:
         for name in self._identity_flags():
             value, usual = getattr(self.config, name), getattr(type(self.config), name)
             if value not in (usual, getattr(self.setup.recipe, name, usual)) and name not in ("setup", "width"):
-                parts.append(f"{name.replace('_', '-')}={_in_a_name(value)}")
+                flag = name.replace("_", "-")
+                parts.append(flag if value is True else f"{flag}={_in_a_name(value)}")
         return self.home / ",".join(parts)
 
     def _identity_flags(self) -> list[str]:
@@ -267,6 +275,14 @@ class Workspace:
                 for name, params in networks.items()
             }
 
+    def _prepared(self, task: Task) -> tuple[Apply, Draw, tuple[Any, ...]]:
+        """The function, the draw and the networks that give a task's combinations, repaired or as they are."""
+        networks = replicate(task.networks)
+        if not self.config.repair:
+            return self.apply, task.draw, networks
+        images = self.data.train.first(REPAIR_IMAGES).images
+        return repaired(self.spec, self.apply, task.draw, networks, images, ends=task.ends)
+
     def measure(
         self, rows: Rows, tasks: Mapping[str, Task], references: Mapping[str, np.ndarray], per_call: int = 8
     ) -> dict[str, dict[str, Metrics]]:
@@ -286,13 +302,12 @@ class Workspace:
                 of = prints[name]  # another matching makes other networks of the same name
                 missing = [i for i in range(len(task)) if rows.get(f"{name}/{split}/{i}", {}).get("networks") != of]
                 bar.update(len(task) - len(missing))
+                prepared = self._prepared(task) if missing else ()
                 for start in range(0, len(missing), size):
                     chunk = missing[start : start + size]
                     same_size = np.resize(chunk, min(size, len(task)))  # repeats some, and compiles once
                     metrics = evaluate(
-                        self.apply,
-                        task.draw,
-                        replicate(task.networks),
+                        *prepared,
                         jax.tree.map(lambda values, these=same_size: values[these], task.parameters),
                         jax.vmap(jax.random.fold_in, (None, 0))(root, same_size),
                         *self.splits[split],
