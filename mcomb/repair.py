@@ -7,7 +7,6 @@ each with its share: as if there were a BatchNorm after each layer, with these a
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import jax
@@ -44,7 +43,7 @@ class Correction(NamedTuple):
     scale: Float[Array, "..."]
     shift: Float[Array, "..."]
 
-    def __call__(self, value: Array) -> Array:
+    def corrected(self, value: Array) -> Array:
         """The corrected pre-activations."""
         return (value * self.scale + self.shift).astype(value.dtype)
 
@@ -166,7 +165,7 @@ def shares(
 def _repaired_apply(spec: PermutationSpec, apply: Apply) -> Apply:
     def run(network: Network, inputs: Array) -> Array:
         found = layers(spec, apply, network.params, inputs)
-        edits = {layer.output: correction for layer, correction in zip(found, network.corrections, strict=True)}
+        edits = {layer.output: one.corrected for layer, one in zip(found, network.corrections, strict=True)}
         return tapped(apply, (), edits)(network.params, inputs)[0]
 
     return run
@@ -213,7 +212,7 @@ def _moments(
     found: Sequence[Layer],
     params: Params,
     inputs: Array,
-    goals: Sequence[tuple[Moments, Array]] = (),
+    goals: Sequence[tuple[Any, ...]] | None = None,
 ) -> list[Moments]:
     """The moments of each layer's units; given networks' moments and shares, layers before it are corrected."""
     seen: dict[Place, Moments] = {}
@@ -223,11 +222,11 @@ def _moments(
             exact = value.astype(jnp.float32)
             mean = exact.mean(layer.samples, keepdims=True)
             seen[layer.output] = mine = Moments(mean, jnp.square(exact - mean).mean(layer.samples, keepdims=True))
-            return _correction(mine, *goal)(value) if goal else value
+            return _correction(mine, *goal).corrected(value) if goal else value
 
         return see
 
-    edits = {layer.output: edit(layer, *goal) for layer, goal in zip_longest(found, goals, fillvalue=())}
+    edits = {layer.output: edit(layer, *goal) for layer, goal in zip(found, goals or [()] * len(found), strict=True)}
     tapped(apply, (), edits)(params, inputs)
     return [seen[layer.output] for layer in found]
 

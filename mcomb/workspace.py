@@ -82,7 +82,8 @@ class SweepConfig(LineConfig):
 
 
 RECIPE_FLAGS = ("epochs", "batch_size", "learning_rate", "weight_decay")  # they name a network
-REPAIR_IMAGES = 600  # train images on which --repair takes its statistics; each combination pays for them
+# Train images whose statistics --repair takes; each combination pays for them. On digits more change nothing.
+REPAIR_IMAGES = 2 * BATCH
 
 
 @dataclass(frozen=True)
@@ -302,12 +303,16 @@ class Workspace:
                 of = prints[name]  # another matching makes other networks of the same name
                 missing = [i for i in range(len(task)) if rows.get(f"{name}/{split}/{i}", {}).get("networks") != of]
                 bar.update(len(task) - len(missing))
-                prepared = self._prepared(task) if missing else ()
+                if not missing:
+                    continue
+                apply, draw, networks = self._prepared(task)
                 for start in range(0, len(missing), size):
                     chunk = missing[start : start + size]
                     same_size = np.resize(chunk, min(size, len(task)))  # repeats some, and compiles once
                     metrics = evaluate(
-                        *prepared,
+                        apply,
+                        draw,
+                        networks,
                         jax.tree.map(lambda values, these=same_size: values[these], task.parameters),
                         jax.vmap(jax.random.fold_in, (None, 0))(root, same_size),
                         *self.splits[split],
