@@ -23,11 +23,11 @@ from mcomb.combine import combine
 from mcomb.experiment import Experiment, Finding, Results, main, models_of
 from mcomb.permute import Perms, PermutationSpec
 from mcomb.results import METRICS, SPLITS, Rows, barrier
-from mcomb.workspace import Config, Network, Task, Workspace
+from mcomb.workspace import CombinationConfig, Network, Task, Workspace
 
 
 @dataclass(frozen=True)
-class RobustnessConfig(Config):
+class RobustnessConfig(CombinationConfig):
     """The flags of the re-matching."""
 
     counts: Annotated[int, Flag("values of k for each layer, from 2 to all its units", at_least=2)] = 8

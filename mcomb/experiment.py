@@ -53,7 +53,7 @@ def run(experiment: Experiment, config: Config) -> Results:
     }
     results = finished(folder, identity)
     of_width = f", width {config.width}" if networks else ""
-    how = ", repaired" if config.repair else ""
+    how = ", repaired" if getattr(config, "repair", False) else ""
     if results is None:
         measured = experiment.measure(workspace, networks, Rows(folder, identity))
         results = {

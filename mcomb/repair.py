@@ -156,8 +156,10 @@ def shares(
         steps = [other - first for other in others]
         grams.append([[inner(x, y) for y in steps] for x in steps])
         products.append([inner(x, mine - first) for x in steps])
-    inverse = jnp.linalg.pinv(jnp.array(grams), hermitian=True)  # none of zero, where networks have the same weights
-    rest = jnp.einsum("lij,lj->li", inverse, jnp.array(products), precision="highest")
+    shape = (len(found), len(networks) - 1)
+    gram, product = jnp.array(grams).reshape(*shape, shape[1]), jnp.array(products).reshape(shape)
+    inverse = jnp.linalg.pinv(gram, hermitian=True)  # where networks have the same weights there is no inverse
+    rest = jnp.einsum("lij,lj->li", inverse, product, precision="highest")
     return jnp.concatenate([1 - rest.sum(1, keepdims=True), rest], axis=1)
 
 

@@ -51,7 +51,6 @@ class Config:
     batch_size: Annotated[int | None, Flag("training images in a batch [setup]", at_least=1)] = None
     learning_rate: Annotated[float | None, Flag("peak learning rate [setup]", at_least=0)] = None
     weight_decay: Annotated[float | None, Flag("weight decay [setup]", at_least=0)] = None
-    repair: Annotated[bool, Flag("renormalise every hidden unit of each combination (REPAIR)")] = False
     checkpoint_every: Annotated[int | None, Flag("epochs between checkpoints [setup]", at_least=1, identity=False)] = (
         None
     )
@@ -68,7 +67,14 @@ class Config:
 
 
 @dataclass(frozen=True)
-class LineConfig(Config):
+class CombinationConfig(Config):
+    """The flags of an experiment that measures combinations."""
+
+    repair: Annotated[bool, Flag("shift and rescale the units of each combination (REPAIR)")] = False
+
+
+@dataclass(frozen=True)
+class LineConfig(CombinationConfig):
     """The flags of a sweep with one network at each value."""
 
     points: Annotated[int, Flag("values of the sweep's parameter, end points included", at_least=2)] = 25
@@ -279,7 +285,7 @@ class Workspace:
     def _prepared(self, task: Task) -> tuple[Apply, Draw, tuple[Any, ...]]:
         """The function, the draw and the networks that give a task's combinations, repaired or as they are."""
         networks = replicate(task.networks)
-        if not self.config.repair:
+        if not getattr(self.config, "repair", False):
             return self.apply, task.draw, networks
         images = self.data.train.first(REPAIR_IMAGES).images
         return repaired(self.spec, self.apply, task.draw, networks, images, ends=task.ends)
