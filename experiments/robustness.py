@@ -23,11 +23,11 @@ from mcomb.combine import combine
 from mcomb.experiment import Experiment, Finding, Results, main, models_of
 from mcomb.permute import Perms, PermutationSpec
 from mcomb.results import METRICS, SPLITS, Rows, barrier
-from mcomb.workspace import Config, Network, Task, Workspace
+from mcomb.workspace import CombinationConfig, Network, Task, Workspace
 
 
 @dataclass(frozen=True)
-class RobustnessConfig(Config):
+class RobustnessConfig(CombinationConfig):
     """The flags of the re-matching."""
 
     counts: Annotated[int, Flag("values of k for each layer, from 2 to all its units", at_least=2)] = 8
@@ -50,14 +50,16 @@ def rematched(scores: np.ndarray, k: int, rng: np.random.Generator) -> np.ndarra
     return order
 
 
-def line_to(spec: PermutationSpec) -> Any:
-    """The draw of the line from A to B under further permutations, which come with the parameter."""
+def lines(spec: PermutationSpec) -> tuple[Any, Any]:
+    """The draw of the line from A to B under further permutations, which come with the parameter; and its ends."""
+
+    def ends(parameter: tuple[Any, Any], a: Params, b: Params) -> tuple[Params, Params]:
+        return a, spec.apply(parameter[1], b)
 
     def draw(key: Any, parameter: tuple[Any, Any], a: Params, b: Params) -> Params:
-        share, perms = parameter
-        return combine(a, spec.apply(perms, b), 1 - share)
+        return combine(*ends(parameter, a, b), 1 - parameter[0])
 
-    return draw
+    return draw, ends
 
 
 def measure(workspace: Workspace, networks: dict[str, Network], rows: Rows) -> Results:
@@ -75,7 +77,8 @@ def measure(workspace: Workspace, networks: dict[str, Network], rows: Rows) -> R
             rng = np.random.default_rng([config.seed, zlib.crc32(perm.encode()), k])
             cases.append((perm, k, spec.identity() | {perm: rematched(correlation[perm], k, rng)}))
     stacked = jax.tree.map(lambda *orders: np.repeat(np.stack(orders), len(shares), axis=0), *(c[2] for c in cases))
-    task = Task(line_to(spec), (a.params, aligned), (np.tile(shares, len(cases)), stacked))
+    draw, ends = lines(spec)
+    task = Task(draw, (a.params, aligned), (np.tile(shares, len(cases)), stacked), ends)
 
     scores = workspace.scores({"A": a.params, "B": b.params})
     references = {split: np.stack([scores[name][split].predicted for name in "AB"]) for split in SPLITS}

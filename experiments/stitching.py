@@ -12,7 +12,7 @@ from mcomb import figures
 from mcomb.combine import stitch
 from mcomb.experiment import Experiment, Results, main, measure_pair, works_aligned
 from mcomb.results import Rows
-from mcomb.workspace import Network, Workspace
+from mcomb.workspace import CombinationConfig, Network, Workspace
 
 
 def measure(workspace: Workspace, networks: dict[str, Network], rows: Rows) -> Results:
@@ -27,6 +27,7 @@ EXPERIMENT = Experiment(
     title="identity stitching",
     claim="The lower part of the aligned B stitched to the upper part of A works at every layer.",
     alt="Loss and accuracy against the number of layers taken from B, naive and aligned.",
+    config=CombinationConfig,
     measure=measure,
     draw=figures.sweep,
     conclude=works_aligned,

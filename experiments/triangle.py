@@ -18,11 +18,11 @@ from mcomb.cli import Flag
 from mcomb.combine import blend
 from mcomb.experiment import Experiment, Finding, Results, main, models_of
 from mcomb.results import SPLITS, Rows
-from mcomb.workspace import Config, Network, Task, Workspace
+from mcomb.workspace import CombinationConfig, Network, Task, Workspace
 
 
 @dataclass(frozen=True)
-class TriangleConfig(Config):
+class TriangleConfig(CombinationConfig):
     """The flags of the triangle."""
 
     grid: Annotated[int, Flag("steps along an edge of the triangle", at_least=2)] = 20

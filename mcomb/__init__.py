@@ -17,6 +17,7 @@ from mcomb.evaluate import Metrics, Score, evaluate, score
 from mcomb.match import Matching, match_weights
 from mcomb.matchers import match
 from mcomb.permute import Blocks, PermutationSpec, Segments, check_spec
+from mcomb.repair import repaired
 from mcomb.ste import match_straight_through
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "mix",
     "permutation_spec",
     "read_checkpoint",
+    "repaired",
     "score",
     "subcube",
     "uniform",

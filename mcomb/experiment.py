@@ -54,10 +54,11 @@ def run(experiment: Experiment, config: Config) -> Results:
     }
     results = finished(folder, identity)
     of_width = f", width {config.width}" if networks else ""
+    how = ", repaired" if getattr(config, "repair", False) else ""
     if results is None:
         measured = experiment.measure(workspace, networks, Rows(folder, identity))
         results = {
-            "title": f"{workspace.setup.title}{of_width}: {experiment.title}",
+            "title": f"{workspace.setup.title}{of_width}{how}: {experiment.title}",
             **identity,
             "environment": environment(),
             **measured,
@@ -104,7 +105,7 @@ def command(name: str, config: Config) -> str:
     for flag in dataclasses.fields(config):
         value = getattr(config, flag.name)
         if value != flag.default:
-            parts = value if isinstance(value, tuple) else (value,)
+            parts = value if isinstance(value, tuple) else () if value is True else (value,)
             words += ["--" + flag.name.replace("_", "-"), *map(str, parts)]
     return shlex.join(words)
 

@@ -182,7 +182,9 @@ def settings(config: Mapping[str, Any]) -> str:
         for name, value in values.items():
             if isinstance(value, Mapping):
                 yield from flat(value)
-            elif value is not None:
+            elif value is True:
+                yield name
+            elif value is not None and value is not False:
                 yield f"{name.replace('_', ' ')} {value}"
 
     return ", ".join(dict.fromkeys(flat(config)))  # a recipe repeats the flags that changed it

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -27,6 +27,7 @@ from mcomb.match import Matching, match_weights
 from mcomb.matchers import MATCHERS, match
 from mcomb.models import classifier
 from mcomb.permute import PermutationSpec, check_spec
+from mcomb.repair import repaired
 from mcomb.results import Rows, atomic, digest, writable
 from mcomb.setups import SETUPS, Setup
 from mcomb.train import Recipe, initial_state, train
@@ -68,7 +69,14 @@ class Config:
 
 
 @dataclass(frozen=True)
-class LineConfig(Config):
+class CombinationConfig(Config):
+    """The flags of an experiment that measures combinations."""
+
+    repair: Annotated[bool, Flag("shift and rescale the units of each combination (REPAIR)")] = False
+
+
+@dataclass(frozen=True)
+class LineConfig(CombinationConfig):
     """The flags of a sweep with one network at each value."""
 
     points: Annotated[int, Flag("values of the sweep's parameter, end points included", at_least=2)] = 25
@@ -84,6 +92,8 @@ class SweepConfig(LineConfig):
 MATCHING_IMAGES = 10_000  # of the train split, for matchers to see: more would change little and cost much
 MATCHING_FIELDS = tuple(field.name for field in dataclasses.fields(Matching) if field.name != "perms")
 RECIPE_FLAGS = ("epochs", "batch_size", "learning_rate", "weight_decay")  # they name a network
+# Train images whose statistics --repair takes; each combination pays for them. On digits more change nothing.
+REPAIR_IMAGES = 2 * BATCH
 
 
 @dataclass(frozen=True)
@@ -129,12 +139,16 @@ def _read_matching(path: Path, of: list[str], spec: PermutationSpec) -> tuple[Ma
 
 
 class Task(NamedTuple):
-    """Combinations to measure: k parameters, each given with its own key to `draw` over the networks."""
+    """Combinations to measure: k parameters, each given with its own key to `draw` over the networks.
+
+    `ends` are, for a parameter, the networks that the draw combines, where these are not those given to it.
+    """
 
     draw: Draw
     networks: tuple[Params, ...]
     parameters: Any  # arrays with k rows
     like: str | None = None  # the experiment that has the same keys, if not this one alone
+    ends: Callable[..., tuple[Params, ...]] | None = None
 
     def __len__(self) -> int:
         return len(jax.tree.leaves(self.parameters)[0])
@@ -197,7 +211,8 @@ class Workspace:
         for name in self._identity_flags():
             value, usual = getattr(self.config, name), getattr(type(self.config), name)
             if value not in (usual, getattr(self.setup.recipe, name, usual)) and name not in ("setup", "width"):
-                parts.append(f"{name.replace('_', '-')}={_in_a_name(value)}")
+                flag = name.replace("_", "-")
+                parts.append(flag if value is True else f"{flag}={_in_a_name(value)}")
         return self.home / ",".join(parts)
 
     def _identity_flags(self) -> list[str]:
@@ -304,6 +319,14 @@ class Workspace:
                 for name, params in networks.items()
             }
 
+    def _prepared(self, task: Task) -> tuple[Apply, Draw, tuple[Any, ...]]:
+        """The function, the draw and the networks that give a task's combinations, repaired or as they are."""
+        networks = replicate(task.networks)
+        if not getattr(self.config, "repair", False):
+            return self.apply, task.draw, networks
+        images = self.data.train.first(REPAIR_IMAGES).images
+        return repaired(self.spec, self.apply, task.draw, networks, images, ends=task.ends)
+
     def measure(
         self, rows: Rows, tasks: Mapping[str, Task], references: Mapping[str, np.ndarray], per_call: int = 8
     ) -> dict[str, dict[str, Metrics]]:
@@ -324,13 +347,16 @@ class Workspace:
                 of = prints[name]  # another matching makes other networks of the same name
                 missing = [i for i in range(len(task)) if rows.get(f"{name}/{split}/{i}", {}).get("networks") != of]
                 bar.update(len(task) - len(missing))
+                if not missing:
+                    continue
+                apply, draw, networks = self._prepared(task)
                 for start in range(0, len(missing), size):
                     chunk = missing[start : start + size]
                     same_size = np.resize(chunk, min(size, len(task)))  # repeats some, and compiles once
                     metrics = evaluate(
-                        self.apply,
-                        task.draw,
-                        replicate(task.networks),
+                        apply,
+                        draw,
+                        networks,
                         jax.tree.map(lambda values, these=same_size: values[these], task.parameters),
                         jax.vmap(jax.random.fold_in, (None, 0))(roots[name], same_size),
                         *self.splits[split],
