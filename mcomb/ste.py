@@ -55,7 +55,8 @@ def match_straight_through(
     matchings on the way, plain weight matching the first, the result is the one whose midpoint has the lowest loss
     on the last tenth of the data, which no gradient sees; `trace` and `losses` tell of all of them.
 
-    A step costs a weight matching, however small the batch: so their number is given and not that of epochs.
+    The learning rate is in units of the norm of A's weights, whatever that of the gradient. A step costs a weight
+    matching, however small the batch: so their number is given and not that of epochs.
     """
     if not len(inputs) == len(labels) >= 2:
         raise UserError(f"{len(inputs)} inputs and {len(labels)} labels: give as many of both, and at least two")
@@ -68,6 +69,8 @@ def match_straight_through(
 
     def candidate(perms: Perms, moved: Params) -> Candidate:
         loss = score(apply, combine(a, moved, 0.5), inputs[count:], labels[count:]).loss
+        if not np.isfinite(loss):
+            raise _diverged("on the held-out data")
         return Candidate(perms, objective(spec, a, b, perms), loss)
 
     perms = match_weights(spec, a, b, seed=seed).perms
@@ -77,11 +80,8 @@ def match_straight_through(
     with progress_bar(steps, "step", "straight-through matching") as bar:
         for step, batch in enumerate(itertools.islice(batches, steps), 1):
             state, loss = _update(state, moved, a, inputs, labels, batch, apply=apply, optimizer=optimizer, mesh=mesh)
-            if not (np.isfinite(loss) and all_finite(state.weights)):
-                raise Diverged(
-                    f"the loss half way between the networks, or its gradient, is infinite or not a number in step "
-                    f"{step}: look for such numbers in the weights and in the inputs"
-                )
+            if not all_finite((loss, state.weights)):
+                raise _diverged(f"in step {step}")
             perms = match_weights(spec, state.weights, b, start=perms, seed=seed).perms
             if any((perms[name] != now.perms[name]).any() for name in perms):
                 moved = replicate(spec.apply(perms, b))
@@ -92,6 +92,13 @@ def match_straight_through(
             bar.update()
     _, trace, losses = zip(*history, strict=True)
     return Matching(best.perms, best.objective, trace, losses=losses)
+
+
+def _diverged(where: str) -> Diverged:
+    return Diverged(
+        f"the loss half way between the networks, or its gradient, is infinite or not a number {where}: "
+        "look for such numbers in the weights and in the inputs"
+    )
 
 
 @cache  # equal rates share an optimiser, and with it what is compiled for it

@@ -206,9 +206,9 @@ def train(
 
 
 @jax.jit
-def all_finite(params: Params) -> Bool[Array, ""]:
-    """Whether no weight is infinite or not a number."""
-    return jnp.all(jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params)]))
+def all_finite(tree: Params) -> Bool[Array, ""]:
+    """Whether no number of a tree is infinite or not a number."""
+    return jnp.all(jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]))
 
 
 def epoch_order(seed: int, epoch: int, count: int, batch_size: int, devices: int) -> Int32[np.ndarray, "steps padded"]:
