@@ -6,7 +6,7 @@
 For each the inner product of weights that it reaches, the seconds it takes, and the barriers of `linear` and of
 `uniform`, of the very networks that `--matcher` has these measure; beside them no matching, and the best of several
 orders in which weight matching may visit the permutations. The paper: the three are very close in performance. Expect
-test loss barriers of uniform shares of 1.5 naive, 0.06 by weights and 0.03 by ste on digits.
+on digits test loss barriers of uniform shares of 1.5 naive, 0.06 by weights, 0.07 by activations and 0.03 by ste.
 """
 
 from dataclasses import dataclass
