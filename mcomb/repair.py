@@ -1,8 +1,8 @@
 """REPAIR (Jordan et al. 2022): combinations of networks whose hidden units vary as much as those of the networks.
 
-A unit of a combined network varies less than that of any network it is made of, and the less the deeper it is. REPAIR
-shifts and rescales every unit's pre-activation so that its mean and standard deviation are those of the networks,
-each with its share: as if there were a BatchNorm after each layer, with these as its parameters.
+The units of a combination vary less than those of the networks that it is made of, and the less the deeper they are.
+REPAIR shifts and rescales every unit's pre-activation so that its mean and its standard deviation become those of the
+networks, each counted by its share: as would a BatchNorm after each layer, with these as its parameters.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,23 +22,22 @@ from mcomb.taps import Place, Site, Tap, survey, tapped
 
 
 class Layer(NamedTuple):
-    """A linear map with hidden units: the places of its weights and its pre-activations, and the axes of the latter
-    along which a unit's samples are."""
+    """A linear map to hidden units: where its weights and the pre-activations are."""
 
     weights: Place
     output: Place
-    samples: tuple[int, ...]
+    samples: tuple[int, ...]  # the axes of pre-activations that are not the units'
 
 
 class Moments(NamedTuple):
-    """The means and variances of a layer's units; axes of samples have one entry."""
+    """The mean and variance of each of a layer's units, with one entry along the axes of samples."""
 
     mean: Float[Array, "..."]
     variance: Float[Array, "..."]
 
 
 class Correction(NamedTuple):
-    """What takes a layer's units to the statistics that they should have."""
+    """The scale and then the shift that a layer's units need."""
 
     scale: Float[Array, "..."]
     shift: Float[Array, "..."]
@@ -48,15 +47,15 @@ class Correction(NamedTuple):
         return (value * self.scale + self.shift).astype(value.dtype)
 
 
-class Network(NamedTuple):
-    """A repaired network: parameters, and the correction of each layer."""
+class Renormalised(NamedTuple):
+    """A network with the correction of each layer."""
 
     params: Params
     corrections: list[Correction]
 
 
 class Statistics(NamedTuple):
-    """Batches of inputs, and for each layer the moments on each batch of each network to combine."""
+    """Batches of inputs, and for each layer the moments on each of them of each network to combine."""
 
     batches: Array
     moments: list[Moments]
@@ -82,13 +81,13 @@ def repaired(
 ) -> Repaired:
     """The function, the draw and the networks with which `evaluate` measures repaired combinations.
 
-    Statistics are those of the inputs, of which a few may be left out so that batches are equal. In each batch a layer
-    is corrected before the next one sees it, and the statistics of batches are averaged. A unit that is constant is
-    only shifted. The share of a network in a layer is found from the weights, by least squares. Layers inside scans
-    stay as they are.
+    Statistics are those of the inputs, of which a few are left out where batches would not be equal. In each batch a
+    layer is corrected before the next one sees it; then the statistics of batches are averaged. Units that never
+    change are only shifted. A network's share in a layer is found from the weights, by least squares. Layers inside
+    scans stay as they are.
 
-    Where a draw changes the networks before it combines them, `ends(parameter, *networks)` are those that it combines;
-    their statistics are then taken anew for each combination.
+    Where a draw changes networks before it combines them, `ends(parameter, *networks)` are those that it combines;
+    their statistics are then taken for each combination.
     """
     count = -(-len(inputs) // batch_size)
     size = len(inputs) // count
@@ -97,16 +96,16 @@ def repaired(
     moments = _moments_of(spec, apply, networks, batches)
     none = [Correction(jnp.ones_like(of.mean[0, 0]), jnp.zeros_like(of.mean[0, 0])) for of in moments]
     statistics = Statistics(batches, moments)
-    unchanged = (*(Network(params, none) for params in networks), statistics)
-    return Repaired(_repaired_apply(spec, apply), _repaired_draw(spec, apply, draw, ends), unchanged)
+    by_themselves = (Renormalised(params, none) for params in networks)
+    return Repaired(_repaired_apply(spec, apply), _repaired_draw(spec, apply, draw, ends), (*by_themselves, statistics))
 
 
 def layers(spec: PermutationSpec, apply: Apply, params: Params, inputs: Array) -> list[Layer]:
     """The linear maps, outside of scans, whose results have hidden units, in the order of use.
 
-    They are products of an array that depends on the inputs with weights, which depend on parameters only. Where the
-    only thing that happens to a product is that a bias is added, which depends on parameters only, its pre-activations
-    are the sum.
+    They are products of something that depends on the inputs with weights, which depend on parameters only. If all
+    that happens to a product is that a bias is added, which depends on parameters only, too, then the sum is the
+    pre-activation.
     """
     sites = survey(spec, apply, params, inputs).sites
     readers: dict[Place, list[Site]] = {}
@@ -140,7 +139,7 @@ def shares(
 ) -> Float[Array, "layers networks"]:
     """The share of each network in each layer: of the affine combinations of their weights, the nearest one's.
 
-    Between networks that have the same weights, the first counts.
+    A network with the same weights as the first one has no share of its own.
     """
     run = tapped(apply, {layer.weights for layer in found})
 
@@ -158,14 +157,14 @@ def shares(
         products.append([inner(x, mine - first) for x in steps])
     shape = (len(found), len(networks) - 1)
     gram, product = jnp.array(grams).reshape(*shape, shape[1]), jnp.array(products).reshape(shape)
-    inverse = jnp.linalg.pinv(gram, hermitian=True)  # where networks have the same weights there is no inverse
+    inverse = jnp.linalg.pinv(gram, hermitian=True)  # of zero it is zero, for the same weights
     rest = jnp.einsum("lij,lj->li", inverse, product, precision="highest")
     return jnp.concatenate([1 - rest.sum(1, keepdims=True), rest], axis=1)
 
 
 @cache
 def _repaired_apply(spec: PermutationSpec, apply: Apply) -> Apply:
-    def run(network: Network, inputs: Array) -> Array:
+    def run(network: Renormalised, inputs: Array) -> Array:
         found = layers(spec, apply, network.params, inputs)
         edits = {layer.output: one.corrected for layer, one in zip(found, network.corrections, strict=True)}
         return tapped(apply, (), edits)(network.params, inputs)[0]
@@ -175,7 +174,7 @@ def _repaired_apply(spec: PermutationSpec, apply: Apply) -> Apply:
 
 @cache
 def _repaired_draw(spec: PermutationSpec, apply: Apply, draw: Draw, ends: Callable[..., Any] | None) -> Draw:
-    def run(key: PRNGKeyArray, parameter: Any, *given: Any) -> Network:
+    def run(key: PRNGKeyArray, parameter: Any, *given: Any) -> Renormalised:
         *repaired, (batches, moments) = given
         networks = [network.params for network in repaired]
         params = draw(key, parameter, *networks)
@@ -192,7 +191,7 @@ def _repaired_draw(spec: PermutationSpec, apply: Apply, draw: Draw, ends: Callab
 
         mine = jax.lax.map(on_batch, (batches, moments))
         mine, moments = jax.tree.map(lambda of_batches: of_batches.mean(0), (mine, moments))
-        return Network(params, list(map(_correction, mine, moments, share)))
+        return Renormalised(params, list(map(_correction, mine, moments, share)))
 
     return run
 
@@ -238,8 +237,8 @@ def _correction(mine: Moments, networks: Moments, share: Float[Array, "networks"
 
     With shares below zero the deviations may sum to less than none, which counts as none.
     """
-    mean = jnp.tensordot(share, networks.mean, 1)
-    deviation = jnp.maximum(0, jnp.tensordot(share, jnp.sqrt(networks.variance), 1))
+    total = partial(jnp.tensordot, share, axes=1, precision="highest")
+    mean, deviation = total(networks.mean), jnp.maximum(0, total(jnp.sqrt(networks.variance)))
     alive = mine.variance > CONSTANT * (mine.variance + mine.mean**2)
     scale = jnp.where(alive, deviation / jnp.sqrt(jnp.where(alive, mine.variance, 1)), 1)
     return Correction(scale, mean - scale * mine.mean)

@@ -15,6 +15,7 @@ from mcomb.combine import blend, stitch
 from mcomb.evaluate import footprint
 from mcomb.experiment import command, run
 from mcomb.repair import layers, shares
+from mcomb.report import settings
 from mcomb.taps import tapped
 from mcomb.workspace import Workspace
 
@@ -262,5 +263,6 @@ def test_repair_undoes_most_of_the_damage_of_a_naive_mixture(curves):
 
 def test_a_repaired_run_says_so(curves):
     assert [found["config"]["repair"] for found in curves] == [False, True]
+    assert ["repair" in settings(found["config"]).split(", ") for found in curves] == [False, True]
     assert "--repair" in curves[1]["command"]
     assert curves[1]["title"].startswith("MLP on digits, width 8, repaired: ")
