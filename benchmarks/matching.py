@@ -54,7 +54,8 @@ class MatchingConfig:
     widths: Annotated[tuple[int, ...], Flag("width multipliers", at_least=1)] = (1, 4)
     images: Annotated[int, Flag("images each network is trained on; 0 leaves it random", at_least=0)] = 0
     epochs: Annotated[int, Flag("how often it sees them", at_least=1)] = 1
-    batch_size: Annotated[int, Flag("images in a batch", at_least=1)] = 100
+    batch_size: Annotated[int, Flag("images in a batch", at_least=1)] = 20
+    learning_rate: Annotated[float, Flag("peak learning rate", at_least=0)] = 0.01
     repeats: Annotated[int, Flag("calls of each matcher", at_least=1)] = 1
     data_dir: Annotated[Path | None, Flag("CIFAR-10's archive or folder (default: $MCOMB_DATA_DIR, else TFDS)")] = None
     out: Annotated[Path, Flag("root folder of trained networks")] = Path("runs")
@@ -128,10 +129,11 @@ def networks(config: MatchingConfig, workspace: Workspace) -> list[Params]:
     for seed in (0, 1):
         params = workspace.init(seed)
         if config.images:
-            name = f"seed-{seed},images={config.images},epochs={config.epochs},batch-size={config.batch_size}"
-            folder = workspace.home / "benchmark" / name
+            flags = (config.images, config.epochs, config.batch_size, config.learning_rate)
+            folder = workspace.home / "benchmark" / "-".join(map(str, (seed, *flags)))
             if not folder.is_dir():
-                recipe = dataclasses.replace(workspace.recipe, epochs=config.epochs, batch_size=config.batch_size)
+                chosen = {name: getattr(config, name) for name in ("epochs", "batch_size", "learning_rate")}
+                recipe = dataclasses.replace(workspace.recipe, **chosen)
                 data, state = workspace.data.train.first(config.images), initial_state(params, recipe, config.images)
                 say = f"training {workspace.config.setup} width {workspace.config.width} seed {seed}"
                 for _, trained, _ in train(workspace.apply, state, data, recipe, seed, describe=say):
