@@ -40,12 +40,13 @@ def measure(workspace: Workspace, networks: dict[str, Network], rows: Rows) -> R
     best, seconds = workspace.matching(a, b, "weights", config.orders)
     found = {"weights": workspace.matching(a, b, "weights"), f"weights, best of {config.orders}": (best, seconds)}
     found |= {matcher: workspace.matching(a, b, matcher) for matcher in MATCHERS if matcher not in found}
-    others = {"naive": b.params} | {name: workspace.permuted(b, matching) for name, (matching, _) in found.items()}
+    pairs = {"naive": (a.params, b.params)}
+    pairs |= {name: (a.params, workspace.permuted(b, matching)) for name, (matching, _) in found.items()}
     tasks: dict[str, Task] = {}
     for sweep, (combine, last) in SWEEPS.items():
         samples = 1 if sweep == "linear" else config.samples
         values = np.repeat(np.linspace(0, last, config.points, dtype=np.float32), samples)
-        tasks |= {f"{sweep}, {name}": Task(combine, (a.params, other), values, sweep) for name, other in others.items()}
+        tasks |= {f"{sweep}, {name}": Task(combine, pair, values, like=sweep) for name, pair in pairs.items()}
     matchings = {name: {"objective": it.objective, "seconds": seconds} for name, (it, seconds) in found.items()}
     return {
         "matchings": {"naive": {"objective": best.trace[0], "seconds": 0.0}} | matchings,

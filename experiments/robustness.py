@@ -78,7 +78,7 @@ def measure(workspace: Workspace, networks: dict[str, Network], rows: Rows) -> R
             cases.append((perm, k, spec.identity() | {perm: rematched(correlation[perm], k, rng)}))
     stacked = jax.tree.map(lambda *orders: np.repeat(np.stack(orders), len(shares), axis=0), *(c[2] for c in cases))
     draw, ends = lines(spec)
-    task = Task(draw, (a.params, aligned), (np.tile(shares, len(cases)), stacked), ends)
+    task = Task(draw, (a.params, aligned), (np.tile(shares, len(cases)), stacked), ends=ends)
 
     scores = workspace.scores({"A": a.params, "B": b.params})
     references = {split: np.stack([scores[name][split].predicted for name in "AB"]) for split in SPLITS}
