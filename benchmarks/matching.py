@@ -33,10 +33,10 @@ from mcomb.base import Params, UserError, named_leaves
 from mcomb.checkpoint import read_checkpoint, write_checkpoint
 from mcomb.cli import Flag
 from mcomb.derive import permutation_spec
-from mcomb.match import Matching, match_weights, objective, orders
 from mcomb.permute import PermutationSpec
 from mcomb.setups import SETUPS
 from mcomb.train import initial_state, train
+from mcomb.weights import Matching, match_weights, objective, orders
 from mcomb.workspace import Config, Workspace
 
 CLOSE = 1e-5  # how far objectives may differ, relatively

@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> None:
     """Gathers, and with --run runs, all experiments, and writes the page."""
     config = cli.parse(ReportConfig, __doc__ or "", argv, setups_help())
     workspace = Workspace(config)
-    path = writable(workspace.home) / "report.html"
+    path = writable(workspace.home) / f"{workspace.folder('report').name}.html"
     print(f"the report goes to {path}", flush=True)
     entries, missing = [], []
     for experiment, its_config in plan(config):

@@ -14,11 +14,11 @@ from mcomb.checkpoint import read_checkpoint, write_checkpoint
 from mcomb.combine import bernoulli, centered, combine, hyperplane, linear, mix, subcube, uniform
 from mcomb.derive import permutation_spec
 from mcomb.evaluate import Metrics, Score, evaluate, score
-from mcomb.match import Matching, match_weights
 from mcomb.matchers import match
 from mcomb.permute import Blocks, PermutationSpec, Segments, check_spec
 from mcomb.repair import repaired
 from mcomb.ste import match_straight_through
+from mcomb.weights import Matching, match_weights
 
 __all__ = [
     "Alignment",

@@ -14,9 +14,9 @@ from jaxtyping import Float
 
 from mcomb.base import Apply, Array, Params, UserError
 from mcomb.evaluate import BATCH, _batches, _mesh, replicate
-from mcomb.match import Matching, assigned, objective
 from mcomb.permute import Layout, Perms, PermutationSpec
 from mcomb.taps import activations, survey, tapped
+from mcomb.weights import Matching, assigned, objective
 
 CONSTANT = 1e-10  # of a unit's mean square: variance below is rounding
 Scores = dict[str, Float[np.ndarray, "..."]]

@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from mcomb.base import Array, Params, UserError, stream
-from mcomb.match import RESOLUTION, match_weights, objective
 from mcomb.permute import Perms, PermutationSpec
+from mcomb.weights import match_weights, objective
+
+TOLERANCE = 1e-6  # of the objective: what a round must add
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def align_many(
     for n in range(1, count):
         visit(order[n], order[:n])
     trace, gain = [_total(spec, moved)], math.inf
-    while gain > RESOLUTION * abs(trace[-1]):
+    while gain > TOLERANCE * abs(trace[-1]):
         gain = sum(visit(i, [j for j in range(count) if j != i]) for i in visits(len(trace)))
         trace.append(trace[-1] + gain)
     return Alignment(spec, tuple(perms), trace[-1], tuple(trace))
@@ -78,9 +80,11 @@ def _total(spec: PermutationSpec, networks: Sequence[Params]) -> float:
 
 
 def _sum(networks: Sequence[Params]) -> Params:
-    """The sum of networks' weights; what is no float is the first one's."""
+    """The sum of networks' weights, in single precision at least; what is no float is the first one's."""
 
     def add(first: Array, *rest: Array) -> Array:
-        return sum(rest, first) if jnp.issubdtype(jnp.result_type(first), jnp.floating) else first
+        if not jnp.issubdtype(jnp.result_type(first), jnp.floating):
+            return first
+        return sum(rest, jnp.asarray(first, jnp.promote_types(jnp.result_type(first), jnp.float32)))
 
     return jax.tree.map(add, *networks)

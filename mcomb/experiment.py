@@ -54,7 +54,8 @@ def run(experiment: Experiment, config: Config) -> Results:
     }
     results = finished(folder, identity)
     of_width = f", width {config.width}" if networks else ""
-    how = ", repaired" if getattr(config, "repair", False) else ""
+    by = f", matched by {config.matcher}" if networks and config.matcher not in ("", "weights") else ""
+    how = by + (", repaired" if getattr(config, "repair", False) else "")
     if results is None:
         measured = experiment.measure(workspace, networks, Rows(folder, identity))
         results = {

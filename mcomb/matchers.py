@@ -6,9 +6,9 @@ from jaxtyping import Int
 
 from mcomb.activations import match_activations
 from mcomb.base import Apply, Array, Params, UserError
-from mcomb.match import Matching, match_weights
 from mcomb.permute import PermutationSpec
 from mcomb.ste import match_straight_through
+from mcomb.weights import Matching, match_weights
 
 MATCHERS = ("weights", "activations", "ste")
 

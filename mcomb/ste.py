@@ -12,12 +12,12 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float, Int, Int32
 
-from mcomb.base import Apply, Array, Params, UserError, progress_bar
+from mcomb.base import Apply, Array, Params, UserError, named_leaves, progress_bar
 from mcomb.combine import combine
 from mcomb.evaluate import replicate, score
-from mcomb.match import Matching, match_weights, objective
 from mcomb.permute import Perms, PermutationSpec
 from mcomb.train import Diverged, all_finite, epoch_order
+from mcomb.weights import Matching, match_weights, objective
 
 
 class State(NamedTuple):
@@ -58,6 +58,9 @@ def match_straight_through(
     The learning rate is in units of the norm of A's weights, whatever that of the gradient. A step costs a weight
     matching, however small the batch: so their number is given and not that of epochs.
     """
+    for name, leaf in named_leaves(a).items():
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            raise UserError(f"{name} is no float, and nothing can be learnt of it: match by weights or activations")
     if not len(inputs) == len(labels) >= 2:
         raise UserError(f"{len(inputs)} inputs and {len(labels)} labels: give as many of both, and at least two")
     count = len(labels) - max(1, len(labels) // 10)

@@ -23,7 +23,6 @@ from mcomb.combine import Draw
 from mcomb.data import Dataset, Split
 from mcomb.derive import permutation_spec
 from mcomb.evaluate import BATCH, Metrics, Score, choose_at_once, evaluate, replicate, score
-from mcomb.match import Matching, match_weights
 from mcomb.matchers import MATCHERS, match
 from mcomb.models import classifier
 from mcomb.permute import PermutationSpec, check_spec
@@ -31,6 +30,7 @@ from mcomb.repair import repaired
 from mcomb.results import Rows, atomic, digest, writable
 from mcomb.setups import SETUPS, Setup
 from mcomb.train import Recipe, initial_state, train
+from mcomb.weights import Matching, match_weights
 
 
 @dataclass(frozen=True)

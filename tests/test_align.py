@@ -9,7 +9,7 @@ from zoo import CASES, drawn
 from mcomb import align, match_weights, permutation_spec
 from mcomb.align import align_many
 from mcomb.base import UserError
-from mcomb.match import objective
+from mcomb.weights import objective
 
 
 def noisy(params, amount, seed):

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 from zoo import spec_of
 
-from mcomb import combine, match_weights, score, ste
+from mcomb import combine, match, match_weights, score, ste
 from mcomb.base import UserError
+from mcomb.matchers import MATCHERS
 from mcomb.models import MLP, classifier
 from mcomb.setups import SETUPS
 from mcomb.ste import match_straight_through
@@ -57,6 +58,24 @@ def test_the_objective_is_the_inner_product_and_comparable_with_that_of_weight_m
     assert found.trace[0] == pytest.approx(match_weights(spec, a, b).objective, rel=1e-5)
     assert len(found.trace) == len(found.losses) == STEPS + 1
     assert found.objective == found.trace[np.argmin(found.losses)]
+
+
+@pytest.mark.parametrize("matcher", MATCHERS)
+def test_a_planted_permutation_is_recovered_in_spite_of_noise(pair, matcher):
+    spec, a, _, *rest = pair
+    planted, rng = spec.random(jax.random.key(5)), np.random.default_rng(1)
+    shuffled = jax.tree.map(
+        lambda leaf: leaf + 0.3 * leaf.std() * rng.standard_normal(leaf.shape, np.float32), spec.apply(planted, a)
+    )
+    found = match(spec, a, shuffled, *rest, matcher=matcher).perms
+    jax.tree.map(np.testing.assert_array_equal, found, spec.invert(planted))
+
+
+def test_what_is_no_float_cannot_be_learnt(pair):
+    spec, a, b, *rest = pair
+    counted = a | {"count": np.int32(1)}
+    with pytest.raises(UserError, match="count is no float"):
+        match_straight_through(spec, counted, b, *rest)
 
 
 def test_no_steps_are_weight_matching(pair):

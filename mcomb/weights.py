@@ -28,8 +28,9 @@ from mcomb.base import Params, UserError, named_leaves, stream
 from mcomb.permute import Layout, Perms, PermutationSpec
 
 BLOCK = 1024  # positions in one product
-GROUPS = 8  # sums of products side by side: as many on every machine, so that all round alike
-RESOLUTION = 1e-6  # of the scores that change, the least gain that counts: well above what float32 resolves
+GROUPS = 4  # sums of products side by side: as many on every machine, so that all round alike
+SOLVERS = 2  # assignment problems side by side: each takes four times the memory of its scores
+RESOLUTION = 8  # the least gain that counts, in roundings of the scores that change
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ def match_weights(
     """
     spec.validate(a)
     spec.validate(b)
+    if restarts < 1:
+        raise UserError(f"{restarts} restarts find nothing: give one or more")
     pieces = list(_pieces(spec, a, b))
     found = []
     for restart in range(restarts):
@@ -107,9 +110,10 @@ def _pieces(spec: PermutationSpec, a: Params, b: Params) -> Iterator[Piece]:
     """All weights, floats in single precision at least: neither counters nor random keys."""
     leaves_a, leaves_b = named_leaves(a), named_leaves(b)
     for name, layouts in spec.axes.items():
-        dtype = jnp.result_type(leaves_a[name])
-        if jnp.issubdtype(dtype, jnp.floating):
-            both = (np.asarray(leaves[name], np.promote_types(dtype, np.float32)) for leaves in (leaves_a, leaves_b))
+        dtypes = [jnp.result_type(leaves[name]) for leaves in (leaves_a, leaves_b)]
+        if all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
+            dtype = np.result_type(np.float32, *dtypes)
+            both = (np.asarray(leaves[name], dtype) for leaves in (leaves_a, leaves_b))
             for (labels, part_a), (_, part_b) in zip(*(spec.pieces(layouts, leaf) for leaf in both), strict=True):
                 yield Piece(labels, part_a, part_b)
 
@@ -161,9 +165,10 @@ def _descend(
     """The matching that the descent from `start` ends at."""
     height = _inner(spec, pieces, start)
     if not np.isfinite(height):
-        raise UserError("a weight of A or B is infinite or not a number: such networks cannot be matched")
-    pool = ThreadPoolExecutor(os.cpu_count())
-    descent = _Descent(spec, pieces, start or spec.identity(), pool)
+        raise UserError("the inner product of A's and B's weights is infinite or not a number: they cannot be matched")
+    cores = os.cpu_count() or 1
+    products, solvers = ThreadPoolExecutor(min(cores, GROUPS)), ThreadPoolExecutor(min(cores, SOLVERS))
+    descent = _Descent(spec, pieces, spec.identity() if start is None else start, products)
     pending: dict[str, tuple[int, Future[_Step]]] = {}
 
     def settle(names: Iterable[str]) -> None:
@@ -175,20 +180,22 @@ def _descend(
 
     gains: list[float] = []
     solved = skipped = 0
-    # One thread for each product: a library's own threads wait for one another whenever a core is busy elsewhere.
-    with pool, _libraries().limit(limits=1, user_api="blas"):
+    # The library's own threads wait for one another whenever a core is busy elsewhere: so ours come first.
+    with products, solvers, _libraries().limit(limits=max(1, cores // GROUPS), user_api="blas"):
         for sweep, order in enumerate(sweeps):
             before = solved
             gains.append(0.0)
             for name in order:
                 settle({name, *descent.neighbours[name]})
                 if not descent.is_at_best(name):
-                    pending[name] = sweep, pool.submit(descent.visit(name))
+                    pending[name] = sweep, solvers.submit(descent.visit(name))
                     solved += 1
             if solved == before:
+                gains.pop()
                 break
             skipped += len(order) - (solved - before)
-    trace = tuple(itertools.accumulate(gains[:-1], initial=height))
+        settle(list(pending))
+    trace = tuple(itertools.accumulate(gains, initial=height))
     return Matching(descent.perms, trace[-1], trace, solved=solved, skipped=skipped)
 
 
@@ -202,7 +209,7 @@ class _Descent:
 
     def __init__(self, spec: PermutationSpec, pieces: Sequence[Piece], start: Perms, pool: ThreadPoolExecutor):
         self.spec, self.pool = spec, pool
-        self.perms: Perms = {name: np.asarray(start[name]) for name in spec.sizes}
+        self.perms: Perms = {name: np.array(start[name]) for name in spec.sizes}
         self.pieces: dict[str, list[Piece]] = {name: [] for name in spec.sizes}
         self.general: dict[str, list[Piece]] = {name: [] for name in spec.sizes}
         self.sheets: dict[str, list[_Sheets]] = {name: [] for name in spec.sizes}
@@ -251,7 +258,8 @@ class _Descent:
             return self._if_better(name, perms, {name: best})
         new, old = (scores[moved, to[moved]].astype(np.float64) for to in (best, order))
         gain = float(new.sum() - old.sum())
-        return _Step({name: best}, gain) if gain > RESOLUTION * np.abs([new, old]).sum() else _Step({}, 0.0)
+        least = RESOLUTION * np.finfo(scores.dtype).eps * np.abs([new, old]).sum()
+        return _Step({name: best}, gain) if gain > least else _Step({}, 0.0)
 
     def _rearrange(self, name: str, perms: Perms) -> _Step:
         """The step to the best order of units of which each may be re-ordered inside, or of each member of a family.
@@ -294,7 +302,8 @@ def _inner(spec: PermutationSpec, pieces: Iterable[Piece], perms: Perms | None) 
     """The inner product of A's weights with B's permuted ones."""
     total = 0.0
     for labels, a, b in pieces:
-        total += float(np.vecdot(a, b if perms is None else spec.moved(perms, labels, b)).sum(dtype=np.float64))
+        there = b if perms is None else spec.moved(perms, labels, b)
+        total += float(np.vecdot(np.atleast_1d(a), np.atleast_1d(there)).sum(dtype=np.float64))
     return total
 
 
