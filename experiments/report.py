@@ -1,4 +1,4 @@
-"""One self-contained page of all that has been run: report.html.
+"""One self-contained page of all that has been run: report.html, its name with whatever flags it was given.
 
     python -m experiments.report --setup mlp-digits --run    # everything from nothing: some minutes on two CPU cores
     python -m experiments.report --width 32                  # gathers what there is

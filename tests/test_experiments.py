@@ -336,7 +336,8 @@ def test_the_report_gathers_what_has_been_run(tmp_path, capsys):
     run(schematic.EXPERIMENT, cli.parse(schematic.EXPERIMENT.config, "", flags))
     report.main(flags)
     assert "1 experiments in" in capsys.readouterr().out
-    page = (tmp_path / "mlp-digits" / "width-2" / "report.html").read_text()
+    (path,) = (tmp_path / "mlp-digits" / "width-2").glob("report,*.html")
+    page = path.read_text()
     assert "hat combinations do to weights" in page
     assert page.count("data:image/png;base64,") == 1
     for name in ("uniform", "triangle", "robustness", "width"):

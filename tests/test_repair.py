@@ -239,7 +239,7 @@ def test_a_network_without_hidden_units_stays_as_it_is():
 def curves(tmp_path_factory):
     """The line through two trained networks as it is and repaired, each from its own folder."""
     out = tmp_path_factory.mktemp("runs")
-    small = ["--setup", "mlp-digits", "--width", "8", "--epochs", "40", "--train-images", "397", "--points", "3"]
+    small = ["--setup", "mlp-digits", "--width", "8", "--epochs", "20", "--train-images", "397", "--points", "3"]
 
     def of(*flags):
         config = cli.parse(line.EXPERIMENT.config, "", [*small, *flags, "--out", str(out)])
@@ -248,7 +248,7 @@ def curves(tmp_path_factory):
         return Workspace(config).folder("linear")
 
     plain, fixed = of(), of("--repair")
-    assert fixed.name == "linear,train-images=397,epochs=40,repair,points=3"
+    assert fixed.name == "linear,train-images=397,epochs=20,repair,points=3"
     assert plain != fixed
     return [json.loads((folder / "results.json").read_text()) for folder in (plain, fixed)]
 
