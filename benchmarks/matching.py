@@ -141,7 +141,7 @@ def networks(config: MatchingConfig, workspace: Workspace) -> list[Params]:
                 write_checkpoint(folder, params)
             params = read_checkpoint(folder, workspace.shapes)
         found.append(params)
-    return found
+    return jax.block_until_ready(found)  # or the first matcher would wait for them
 
 
 class Measured(NamedTuple):
