@@ -112,9 +112,11 @@ def peak_memory() -> Iterator[list[float]]:
 
     thread = threading.Thread(target=watch)
     thread.start()
-    yield peak
-    stop.set()
-    thread.join()
+    try:
+        yield peak
+    finally:  # also when interrupted: the thread would keep the process alive
+        stop.set()
+        thread.join()
 
 
 def symmetries(workspace: Workspace) -> PermutationSpec:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
 from mcomb.base import Apply, Array, Params, UserError
-from mcomb.evaluate import BATCH, _batches, _mesh, replicate
+from mcomb.evaluate import BATCH, in_batches, local_mesh, replicate
 from mcomb.permute import Layout, Perms, PermutationSpec
 from mcomb.taps import activations, survey, tapped
 from mcomb.weights import Matching, assigned, objective
@@ -102,7 +102,7 @@ def _scores(
     spec: PermutationSpec, a: Params, b: Params, apply: Apply, inputs: Array, *, inner_products: bool, batch_size: int
 ) -> Scores:
     """The scores of all permutations but those of which the units are only seen with what is inside them."""
-    mesh = _mesh()
+    mesh = local_mesh()
     size = min(batch_size, -(-len(inputs) // mesh.size))
     found = jax.device_get(_compare(apply, spec, size, inner_products, mesh, *replicate((a, b, inputs))))
     scores = {}
@@ -192,7 +192,7 @@ def _compare(
         scores = _over_moments(lambda local: over_devices(local).score(everything, inner_products), totals)
         return {name: sum(parts) / len(parts) for name, parts in scores.items()}
 
-    batches = _batches(batch_size * mesh.size, inputs, jnp.ones(len(inputs)))
+    batches = in_batches(batch_size * mesh.size, inputs, jnp.ones(len(inputs)))
     specs = (P(None, "device"), P(), P())
     return jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)(batches, a, b)
 

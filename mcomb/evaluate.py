@@ -49,7 +49,7 @@ def evaluate(
     local devices; on each, `at_once` of them run side by side. `references` are the labels that A and B predict;
     without them nothing agrees.
     """
-    k, mesh = len(keys), _mesh()
+    k, mesh = len(keys), local_mesh()
     padded = np.pad(np.arange(k), (0, -k % mesh.size), mode="edge")
     parameters, keys = jax.tree.map(lambda x: jnp.asarray(x)[padded], parameters), keys[padded]
     if references is None:
@@ -64,10 +64,11 @@ def evaluate(
 
 def replicate(tree: Any) -> Any:
     """The tree's arrays on every local device; where they are there already, the same arrays."""
-    return jax.device_put(tree, NamedSharding(_mesh(), P()))
+    return jax.device_put(tree, NamedSharding(local_mesh(), P()))
 
 
-def _mesh() -> Mesh:
+def local_mesh() -> Mesh:
+    """All local devices in a row."""
     return Mesh(np.array(jax.local_devices()), "device")
 
 
@@ -107,7 +108,7 @@ def footprint(apply: Apply, params: Params, inputs: Array) -> int:
     return 2 * size(jax.tree.leaves(params)) + 2 * largest
 
 
-def _batches(batch_size: int, *arrays: Array) -> list[Array]:
+def in_batches(batch_size: int, *arrays: Array) -> list[Array]:
     """Arrays of n rows as arrays of batches of rows, the last one padded with zeros."""
     pad = -len(arrays[0]) % batch_size
     return [jnp.pad(x, ((0, pad), *((0, 0),) * (x.ndim - 1))).reshape(-1, batch_size, *x.shape[1:]) for x in arrays]
@@ -153,7 +154,7 @@ def _evaluate(
         return jax.lax.map(one, (parameters, keys), batch_size=at_once if at_once > 1 else None)
 
     real = jnp.ones(len(labels), bool)
-    batches = _batches(batch_size, inputs, labels, references.T, real)
+    batches = in_batches(batch_size, inputs, labels, references.T, real)
     specs = (P(), P(), P("device"), P("device"))
     sharded = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=P("device"), check_vma=False)
     return sharded(batches, networks, parameters, keys)
@@ -165,5 +166,5 @@ def _score(apply: Apply, batch_size: int, params: Params, inputs: Array, labels:
         logits = apply(params, batch[0])
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]), logits.argmax(axis=-1)
 
-    batched = jax.lax.map(one, _batches(batch_size, inputs, labels))
+    batched = jax.lax.map(one, in_batches(batch_size, inputs, labels))
     return [values.reshape(-1)[: len(inputs)] for values in batched]

@@ -294,7 +294,7 @@ class _Descent:
         return [piece._replace(b=self.spec.moved(perms, piece.labels, piece.b)) for piece in self.general[name]]
 
 
-def _dtype(pieces: Iterable[Piece]) -> np.dtype:
+def _dtype(pieces: Sequence[Piece]) -> np.dtype:
     return np.result_type(np.float32, *(piece.a for piece in pieces), *(piece.b for piece in pieces))
 
 
@@ -352,7 +352,7 @@ def assigned(scores: Float[np.ndarray, "*batch n n"]) -> Int[np.ndarray, "*batch
 
 def _unit_scores(
     spec: PermutationSpec,
-    pieces: Iterable[Piece],
+    pieces: Sequence[Piece],
     family: tuple[str, ...],
     names: tuple[str, ...],
     without: Sequence[str] = (),
