@@ -28,16 +28,17 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from mcomb import cli
 from mcomb.base import Params, UserError, named_leaves
 from mcomb.checkpoint import read_checkpoint, write_checkpoint
-from mcomb.cli import Flag
-from mcomb.derive import permutation_spec
-from mcomb.permute import PermutationSpec
-from mcomb.setups import SETUPS
-from mcomb.train import initial_state, train
-from mcomb.weights import Matching, match_weights, objective, orders
-from mcomb.workspace import Config, Workspace
+from mcomb.lab import cli
+from mcomb.lab.cli import Flag
+from mcomb.lab.config import Config
+from mcomb.lab.setups import SETUPS
+from mcomb.lab.store import Store
+from mcomb.lab.training import initial_state, train
+from mcomb.matching.core import Matching, objective
+from mcomb.matching.weights import match_weights, visit_orders
+from mcomb.symmetry.spec import PermutationSpec
 
 CLOSE = 1e-5  # how far objectives may differ, relatively
 LINE = "{:17} {:>5} {:10}{:>16} {:>13} {:>6} {:>6} {:>7} {:>6} {:>13}"
@@ -66,12 +67,12 @@ def reference(spec: PermutationSpec, a: Params, b: Params, seed: int = 0) -> Mat
     leaves_a, leaves_b = named_leaves(a), named_leaves(b)
     perms: Any = {name: jnp.arange(size) for name, size in spec.sizes.items()}
     visits, trace = 0, [objective(spec, a, b)]
-    for order in orders(spec, seed):
+    for order in visit_orders(spec, seed):
         progress, height = False, trace[-1]
         for name in order:
             n = spec.sizes[name]
             scores = jnp.zeros((n, n))
-            for leaf, axis in spec.places(name):
+            for leaf, axis in spec.axes_of(name):
                 there = leaves_b[leaf]
                 for other, label in enumerate(spec.axes[leaf]):
                     if other != axis and label is not None:
@@ -119,29 +120,23 @@ def peak_memory() -> Iterator[list[float]]:
         thread.join()
 
 
-def symmetries(workspace: Workspace) -> PermutationSpec:
-    """The model's permutation spec; the workspace's own needs the data's mean."""
-    model, images = workspace.setup.model(workspace.config.width), jnp.zeros((1, *workspace.setup.image))
-    return permutation_spec(lambda params, x: model.apply({"params": params}, x), workspace.shapes, images)
-
-
-def networks(config: MatchingConfig, workspace: Workspace) -> list[Params]:
+def networks(config: MatchingConfig, store: Store) -> list[Params]:
     """Two networks, new or trained on a few images; those that are trained already are read."""
-    found = []
+    found, width = [], store.config.width
     for seed in (0, 1):
-        params = workspace.init(seed)
+        params = store.setup.init(width, seed)
         if config.images:
             flags = (config.images, config.epochs, config.batch_size, config.learning_rate)
-            folder = workspace.home / "benchmark" / "-".join(map(str, (seed, *flags)))
+            folder = store.home / "benchmark" / "-".join(map(str, (seed, *flags)))
             if not folder.is_dir():
                 chosen = {name: getattr(config, name) for name in ("epochs", "batch_size", "learning_rate")}
-                recipe = dataclasses.replace(workspace.recipe, **chosen)
-                data, state = workspace.data.train.first(config.images), initial_state(params, recipe, config.images)
-                say = f"training {workspace.config.setup} width {workspace.config.width} seed {seed}"
-                for _, trained, _ in train(workspace.apply, state, data, recipe, seed, describe=say):
+                recipe = dataclasses.replace(store.recipe, **chosen)
+                data, state = store.data.train.first(config.images), initial_state(params, recipe, config.images)
+                describe = f"training {store.config.setup} width {width} seed {seed}"
+                for _, trained, _ in train(store.apply, state, data, recipe, seed, describe=describe):
                     params = jax.device_get(trained.params)
                 write_checkpoint(folder, params)
-            params = read_checkpoint(folder, workspace.shapes)
+            params = read_checkpoint(folder, store.setup.shapes(width))
         found.append(params)
     return jax.block_until_ready(found)  # or the first matcher would wait for them
 
@@ -173,8 +168,8 @@ def main(config: MatchingConfig) -> None:
         LINE.format("setup", "width", "matcher", "seconds", "faster", "sweeps", "solved", "skipped", "MB", "objective")
     )
     for setup, width in itertools.product(config.setups, config.widths):
-        workspace = Workspace(Config(setup=setup, width=width, data_dir=config.data_dir, out=config.out))
-        spec, (a, b) = symmetries(workspace), networks(config, workspace)
+        store = Store(Config(setup=setup, width=width, data_dir=config.data_dir, out=config.out))
+        spec, (a, b) = store.spec, networks(config, store)
         jax.clear_caches()  # each first call is one
         runs: dict[str, Measured] = {}
         for name, matcher in MATCHERS.items():

@@ -3,70 +3,126 @@
     python -m experiments.edges --setup mlp-digits
     python -m experiments.edges --setup tiny10-cifar10 --width 16     # the paper's, on an accelerator
 
-The paper: many lengths are near zero, and many are not.
+The paper: many lengths are near zero, and many are not. It puts the first down to the many weights that are near zero
+themselves.
 """
 
-import numpy as np
+from pathlib import Path
+from typing import Any, cast
 
-from mcomb import figures
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+
 from mcomb.base import Params, named_leaves
-from mcomb.experiment import Experiment, Finding, Results, main
-from mcomb.results import Rows
-from mcomb.workspace import Network, Workspace
+from mcomb.lab.experiment import Experiment, main
+from mcomb.lab.figures import COLOURS, STYLE, save
+from mcomb.lab.measure import Run
+from mcomb.lab.results import Results
+from mcomb.lab.verdicts import Verdict
 
 BINS = 80
+# In units of the weights' root mean square:
+NEAR_ZERO = 0.1  # a shorter edge is near zero
+LOW = 0.5  # a smaller weight is low
+LONG = 1.0  # a longer edge is long
 
 
-def lengths_by_layer(workspace: Workspace, a: Params, b: Params) -> dict[int, np.ndarray]:
-    """The lengths of all edges, by layer."""
-    found: dict[int, list[np.ndarray]] = {}
-    others = named_leaves(b)
-    for name, leaf in named_leaves(a).items():
-        found.setdefault(workspace.setup.model.layer_of(name), []).append(np.abs(leaf - others[name]).ravel())
-    return {layer: np.concatenate(parts) for layer, parts in sorted(found.items())}
+def flat(params: Params) -> np.ndarray:
+    """All weights of a network in one row."""
+    return np.concatenate([np.ravel(leaf) for leaf in named_leaves(params).values()])
 
 
-def measure(workspace: Workspace, networks: dict[str, Network], rows: Rows) -> Results:
-    """Histograms of the edge lengths on common bins, overall and by layer."""
-    a, b = networks["A"], networks["B"]
-    pairs = {"naive": b.params, "aligned": workspace.aligned(a, b)}
-    lengths = {name: lengths_by_layer(workspace, a.params, other) for name, other in pairs.items()}
-    longest = max(layer.max() for layers in lengths.values() for layer in layers.values())
-    bins = np.linspace(0, longest, BINS + 1)
-    scale = float(np.sqrt(np.mean(np.concatenate([np.ravel(leaf) for leaf in named_leaves(a.params).values()]) ** 2)))
-    everything = {name: np.concatenate(list(layers.values())) for name, layers in lengths.items()}
+def measure(run: Run) -> Results:
+    """Histograms of the edge lengths on common bins, overall and by layer, and what they come from."""
+    a = run.networks["A"].params
+    pairs = {"naive": run.networks["B"].params, "aligned": run.align()}
+    layer_of = run.store.setup.model.layer_of
+    layer = np.concatenate([np.full(np.size(leaf), layer_of(name)) for name, leaf in named_leaves(a).items()])
+    weights = {name: flat(params) for name, params in pairs.items()}
+    lengths = {name: np.abs(flat(a) - values) for name, values in weights.items()}
+    bins = np.linspace(0, max(values.max() for values in lengths.values()), BINS + 1)
+    scale = float(np.sqrt(np.mean(flat(a) ** 2)))
+    near = {name: values < NEAR_ZERO * scale for name, values in lengths.items()}
+    low = {name: np.maximum(np.abs(flat(a)), np.abs(values)) < LOW * scale for name, values in weights.items()}
+
+    def histogram(values: np.ndarray) -> list[int]:
+        return np.histogram(values, bins)[0].tolist()
+
     return {
         "bins": bins.tolist(),
-        "overall": {name: np.histogram(values, bins)[0].tolist() for name, values in everything.items()},
+        "overall": {name: histogram(values) for name, values in lengths.items()},
         "layers": {
-            name: {str(layer): np.histogram(values, bins)[0].tolist() for layer, values in layers.items()}
-            for name, layers in lengths.items()
+            name: {str(number): histogram(values[layer == number]) for number in np.unique(layer)}
+            for name, values in lengths.items()
         },
         "weight_scale": scale,
-        "mean": {name: float(values.mean()) for name, values in everything.items()},
-        "near_zero": {name: float((values < 0.1 * scale).mean()) for name, values in everything.items()},
-        "long": {name: float((values > scale).mean()) for name, values in everything.items()},
+        "mean": {name: float(values.mean()) for name, values in lengths.items()},
+        "near_zero": {name: float(values.mean()) for name, values in near.items()},
+        "long": {name: float((values > LONG * scale).mean()) for name, values in lengths.items()},
+        # Between two low weights: of all edges, and of those near zero.
+        "low": {name: float(values.mean()) for name, values in low.items()},
+        "low_of_near_zero": {name: float(low[name][near[name]].mean()) for name in low},
     }
 
 
-def conclude(results: Results) -> Finding:
-    """Whether many aligned edges are near zero and many are not."""
+def judge(results: Results) -> Verdict:
+    """Whether many aligned edges are near zero, most of these between low weights, and many are not."""
     near, long, mean = (results[name] for name in ("near_zero", "long", "mean"))
-    return near["aligned"] > 0.05 and long["aligned"] > 0.05, (
+    between_low, low = results["low_of_near_zero"]["aligned"], results["low"]["aligned"]
+    shorter = mean["aligned"] < mean["naive"] and near["aligned"] > near["naive"]
+    return Verdict(
+        bool(shorter and near["aligned"] > 0.05 and long["aligned"] > 0.05 and between_low > 0.5),
         f"Aligned, {near['aligned']:.1%} of the edges are shorter than a tenth of the weights' root mean square "
-        f"({near['naive']:.1%} naive) and {long['aligned']:.1%} longer than all of it ({long['naive']:.1%}); "
-        f"the mean length is {mean['aligned']:.4f} aligned and {mean['naive']:.4f} naive."
+        f"({near['naive']:.1%} naive) and {long['aligned']:.1%} longer than all of it ({long['naive']:.1%}); the mean "
+        f"length is {mean['aligned']:.4f} aligned and {mean['naive']:.4f} naive. Both weights are below half the root "
+        f"mean square for {between_low:.0%} of the shortest edges, and for {low:.0%} of all.",
     )
+
+
+def draw(results: Results, folder: Path) -> None:
+    """Draws the histograms of edge lengths, naive beside aligned, overall and for each layer."""
+    bins = np.array(results["bins"])
+    layers = list(results["layers"]["naive"])
+    columns = 4
+    rows = -(-len(layers) // columns)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(6.4, 2.2 + 1.2 * rows), layout="constrained")
+        top, bottom = cast(Any, figure.subfigures(2, 1, height_ratios=[2.2, 1.2 * rows + 0.3]))
+        whole = top.subplots()
+        small = bottom.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
+        panels = [(whole, results["overall"], "all layers")]
+        panels += [
+            (axes, {name: by_layer[layer] for name, by_layer in results["layers"].items()}, f"layer {layer}")
+            for axes, layer in zip(small, layers, strict=False)
+        ]
+        for axes, counts, title in panels:
+            for name, values in counts.items():
+                axes.stairs(values, bins, color=COLOURS[name], label=name, linewidth=1)
+            axes.set_yscale("log")
+            axes.set_title(title)
+        tops = [max(max(values) for values in by_layer.values()) for by_layer in results["layers"].values()]
+        whole.set_ylim(bottom=0.8)
+        small[0].set_ylim(0.8, 2 * max(tops))
+        for axes in small[len(layers) :]:
+            axes.axis("off")
+        whole.set_ylabel("weights")
+        whole.set_xlabel(r"$|\Theta_A - \Theta_B|$")
+        whole.legend(frameon=False)
+        bottom.supxlabel(r"$|\Theta_A - \Theta_B|$", fontsize=8)
+        figure.suptitle(results["title"], fontsize=9)
+        save(figure, folder, results["experiment"])
 
 
 EXPERIMENT = Experiment(
     name="edges",
     title="edge lengths of the box between A and B",
-    claim="Edge lengths vary widely: a large part is near zero, and a significant part is not.",
+    claim="Edge lengths vary widely: a large part is near zero, because many weights are, and a significant part is "
+    "not.",
     alt="Histograms of the absolute differences of paired weights on a log scale, overall and by layer.",
     measure=measure,
-    draw=figures.edges,
-    conclude=conclude,
+    draw=draw,
+    judge=judge,
 )
 
 if __name__ == "__main__":

@@ -10,18 +10,24 @@ performance. Expect on digits test loss barriers of uniform shares of 1.5 naive,
 and 0.03 by ste.
 """
 
+import itertools
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
 
+import matplotlib
 import numpy as np
+from matplotlib.figure import Figure
 
-from mcomb import figures
-from mcomb.cli import Flag
-from mcomb.combine import linear, mix, uniform
-from mcomb.experiment import Experiment, Finding, Results, main, measure_curves
-from mcomb.matchers import MATCHERS
-from mcomb.results import METRICS, Rows, columns, table
-from mcomb.workspace import Network, SweepConfig, Task, Workspace
+from mcomb.combination import linear, mix, uniform
+from mcomb.lab.cli import Flag
+from mcomb.lab.config import SweepConfig
+from mcomb.lab.experiment import Experiment, main
+from mcomb.lab.figures import STYLE, save
+from mcomb.lab.measure import Run, Task
+from mcomb.lab.results import METRICS, SPLITS, Results, columns, table
+from mcomb.lab.verdicts import Verdict, clearly_less
+from mcomb.matching import MATCHERS
 
 SWEEPS = {"linear": (mix(linear), 1.0), "uniform": (mix(uniform), 0.5)}  # how to combine, and the last value
 
@@ -34,26 +40,34 @@ class MatchersConfig(SweepConfig):
     orders: Annotated[int, Flag("orders of visits to try in weight matching", at_least=2)] = 8
 
 
-def measure(workspace: Workspace, networks: dict[str, Network], rows: Rows) -> Results:
+def matchings(config: Any) -> dict[str, tuple[str, int]]:
+    """Each matcher's matching of B to A, and that of the best of several orders of visits."""
+    methods = {matcher: (matcher, 1) for matcher in MATCHERS} | {best_of(config.orders): ("weights", config.orders)}
+    return {f"B to A, {name}": method for name, method in methods.items()}
+
+
+def best_of(orders: int) -> str:
+    """What weight matching with several orders of visits is called."""
+    return f"weights best of {orders}"
+
+
+def measure(run: Run) -> Results:
     """What each matcher reaches and takes, and its barriers."""
-    config: MatchersConfig = workspace.config  # type: ignore[assignment]
-    a, b = networks["A"], networks["B"]
-    found = {"weights": workspace.matching(a, b, "weights")}
-    found |= {f"weights, best of {config.orders}": workspace.matching(a, b, "weights", config.orders)}
-    best, _ = found[f"weights, best of {config.orders}"]
-    found |= {matcher: workspace.matching(a, b, matcher) for matcher in MATCHERS if matcher not in found}
-    pairs = {"naive": (a.params, b.params)}
-    pairs |= {name: (a.params, workspace.permuted(b, matching)) for name, (matching, _) in found.items()}
+    config, a, b = run.config, *(run.networks[letter].params for letter in "AB")
+    names = ["weights", best_of(config.orders), *(name for name in MATCHERS if name != "weights")]
+    kept = {name: run.matchings[f"B to A, {name}"] for name in names}
+    pairs = {"naive": (a, b)} | {name: (a, run.align(f"B to A, {name}")) for name in names}
     tasks: dict[str, Task] = {}
     for sweep, (combine, last) in SWEEPS.items():
         samples = 1 if sweep == "linear" else config.samples
         values = np.repeat(np.linspace(0, last, config.points, dtype=np.float32), samples)
-        tasks |= {f"{sweep}, {name}": Task(combine, pair, values, like=sweep) for name, pair in pairs.items()}
-    matchings = {name: {"objective": it.objective, "seconds": seconds} for name, (it, seconds) in found.items()}
+        tasks |= {f"{sweep}, {name}": Task(combine, pair, values, rng_name=sweep) for name, pair in pairs.items()}
+    best = kept[best_of(config.orders)].matching
+    reached = {name: {"objective": it.matching.objective, "seconds": it.seconds} for name, it in kept.items()}
     return {
-        "matchings": {"naive": {"objective": best.trace[0], "seconds": 0.0}} | matchings,
+        "reached": {"naive": {"objective": best.trace[0], "seconds": 0.0}} | reached,
         "tried": best.tried,
-        **measure_curves(workspace, rows, {"A": a.params, "B": b.params}, tasks, (config.points, -1)),
+        **run.measure_curves(tasks, (config.points, -1)),
     }
 
 
@@ -61,18 +75,19 @@ def tables(results: Results) -> str:
     """The barriers, then what each matcher reaches and how long it takes."""
     head = ("", "inner product", "seconds")
     cells = [
-        (name, f"{matching['objective']:.2f}", f"{matching['seconds']:.1f}")
-        for name, matching in results["matchings"].items()
+        (name, f"{matcher['objective']:.2f}", f"{matcher['seconds']:.1f}")
+        for name, matcher in results["reached"].items()
     ]
     return f"{table(results)}\n{columns([head, *cells])}"
 
 
-def conclude(results: Results) -> Finding:
-    """Whether the three matchers' barriers differ by less than a tenth of the naive one."""
+def judge(results: Results) -> Verdict:
+    """Whether the three matchers' barriers are all well below the naive one, and differ by less than a tenth of it."""
     barriers = {name: barrier["test"] for name, barrier in results["barriers"].items()}
-    close, sentences = True, []
+    close, below, sentences = True, True, []
     for sweep in SWEEPS:
         naive, three = barriers[f"{sweep}, naive"], {name: barriers[f"{sweep}, {name}"] for name in MATCHERS}
+        below &= all(clearly_less(barrier, naive) for barrier in three.values())
         for metric in METRICS:
             values = [barrier[metric] for barrier in three.values()]
             close &= max(values) - min(values) <= 0.1 * naive[metric]
@@ -80,11 +95,44 @@ def conclude(results: Results) -> Finding:
         sentences.append(f"{sweep}: {', '.join(each)}")
     tried = results["tried"]
     spread = (max(tried) - min(tried)) / abs(max(tried))
-    return close, (
-        f"By weights, by activations and by ste, barriers differ by {'less' if close else 'more'} than a tenth of the "
-        f"naive one. Test loss / accuracy, {'; '.join(sentences)}. Of {len(tried)} orders of visits, the best has an "
-        f"inner product {spread:.2%} above the worst."
+    return Verdict(
+        bool(close and below),
+        f"By weights, by activations and by ste, barriers are {'all' if below else 'not all'} below half of the naive "
+        f"one and differ by {'less' if close else 'more'} than a tenth of it. Test loss / accuracy, "
+        f"{'; '.join(sentences)}. Of {len(tried)} orders of visits, the best has an inner product {spread:.2%} above "
+        "the worst.",
     )
+
+
+MARKS = (("linear", "o", "#0072B2", 0.14), ("uniform", "s", "#D55E00", -0.14))
+
+
+def draw(results: Results, folder: Path) -> None:
+    """Draws each matcher's barriers, on the line and of uniform shares, and the inner product it reaches."""
+    reached = results["reached"]
+    at = np.arange(len(reached))[::-1]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(6.8, 2.7), layout="constrained")
+        *barriers, products = figure.subplots(1, 3, sharey=True)
+        for axes, metric in zip(barriers, METRICS, strict=True):
+            axes.set_xscale("symlog", linthresh=0.01)  # there are barriers of nothing, and naive ones are far away
+            axes.xaxis.set_major_formatter("{x:g}")
+            axes.axvline(0, color="0.35", linewidth=0.8)
+            for (sweep, marker, colour, offset), split in itertools.product(MARKS, SPLITS):
+                values = [results["barriers"][f"{sweep}, {name}"][split][metric] for name in reached]
+                style: Any = {"color": colour, "markersize": 4.5, "markeredgewidth": 0.9}
+                face = colour if split == "test" else "white"
+                axes.plot(values, at + offset, marker, markerfacecolor=face, label=f"{sweep}, {split}", **style)
+            axes.set_xlabel(f"{metric} barrier")
+        products.plot([matcher["objective"] for matcher in reached.values()], at, "D", color="black", markersize=4)
+        products.set_xlabel("inner product of A and B")
+        times = [f"\n{matcher['seconds']:.1f} s" if matcher["seconds"] else "" for matcher in reached.values()]
+        barriers[0].set_yticks(at, [name + time for name, time in zip(reached, times, strict=True)])
+        barriers[0].set_ylim(-0.6, len(reached) - 0.4)
+        handles, labels = barriers[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+        figure.suptitle(results["title"], fontsize=9)
+        save(figure, folder, results["experiment"])
 
 
 EXPERIMENT = Experiment(
@@ -92,10 +140,11 @@ EXPERIMENT = Experiment(
     title="three ways to match",
     claim="Matching weights, matching activations and the straight-through estimator are very close in performance.",
     alt="Barriers in loss and accuracy of no matching and of four matchers, and the inner products they reach.",
+    matchings=matchings,
     config=MatchersConfig,
     measure=measure,
-    draw=figures.matchers,
-    conclude=conclude,
+    draw=draw,
+    judge=judge,
     table=tables,
 )
 

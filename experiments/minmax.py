@@ -5,18 +5,24 @@
 The paper: 'Min' has low accuracy, so not every point of the cube is a good network.
 """
 
-from mcomb.combine import minmax
-from mcomb.experiment import Finding, Results, main, sweep
-from mcomb.workspace import LineConfig
+from mcomb.combination import minmax
+from mcomb.lab.config import LineConfig
+from mcomb.lab.experiment import main, sweep
+from mcomb.lab.results import METRICS, Results, barrier
+from mcomb.lab.verdicts import LIMITS, Verdict, cost
 
 
-def conclude(results: Results) -> Finding:
-    """Whether 'Min' is clearly worse than 'Max' and than A and B."""
-    accuracy = [row[0] for row in results["curves"]["aligned"]["test"]["accuracy"]]
-    level = sum(results["models"][model]["test"]["accuracy"] for model in "AB") / 2
-    return level - accuracy[-1] > 0.1 and accuracy[-1] < accuracy[0], (
-        f"'Max' has a test accuracy of {accuracy[0]:.1%} and 'Min' of {accuracy[-1]:.1%}, where A and B have "
-        f"{level:.1%} on average."
+def judge(results: Results) -> Verdict:
+    """Whether 'Min' fails, in loss and accuracy, where 'Max' is clearly better."""
+    curve = results["curves"]["aligned"]["test"]
+    ends = [results["models"][letter]["test"] for letter in "AB"]
+    lost = [cost(results, {m: barrier(m, curve[m][at], *(end[m] for end in ends)) for m in METRICS}) for at in (0, -1)]
+    largest, smallest = (curve["accuracy"][at][0] for at in (0, -1))
+    level = sum(end["accuracy"] for end in ends) / 2
+    return Verdict(
+        all(lost[1][m] > LIMITS[m] and lost[0][m] < lost[1][m] for m in METRICS),
+        f"'Max' has a test accuracy of {largest:.1%} and 'Min' of {smallest:.1%}, where A and B have {level:.1%} on "
+        f"average; their losses are {curve['loss'][0][0]:.3f} and {curve['loss'][-1][0]:.3f}.",
     )
 
 
@@ -29,7 +35,7 @@ EXPERIMENT = sweep(
     label="λ: 'Max' at 0, 'Min' at 1",
     values=(0.0, 1.0),
     combine=minmax,
-    conclude=conclude,
+    judge=judge,
     config=LineConfig,
 )
 

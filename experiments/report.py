@@ -28,12 +28,13 @@ from experiments import (
     uniform,
     width,
 )
-from mcomb import cli
-from mcomb.cli import Flag
-from mcomb.experiment import Experiment, command, gathered, narrowed, run, setups_help
-from mcomb.report import Entry, render
-from mcomb.results import atomic, writable
-from mcomb.workspace import Config, Workspace
+from experiments.report_page import Entry, render
+from mcomb.files import atomic, make_writable
+from mcomb.lab import cli
+from mcomb.lab.cli import Flag
+from mcomb.lab.config import Config, command, convert_config
+from mcomb.lab.experiment import Experiment, read_results, run, setups_help
+from mcomb.lab.store import Store
 
 ORDER = (
     *(schematic, uniform, subcube, hyperplane, bernoulli, stitching, linear),
@@ -51,7 +52,7 @@ class ReportConfig(width.WidthConfig):
 
 def plan(config: ReportConfig) -> list[tuple[Experiment, Config]]:
     """All experiments with their configs, in the paper's order."""
-    jobs = [(module.EXPERIMENT, narrowed(config, module.EXPERIMENT.config)) for module in ORDER]
+    jobs = [(module.EXPERIMENT, convert_config(config, module.EXPERIMENT.config)) for module in ORDER]
     second = [experiment.name for experiment, _ in jobs].index("linear") + 1
     jobs[second] = (jobs[second][0], replace(jobs[second][1], range=BEYOND))
     return jobs
@@ -60,18 +61,18 @@ def plan(config: ReportConfig) -> list[tuple[Experiment, Config]]:
 def main(argv: list[str] | None = None) -> None:
     """Gathers, and with --run runs, all experiments, and writes the page."""
     config = cli.parse(ReportConfig, __doc__ or "", argv, setups_help())
-    workspace = Workspace(config)
-    path = writable(workspace.home) / f"{workspace.folder('report').name}.html"
+    store = Store(config)
+    path = make_writable(store.home) / f"{store.folder('report').name}.html"
     print(f"the report goes to {path}", flush=True)
     entries, missing = [], []
     for experiment, its_config in plan(config):
-        results = run(experiment, its_config) if config.run else gathered(experiment, its_config)
+        results = (run if config.run else read_results)(experiment, its_config)
         if results is None:
             missing.append((experiment.name, command(experiment.name, its_config)))
             continue
-        picture = Workspace(its_config).folder(experiment.name) / f"{experiment.name}.png"
+        picture = Store(its_config).folder(experiment.name) / f"{experiment.name}.png"
         entries.append(Entry(results, picture.read_bytes()))
-    page = render(f"{workspace.setup.title}, width {config.width}", entries, missing)
+    page = render(f"{store.setup.title}, width {config.width}", entries, missing)
     with atomic(path) as temporary:
         temporary.write_text(page)
     print(

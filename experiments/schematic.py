@@ -6,22 +6,29 @@ Colour is the share of each network, brightness the value of the weight; the wei
 shares are drawn by the very functions that the experiments use.
 """
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
+import matplotlib
+import numpy as np
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
 
-from mcomb import figures
 from mcomb.base import stream
-from mcomb.combine import bernoulli, mix, stitch, uniform
-from mcomb.experiment import Experiment, Finding, Results, main
-from mcomb.results import Rows
-from mcomb.workspace import Network, Workspace
+from mcomb.combination import bernoulli, mix, stitch, uniform
+from mcomb.lab.experiment import Experiment, main
+from mcomb.lab.figures import STYLE, save
+from mcomb.lab.measure import Run
+from mcomb.lab.results import Results
+from mcomb.lab.verdicts import Verdict
 
 SHAPES = {"1": (5, 7), "2": (7, 7), "3": (7, 4)}  # layers
 
 
-def measure(workspace: Workspace, networks: dict[str, Network], rows: Rows) -> Results:
+def measure(run: Run) -> Results:
     """The share of the orange network and the value of each weight, for five pictures."""
-    seed = workspace.config.seed
+    seed = run.config.seed
     blue, orange = (
         {layer: jax.random.uniform(stream(seed, colour, layer), shape) for layer, shape in SHAPES.items()}
         for colour in ("blue", "orange")
@@ -44,9 +51,29 @@ def measure(workspace: Workspace, networks: dict[str, Network], rows: Rows) -> R
     return {"panels": panels}
 
 
-def conclude(results: Results) -> Finding:
+def judge(results: Results) -> Verdict:
     """Nothing: it is an illustration."""
-    return None, "An illustration: nothing is measured."
+    return Verdict(None, "An illustration: nothing is measured.")
+
+
+def draw(results: Results, folder: Path) -> None:
+    """Draws the layers of each combination as grids of cells, coloured by share and shaded by weight."""
+    blue, orange = (np.array(to_rgb(colour)) for colour in ("#0072B2", "#E69F00"))
+    with matplotlib.rc_context(STYLE | {"axes.grid": False}):
+        figure = Figure(figsize=(6.4, 2.6), layout="constrained")
+        panels = figure.subplots(3, len(results["panels"]))
+        for column, (name, panel) in zip(panels.T, results["panels"].items(), strict=True):
+            for axes, layer in zip(column[::-1], panel["shares"], strict=True):  # the first layer at the bottom
+                share, weight = (np.array(panel[kind][layer])[..., None] for kind in ("shares", "weights"))
+                hue = (1 - share) * blue + share * orange
+                height, width, _ = hue.shape
+                box = (-width / 2, width / 2, -height / 2, height / 2)  # cells of one size in all layers
+                axes.imshow(hue * weight + (1 - weight), interpolation="nearest", extent=box)
+                axes.set(xlim=(-4, 4), ylim=(-4, 4))
+                axes.axis("off")
+            column[0].set_title(name)
+        figure.supylabel("layers", fontsize=8)
+        save(figure, folder, results["experiment"])
 
 
 EXPERIMENT = Experiment(
@@ -57,8 +84,8 @@ EXPERIMENT = Experiment(
     "stitched combinations.",
     networks="",
     measure=measure,
-    draw=figures.schematic,
-    conclude=conclude,
+    draw=draw,
+    judge=judge,
 )
 
 if __name__ == "__main__":

@@ -8,18 +8,20 @@ model's `layer_of`; a norm goes with its layer and a shortcut with its block.
 
 import numpy as np
 
-from mcomb import figures
-from mcomb.combine import stitch
-from mcomb.experiment import Experiment, Results, main, measure_pair, works_aligned
-from mcomb.results import Rows
-from mcomb.workspace import CombinationConfig, Network, Workspace
+from mcomb.combination import stitch
+from mcomb.lab import figures
+from mcomb.lab.config import CombinationConfig
+from mcomb.lab.experiment import Experiment, main
+from mcomb.lab.measure import Run
+from mcomb.lab.results import Results
+from mcomb.lab.verdicts import judge_sweep
 
 
-def measure(workspace: Workspace, networks: dict[str, Network], rows: Rows) -> Results:
+def measure(run: Run) -> Results:
     """The curves over l = 0 (A) to the number of layers (B)."""
-    model = workspace.setup.model
+    model = run.store.setup.model
     label = "l: how many of the lower layers are B's"
-    return measure_pair(workspace, networks, rows, stitch(model.layer_of), "l", label, np.arange(model.depth + 1))
+    return run.measure_pair(stitch(model.layer_of), "l", label, np.arange(model.depth + 1))
 
 
 EXPERIMENT = Experiment(
@@ -30,7 +32,7 @@ EXPERIMENT = Experiment(
     config=CombinationConfig,
     measure=measure,
     draw=figures.sweep,
-    conclude=works_aligned,
+    judge=judge_sweep,
 )
 
 if __name__ == "__main__":

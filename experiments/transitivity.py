@@ -7,33 +7,37 @@ The paper: the two are linearly connected. Beside it, B and C as they are, and C
 
 import numpy as np
 
-from mcomb import figures
-from mcomb.combine import linear, mix
-from mcomb.experiment import Experiment, Finding, Results, main, measure_curves
-from mcomb.results import Rows
-from mcomb.workspace import LineConfig, Network, Task, Workspace
+from mcomb.combination import linear, mix
+from mcomb.lab import figures
+from mcomb.lab.config import LineConfig
+from mcomb.lab.experiment import Experiment, main
+from mcomb.lab.measure import Run, Task
+from mcomb.lab.results import Results
+from mcomb.lab.verdicts import Verdict, clearly_less, works
 
 
-def measure(workspace: Workspace, networks: dict[str, Network], rows: Rows) -> Results:
+def measure(run: Run) -> Results:
     """The curves from B to C: naive, through A, and matched directly."""
-    a, b, c = (networks[letter] for letter in "ABC")
-    values = np.linspace(0, 1, workspace.config.points, dtype=np.float32)  # type: ignore[attr-defined]
+    b, c = (run.networks[letter].params for letter in "BC")
+    values = np.linspace(0, 1, run.config.points, dtype=np.float32)
     pairs = {
-        "naive": (b.params, c.params),
-        "through A": (workspace.aligned(a, b), workspace.aligned(a, c)),
-        "direct": (b.params, workspace.aligned(b, c)),
+        "naive": (b, c),
+        "through A": (run.align("B to A"), run.align("C to A")),
+        "direct": (b, run.align("C to B")),
     }
     tasks = {name: Task(mix(linear), pair, values) for name, pair in pairs.items()}
-    curves = measure_curves(workspace, rows, {"B": b.params, "C": c.params}, tasks, (len(values), 1))
+    curves = run.measure_curves(tasks, (len(values), 1), ends="BC")
     return {"parameter": {"name": "λ", "label": "λ: B at 0, C at 1", "values": values.tolist()}, **curves}
 
 
-def conclude(results: Results) -> Finding:
-    """Whether B and C are connected through A."""
-    lost = {name: barrier["test"]["accuracy"] for name, barrier in results["barriers"].items()}
-    return lost["through A"] <= 0.1 and lost["through A"] < lost["naive"], (
-        f"On the line from B to C test accuracy falls by {lost['through A']:.1%} at most when both are matched to "
-        f"A, by {lost['direct']:.1%} when C is matched to B, and by {lost['naive']:.1%} when nothing is."
+def judge(results: Results) -> Verdict:
+    """Whether B and C are connected through A, in loss and accuracy."""
+    lost = {name: barrier["test"] for name, barrier in results["barriers"].items()}
+    each = {name: f"{barrier['accuracy']:.1%} and {barrier['loss']:.3f}" for name, barrier in lost.items()}
+    return Verdict(
+        works(results, lost["through A"]) and clearly_less(lost["through A"], lost["naive"]),
+        f"On the line from B to C test accuracy falls and loss rises by {each['through A']} at most when both are "
+        f"matched to A, by {each['direct']} when C is matched to B, and by {each['naive']} when nothing is.",
     )
 
 
@@ -43,10 +47,11 @@ EXPERIMENT = Experiment(
     claim="Two networks matched to a common third one are linearly connected with each other.",
     alt="Loss and accuracy on the line from B to C: naive, both matched to A, and C matched to B.",
     networks="ABC",
+    matchings=("B to A", "C to A", "C to B"),
     config=LineConfig,
     measure=measure,
     draw=figures.sweep,
-    conclude=conclude,
+    judge=judge,
 )
 
 if __name__ == "__main__":

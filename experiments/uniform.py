@@ -7,8 +7,8 @@ Aligned, every sampled network works: the paper's barriers at width 32 are 0.044
 ResNet-20, 0.332 and 0.07 for Tiny-10. Naive, they are far worse.
 """
 
-from mcomb.combine import mix, uniform
-from mcomb.experiment import main, sweep
+from mcomb.combination import mix, uniform
+from mcomb.lab.experiment import Paper, main, sweep
 
 EXPERIMENT = sweep(
     name="uniform",
@@ -20,8 +20,8 @@ EXPERIMENT = sweep(
     values=(0.0, 0.5),
     combine=mix(uniform),
     paper={
-        "resnet20-cifar10": {"loss": 0.044, "accuracy": 0.012},
-        "tiny10-cifar10": {"loss": 0.332, "accuracy": 0.07},
+        "resnet20-cifar10": Paper(loss=0.044, accuracy=0.012),
+        "tiny10-cifar10": Paper(loss=0.332, accuracy=0.07),
     },
 )
 

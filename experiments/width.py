@@ -7,19 +7,26 @@ The paper: with alignment all barriers fall as the network widens, and width is 
 missing, and reuses the sweeps that have been run.
 """
 
-import dataclasses
+import itertools
 from dataclasses import dataclass
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from experiments import bernoulli, hyperplane, linear, subcube, uniform
-from mcomb import figures
 from mcomb.base import UserError
-from mcomb.cli import Flag
-from mcomb.experiment import Experiment, Finding, Results, main, narrowed, run
-from mcomb.results import Rows
-from mcomb.workspace import Network, SweepConfig, Workspace
+from mcomb.lab.cli import Flag
+from mcomb.lab.config import CHECKPOINT_FLAGS, SweepConfig, convert_config
+from mcomb.lab.experiment import Experiment, Parts, main
+from mcomb.lab.figures import LINES, STYLE, save
+from mcomb.lab.measure import Run
+from mcomb.lab.results import METRICS, SPLITS, Results
+from mcomb.lab.verdicts import Verdict, falls
 
-SWEEPS = (linear, uniform, subcube, hyperplane, bernoulli)
+SWEEPS = {module.EXPERIMENT.name: module.EXPERIMENT for module in (linear, uniform, subcube, hyperplane, bernoulli)}
 
 
 @dataclass(frozen=True)
@@ -29,30 +36,75 @@ class WidthConfig(SweepConfig):
     widths: Annotated[tuple[int, ...], Flag("widths to compare", at_least=1)] = (1, 2, 4, 8, 16, 32)
 
 
-def measure(workspace: Workspace, networks: dict[str, Network], rows: Rows) -> Results:
-    """The barriers of each sweep, a list with one for each width."""
-    config: WidthConfig = workspace.config  # type: ignore[assignment]
-    if given := config.checkpoint_a or config.checkpoint_b:
+def sweeps(config: WidthConfig) -> Parts:
+    """Every sweep at every width, the narrowest first."""
+    if given := next(filter(None, (getattr(config, name) for name in CHECKPOINT_FLAGS)), None):
         raise UserError(f"checkpoint {given} has one width, and this compares several: leave it out")
-    found = {}
-    for module in SWEEPS:
-        experiment = module.EXPERIMENT
-        found[experiment.name] = [
-            run(experiment, narrowed(dataclasses.replace(config, width=width), experiment.config))["barriers"]
-            for width in config.widths
-        ]
-    return {"widths": config.widths, "by_width": found}
+    return {
+        f"{name}, width {width}": (sweep, convert_config(config, sweep.config, width=width))
+        for width in sorted(set(config.widths))
+        for name, sweep in SWEEPS.items()
+    }
 
 
-def conclude(results: Results) -> Finding:
-    """Whether every aligned barrier is lower at the largest width than at the smallest."""
-    lost = {name: [at["aligned"]["test"]["accuracy"] for at in rows] for name, rows in results["by_width"].items()}
-    worst = [max(values[i] for values in lost.values()) for i in (0, -1)]
-    widths = results["widths"]
-    return all(values[-1] < values[0] for values in lost.values()), (
-        f"The largest aligned accuracy barrier of the five sweeps is {worst[0]:.1%} at width {widths[0]} and "
-        f"{worst[1]:.1%} at width {widths[-1]}."
+def measure(run: Run) -> Results:
+    """The barriers of each sweep, a list with one for each width."""
+    widths = sorted(set(run.config.widths))
+    lines = {width: run.parts[f"linear, width {width}"] for width in widths}
+    return {
+        "widths": widths,
+        "models": {f"{x}, width {w}": line["models"][x] for w, line in lines.items() for x in "AB"},
+        "guessing": lines[widths[0]]["guessing"],
+        "by_width": {name: [run.parts[f"{name}, width {width}"]["barriers"] for width in widths] for name in SWEEPS},
+    }
+
+
+def judge(results: Results) -> Verdict:
+    """Whether the aligned barriers of every sweep fall with the width, in loss and accuracy."""
+    narrow, wide = results["widths"][0], results["widths"][-1]
+    if narrow == wide:
+        return Verdict(None, f"No verdict: width {narrow} alone shows no trend.")
+    lost = {
+        (name, m): [at["aligned"]["test"][m] for at in by_width]
+        for name, by_width in results["by_width"].items()
+        for m in METRICS
+    }
+    worst = {m: [max(values[i] for (_, of), values in lost.items() if of == m) for i in (0, -1)] for m in METRICS}
+    loss, accuracy = worst["loss"], worst["accuracy"]
+    return Verdict(
+        all(map(falls, lost.values())),
+        f"The largest aligned barriers of the five sweeps are {loss[0]:.3f} in loss and {accuracy[0]:.1%} in accuracy "
+        f"at width {narrow}, {loss[1]:.3f} and {accuracy[1]:.1%} at width {wide}.",
     )
+
+
+def draw(results: Results, folder: Path) -> None:
+    """Draws the barriers of every sweep against width: aligned and naive, train and test."""
+    colours = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#CC79A7")
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(5.8, 4.6), layout="constrained")
+        panels = figure.subplots(2, 2, sharex=True, sharey="row")
+        for (row, metric), (column, variant) in itertools.product(enumerate(METRICS), enumerate(("aligned", "naive"))):
+            axes = panels[row, column]
+            for (name, by_width), colour, marker in zip(results["by_width"].items(), colours, "osv^D", strict=True):
+                for split in SPLITS:
+                    values = [at[variant][split][metric] for at in by_width]
+                    label = name if split == "test" else None
+                    style: Any = {"color": colour, "marker": marker, "markersize": 3.5, "label": label}
+                    axes.plot(results["widths"], values, LINES[split], **style)
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(results["widths"], [str(width) for width in results["widths"]])
+            if row == 0:
+                axes.set_title(variant)
+            else:
+                axes.set_xlabel("width multiplier")
+            if column == 0:
+                axes.set_ylabel(f"{metric} barrier")
+        handles, labels = panels[0, 0].get_legend_handles_labels()
+        handles += [Line2D([], [], color="0.4", linestyle=LINES[split]) for split in SPLITS]
+        figure.legend(handles, [*labels, *SPLITS], loc="outside lower center", ncols=7, frameon=False)
+        figure.suptitle(results["title"], fontsize=9)
+        save(figure, folder, results["experiment"])
 
 
 EXPERIMENT = Experiment(
@@ -61,10 +113,11 @@ EXPERIMENT = Experiment(
     claim="Barriers of aligned combinations fall as the network widens; width is a necessary condition.",
     alt="Loss and accuracy barriers of five sweeps against the width multiplier, naive and aligned.",
     networks="",
+    parts=sweeps,
     config=WidthConfig,
     measure=measure,
-    draw=figures.widths,
-    conclude=conclude,
+    draw=draw,
+    judge=judge,
 )
 
 if __name__ == "__main__":

@@ -8,17 +8,19 @@ For two sets of parameters `a` and `b` of any network that JAX can trace, as `fn
     between = mcomb.combine(a, aligned, 0.5)
 """
 
-from mcomb.activations import match_activations
-from mcomb.align import Alignment, align_many
+from mcomb.matching.activations import match_activations
+from mcomb.matching.many import Alignment, align_many
 from mcomb.checkpoint import read_checkpoint, write_checkpoint
-from mcomb.combine import bernoulli, centered, combine, hyperplane, linear, mix, subcube, uniform
-from mcomb.derive import permutation_spec
-from mcomb.evaluate import Metrics, Score, evaluate, score
-from mcomb.matchers import match
-from mcomb.permute import Blocks, PermutationSpec, Segments, check_spec
+from mcomb.combination import bernoulli, centered, combine, hyperplane, linear, mix, subcube, uniform
+from mcomb.symmetry.derive import permutation_spec
+from mcomb.evaluation import Metrics, Score, evaluate, score
+from mcomb.matching import match
+from mcomb.symmetry.check import check_spec
+from mcomb.symmetry.spec import Blocks, PermutationSpec, Segments
 from mcomb.repair import repaired
-from mcomb.ste import match_straight_through
-from mcomb.weights import Matching, match_weights
+from mcomb.matching.straight_through import match_straight_through
+from mcomb.matching.core import Matching
+from mcomb.matching.weights import match_weights
 
 __all__ = [
     "Alignment",

@@ -1,6 +1,5 @@
-"""What every module shares: types, the error meant for people, named random streams, names of leaves."""
+"""What every module shares: types, errors meant for people, named random streams, names of leaves."""
 
-import sys
 import zlib
 from collections.abc import Callable
 from functools import reduce
@@ -9,7 +8,6 @@ from typing import Any
 import jax
 import numpy as np
 from jaxtyping import Float, PRNGKeyArray
-from tqdm import tqdm
 
 Array = jax.Array | np.ndarray
 Params = Any  # a pytree of arrays
@@ -22,28 +20,20 @@ class UserError(Exception):
     exit_code = 2
 
 
+class Diverged(UserError):
+    """Something that learns met a loss or a weight that is infinite or not a number."""
+
+    exit_code = 1
+
+
 def fold_name(key: PRNGKeyArray, name: str | int) -> PRNGKeyArray:
     """The key of one purpose among those that share `key`, the same on every machine."""
     return jax.random.fold_in(key, name if isinstance(name, int) else zlib.crc32(name.encode()))
 
 
 def stream(seed: int, *names: str | int) -> PRNGKeyArray:
-    """The root seed's key, folded with the names of what it is for."""
+    """The root seed's key, folded with the names of what it is for: `stream(0, "order", epoch)`."""
     return reduce(fold_name, names, jax.random.key(seed))
-
-
-def progress_bar(total: int, unit: str, what: str, done: int = 0) -> "tqdm[Any]":
-    """A bar with rate and time left; where nobody watches a terminal, a line now and then."""
-    watched = sys.stderr.isatty()
-    return tqdm(
-        total=total,
-        initial=done,
-        desc=what,
-        unit=unit,
-        unit_scale=True,
-        dynamic_ncols=watched,
-        mininterval=0.2 if watched else 10,
-    )
 
 
 def leaf_name(path: tuple[Any, ...]) -> str:

@@ -2,7 +2,7 @@
 
 The units of a combination vary less than those of the networks that it is made of, and the less the deeper they are.
 REPAIR shifts and rescales every unit's pre-activation so that its mean and its standard deviation become those of the
-networks, each counted by its share: as would a BatchNorm after each layer, with these as its parameters.
+networks, weighted by their shares: as would a BatchNorm after each layer, with these as its parameters.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,49 +13,49 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, PRNGKeyArray
 
-from mcomb.activations import CONSTANT
 from mcomb.base import Apply, Array, Params
-from mcomb.combine import Draw
-from mcomb.evaluate import BATCH, replicate
-from mcomb.permute import PermutationSpec, names_in
-from mcomb.taps import Place, Site, Tap, survey, tapped
+from mcomb.combination import Draw
+from mcomb.devices import BATCH, replicate
+from mcomb.statistics import varies
+from mcomb.symmetry.intermediates import ArrayId, Equation, Intermediate, list_intermediates, with_intermediates
+from mcomb.symmetry.spec import PermutationSpec, axis_names
 
 
 class Layer(NamedTuple):
-    """A linear map to hidden units: where its weights and the pre-activations are."""
+    """A linear map to hidden units: its weights and its output, the pre-activations."""
 
-    weights: Place
-    output: Place
-    samples: tuple[int, ...]  # the axes of pre-activations that are not the units'
+    weights: ArrayId
+    output: ArrayId
+    sample_axes: tuple[int, ...]  # of the output: all but the units', as the batch's and those of positions
 
 
 class Moments(NamedTuple):
-    """The mean and variance of each of a layer's units, with one entry along the axes of samples."""
+    """The mean and variance of each unit of a layer; the axes of samples have size 1."""
 
     mean: Float[Array, "..."]
     variance: Float[Array, "..."]
 
 
 class Correction(NamedTuple):
-    """The scale and then the shift that a layer's units need."""
+    """What the pre-activations of each unit of a layer are multiplied by, and what is then added."""
 
     scale: Float[Array, "..."]
     shift: Float[Array, "..."]
 
-    def corrected(self, value: Array) -> Array:
+    def apply(self, values: Array) -> Array:
         """The corrected pre-activations."""
-        return (value * self.scale + self.shift).astype(value.dtype)
+        return (values * self.scale + self.shift).astype(values.dtype)
 
 
-class Renormalised(NamedTuple):
-    """A network with the correction of each layer."""
+class RepairedNetwork(NamedTuple):
+    """A network with a correction for each layer."""
 
     params: Params
     corrections: list[Correction]
 
 
 class Statistics(NamedTuple):
-    """Batches of inputs, and for each layer the moments on each of them of each network to combine."""
+    """Batches of inputs and, for each layer, the moments on each of them of each network to combine."""
 
     batches: Array
     moments: list[Moments]
@@ -93,69 +93,74 @@ def repaired(
     size = len(inputs) // count
     batches = jnp.asarray(inputs)[: count * size].reshape(count, size, *inputs.shape[1:])
     networks, batches = replicate((networks, batches))
-    moments = _moments_of(spec, apply, networks, batches)
-    none = [Correction(jnp.ones_like(of.mean[0, 0]), jnp.zeros_like(of.mean[0, 0])) for of in moments]
-    statistics = Statistics(batches, moments)
-    by_themselves = (Renormalised(params, none) for params in networks)
-    return Repaired(_repaired_apply(spec, apply), _repaired_draw(spec, apply, draw, ends), (*by_themselves, statistics))
+    moments = _network_moments(spec, apply, networks, batches)
+    means = [layer.mean[0, 0] for layer in moments]
+    unchanged = [Correction(jnp.ones_like(mean), jnp.zeros_like(mean)) for mean in means]
+    repaired_networks = [RepairedNetwork(params, unchanged) for params in networks]
+    return Repaired(
+        _repaired_apply(spec, apply),
+        _repaired_draw(spec, apply, draw, ends),
+        (*repaired_networks, Statistics(batches, moments)),
+    )
 
 
-def layers(spec: PermutationSpec, apply: Apply, params: Params, inputs: Array) -> list[Layer]:
+def list_layers(spec: PermutationSpec, apply: Apply, params: Params, inputs: Array) -> list[Layer]:
     """The linear maps, outside of scans, whose results have hidden units, in the order of use.
 
     They are products of something that depends on the inputs with weights, which depend on parameters only. If all
     that happens to a product is that a bias is added, which depends on parameters only, too, then the sum is the
     pre-activation.
     """
-    sites = survey(spec, apply, params, inputs).sites
-    readers: dict[Place, list[Site]] = {}
-    for site in sites:
-        for tap in filter(None, site.operands):
-            readers.setdefault(tap.place, []).append(site)
-    found = []
-    for site in sites:
-        weights = _from_params(site)
-        if site.eqn.primitive.name not in ("dot_general", "conv_general_dilated") or not weights:
+    equations = list_intermediates(spec, apply, params, inputs).equations
+    uses: dict[ArrayId, list[Equation]] = {}
+    for equation in equations:
+        for operand in filter(None, equation.operands):
+            uses.setdefault(operand.id, []).append(equation)
+    layers = []
+    for equation in equations:
+        weights = _params_only(equation)
+        if equation.eqn.primitive.name not in ("dot_general", "conv_general_dilated") or not weights:
             continue
-        (output,), names = site.results, weights[0].perms
-        in_scan = len(output.layouts) > len(site.eqn.outvars[0].aval.shape)  # type: ignore[attr-defined]
-        if in_scan or not output.inputs or not output.perms & names & spec.sizes.keys():
+        (output,), names = equation.results, weights[0].names
+        in_scan = len(output.layouts) > len(equation.eqn.outvars[0].aval.shape)  # type: ignore[attr-defined]
+        if in_scan or not output.depends_on_inputs or not output.names & names & spec.sizes.keys():
             continue
-        samples = tuple(i for i, layout in enumerate(output.layouts) if not names.intersection(names_in(layout)))
-        match readers.get(output.place):
-            case [reader] if reader.eqn.primitive.name == "add" and _from_params(reader):
-                (output,) = reader.results
-        found.append(Layer(weights[0].place, output.place, samples))
-    return found
+        sample_axes = tuple(i for i, layout in enumerate(output.layouts) if not names.intersection(axis_names(layout)))
+        match uses.get(output.id):
+            case [use] if use.eqn.primitive.name == "add" and _params_only(use):
+                (output,) = use.results
+        layers.append(Layer(weights[0].id, output.id, sample_axes))
+    return layers
 
 
-def _from_params(site: Site) -> list[Tap]:
-    """What an equation reads that depends on parameters only."""
-    return [tap for tap in site.operands if tap is not None and tap.params and not tap.inputs]
+def _params_only(equation: Equation) -> list[Intermediate]:
+    """The operands of an equation that depend on parameters and not on inputs."""
+    operands = [operand for operand in equation.operands if operand is not None]
+    return [operand for operand in operands if operand.depends_on_params and not operand.depends_on_inputs]
 
 
 def shares(
-    apply: Apply, found: Sequence[Layer], combined: Params, networks: Sequence[Params], inputs: Array
+    apply: Apply, layers: Sequence[Layer], combined: Params, networks: Sequence[Params], inputs: Array
 ) -> Float[Array, "layers networks"]:
-    """The share of each network in each layer: of the affine combinations of their weights, the nearest one's.
+    """The share of each network in each layer of a combination: the affine combination with the nearest weights.
 
     A network with the same weights as the first one has no share of its own.
     """
-    run = tapped(apply, {layer.weights for layer in found})
+    run = with_intermediates(apply, {layer.weights for layer in layers})
 
     def weights(params: Params) -> list[Array]:
-        handed = run(params, inputs)[1]
-        return [handed[layer.weights].astype(jnp.float32) for layer in found]
+        arrays = run(params, inputs)[1]
+        return [arrays[layer.weights].astype(jnp.float32) for layer in layers]
 
     def inner(x: Array, y: Array) -> Array:
         return jnp.vdot(x, y, precision="highest")
 
     grams, products = [], []
-    for mine, first, *others in zip(*map(weights, (combined, *networks)), strict=True):
-        steps = [other - first for other in others]
-        grams.append([[inner(x, y) for y in steps] for x in steps])
-        products.append([inner(x, mine - first) for x in steps])
-    shape = (len(found), len(networks) - 1)
+    for target, first, *others in zip(*map(weights, (combined, *networks)), strict=True):
+        directions = [other - first for other in others]
+        grams.append([[inner(x, y) for y in directions] for x in directions])
+        products.append([inner(x, target - first) for x in directions])
+    shape = (len(layers), len(networks) - 1)
     gram, product = jnp.array(grams).reshape(*shape, shape[1]), jnp.array(products).reshape(shape)
     inverse = jnp.linalg.pinv(gram, hermitian=True)  # of zero it is zero, for the same weights
     rest = jnp.einsum("lij,lj->li", inverse, product, precision="highest")
@@ -164,81 +169,89 @@ def shares(
 
 @cache
 def _repaired_apply(spec: PermutationSpec, apply: Apply) -> Apply:
-    def run(network: Renormalised, inputs: Array) -> Array:
-        found = layers(spec, apply, network.params, inputs)
-        edits = {layer.output: one.corrected for layer, one in zip(found, network.corrections, strict=True)}
-        return tapped(apply, (), edits)(network.params, inputs)[0]
+    """The function of a `RepairedNetwork` and its inputs."""
+
+    def run(network: RepairedNetwork, inputs: Array) -> Array:
+        layers = list_layers(spec, apply, network.params, inputs)
+        edits = {layer.output: one.apply for layer, one in zip(layers, network.corrections, strict=True)}
+        return with_intermediates(apply, (), edits)(network.params, inputs)[0]
 
     return run
 
 
 @cache
 def _repaired_draw(spec: PermutationSpec, apply: Apply, draw: Draw, ends: Callable[..., Any] | None) -> Draw:
-    def run(key: PRNGKeyArray, parameter: Any, *given: Any) -> Renormalised:
-        *repaired, (batches, moments) = given
-        networks = [network.params for network in repaired]
+    """The draw of a `RepairedNetwork` from a key, a parameter, the networks and their statistics."""
+
+    def run(key: PRNGKeyArray, parameter: Any, *args: Any) -> RepairedNetwork:
+        *repaired_networks, (batches, goals) = args
+        networks = [network.params for network in repaired_networks]
         params = draw(key, parameter, *networks)
         if ends is not None:
             networks = ends(parameter, *networks)
-            moments = _moments_of(spec, apply, networks, batches)
-        found = layers(spec, apply, params, batches[0])
-        share = shares(apply, found, params, networks, batches[0])
+            goals = _network_moments(spec, apply, networks, batches)
+        layers = list_layers(spec, apply, params, batches[0])
+        layer_shares = shares(apply, layers, params, networks, batches[0])
 
-        def on_batch(given: tuple[Array, list[Moments]]) -> list[Moments]:
-            # What a unit should be on these very inputs: so each network by itself stays as it is.
-            batch, moments = given
-            return _moments(apply, found, params, batch, list(zip(moments, share, strict=True)))
+        def batch_moments(args: tuple[Array, list[Moments]]) -> list[Moments]:
+            # The networks' moments on this very batch are the goal: so each network by itself stays as it is.
+            batch, goals = args
+            return _moments(apply, layers, params, batch, list(zip(goals, layer_shares, strict=True)))
 
-        mine = jax.lax.map(on_batch, (batches, moments))
-        mine, moments = jax.tree.map(lambda of_batches: of_batches.mean(0), (mine, moments))
-        return Renormalised(params, list(map(_correction, mine, moments, share)))
+        moments = jax.lax.map(batch_moments, (batches, goals))
+        moments, goals = jax.tree.map(lambda per_batch: per_batch.mean(0), (moments, goals))
+        return RepairedNetwork(params, list(map(_correction, moments, goals, layer_shares)))
 
     return run
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _moments_of(spec: PermutationSpec, apply: Apply, networks: Sequence[Params], batches: Array) -> list[Moments]:
+def _network_moments(spec: PermutationSpec, apply: Apply, networks: Sequence[Params], batches: Array) -> list[Moments]:
     """For each layer the moments on each batch of each network."""
-    found = layers(spec, apply, networks[0], batches[0])
+    layers = list_layers(spec, apply, networks[0], batches[0])
 
-    def on_batch(batch: Array) -> list[Moments]:
-        each = [_moments(apply, found, params, batch) for params in networks]
-        return jax.tree.map(lambda *of_networks: jnp.stack(of_networks), *each)
+    def batch_moments(batch: Array) -> list[Moments]:
+        each = [_moments(apply, layers, params, batch) for params in networks]
+        return jax.tree.map(lambda *per_network: jnp.stack(per_network), *each)
 
-    return jax.lax.map(on_batch, batches)
+    return jax.lax.map(batch_moments, batches)
 
 
 def _moments(
     apply: Apply,
-    found: Sequence[Layer],
+    layers: Sequence[Layer],
     params: Params,
     inputs: Array,
     goals: Sequence[tuple[Any, ...]] | None = None,
 ) -> list[Moments]:
-    """The moments of each layer's units; given networks' moments and shares, layers before it are corrected."""
-    seen: dict[Place, Moments] = {}
+    """The moments of each layer's units.
+
+    With goals, the networks' moments and shares for each layer, all layers before it are corrected.
+    """
+    moments: dict[ArrayId, Moments] = {}
 
     def edit(layer: Layer, *goal: Any) -> Callable[[Array], Array]:
-        def see(value: Array) -> Array:
-            exact = value.astype(jnp.float32)
-            mean = exact.mean(layer.samples, keepdims=True)
-            seen[layer.output] = mine = Moments(mean, jnp.square(exact - mean).mean(layer.samples, keepdims=True))
-            return _correction(mine, *goal).corrected(value) if goal else value
+        def observe(values: Array) -> Array:
+            exact = values.astype(jnp.float32)
+            mean = exact.mean(layer.sample_axes, keepdims=True)
+            variance = jnp.square(exact - mean).mean(layer.sample_axes, keepdims=True)
+            moments[layer.output] = Moments(mean, variance)
+            return _correction(moments[layer.output], *goal).apply(values) if goal else values
 
-        return see
+        return observe
 
-    edits = {layer.output: edit(layer, *goal) for layer, goal in zip(found, goals or [()] * len(found), strict=True)}
-    tapped(apply, (), edits)(params, inputs)
-    return [seen[layer.output] for layer in found]
+    edits = {layer.output: edit(layer, *goal) for layer, goal in zip(layers, goals or [()] * len(layers), strict=True)}
+    with_intermediates(apply, (), edits)(params, inputs)
+    return [moments[layer.output] for layer in layers]
 
 
-def _correction(mine: Moments, networks: Moments, share: Float[Array, "networks"]) -> Correction:
-    """What gives units the mean and the standard deviation that networks have, each with its share.
+def _correction(moments: Moments, networks: Moments, share: Float[Array, "networks"]) -> Correction:
+    """What gives units the mean and the standard deviation of the networks, weighted by their shares.
 
-    With shares below zero the deviations may sum to less than none, which counts as none.
+    With shares below zero the weighted deviation may be below zero, which counts as zero.
     """
     total = partial(jnp.tensordot, share, axes=1, precision="highest")
     mean, deviation = total(networks.mean), jnp.maximum(0, total(jnp.sqrt(networks.variance)))
-    alive = mine.variance > CONSTANT * (mine.variance + mine.mean**2)
-    scale = jnp.where(alive, deviation / jnp.sqrt(jnp.where(alive, mine.variance, 1)), 1)
-    return Correction(scale, mean - scale * mine.mean)
+    alive = varies(moments.mean, moments.variance)
+    scale = jnp.where(alive, deviation / jnp.sqrt(jnp.where(alive, moments.variance, 1)), 1)
+    return Correction(scale, mean - scale * moments.mean)

@@ -1,4 +1,7 @@
-"""Strict numerics on two virtual CPU devices, so that every test exercises the sharded code."""
+"""Strict numerics on two virtual CPU devices, so that every test exercises the sharded code.
+
+MCOMB_TESTS_DEVICES sets another number of devices.
+"""
 
 import atexit
 import os
@@ -10,9 +13,10 @@ import jax
 import numpy as np
 import pytest
 
-from mcomb import data
-from mcomb.setups import SETUPS
+from mcomb.lab.data import DATA_VARIABLE, DIGITS
+from mcomb.lab.setups import SETUPS
 
+DEVICES = os.environ.setdefault("MCOMB_TESTS_DEVICES", "2")
 # These programs are tiny and run once: compiling them thoroughly would take most of the time.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
 # What one test or one of the commands it starts has compiled, the others need not.
@@ -22,37 +26,39 @@ if "MCOMB_TESTS_COMPILED" not in os.environ:  # set by the first process, and in
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["MCOMB_TESTS_COMPILED"]
 jax.config.update("jax_compilation_cache_dir", os.environ["MCOMB_TESTS_COMPILED"])
 jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_num_cpu_devices", int(DEVICES))
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "standard")
 
 
 @pytest.fixture
 def one_device(monkeypatch):
-    """As if the machine had one device."""
-    first = jax.devices()[:1]
-    monkeypatch.setattr(jax, "local_devices", lambda: first)
+    """As if the machine had one device; a test that compares one with several is skipped if it has no more."""
+    devices = jax.devices()
+    if len(devices) == 1:
+        pytest.skip("there is one device only: give MCOMB_TESTS_DEVICES=2")
+    monkeypatch.setattr(jax, "local_devices", lambda: devices[:1])
 
 
 @pytest.fixture(scope="session")
 def digits():
-    return data.digits()
+    return DIGITS.load(None)
 
 
 @pytest.fixture(scope="session")
 def cifar_archive():
-    place = os.environ.get(data.DATA_VARIABLE)
+    place = os.environ.get(DATA_VARIABLE)
     if not place:
-        pytest.skip(f"real CIFAR-10 is not here: {data.DATA_VARIABLE} is not set")
+        pytest.skip(f"real CIFAR-10 is not here: {DATA_VARIABLE} is not set")
     return Path(place)
 
 
 @pytest.fixture(params=SETUPS)
 def network(request):
-    """An untrained network of each setup at width 1: its model, parameters, spec, and a few images."""
+    """An untrained network of each setup at width 1: its setup, model, parameters, and a few images."""
     setup = SETUPS[request.param]
-    model = setup.model(1)
-    images = np.random.default_rng(0).integers(0, 255, (6, *setup.image)).astype(np.float32) / 255
+    model = setup.module(1)
+    images = np.random.default_rng(0).integers(0, 255, (6, *setup.dataset.image)).astype(np.float32) / 255
     # Random everywhere: norms as they are initialised look the same under every permutation.
     rng = np.random.default_rng(1)
     shapes = jax.eval_shape(model.init, jax.random.key(0), images)["params"]

@@ -13,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mcomb import read_checkpoint, write_checkpoint
 from mcomb.base import UserError
 from mcomb.checkpoint import Checkpoints
-from mcomb.setups import SETUPS
-from mcomb.train import initial_state
+from mcomb.lab.setups import SETUPS
+from mcomb.lab.training import initial_state
 
 PARAMS = {"dense": {"kernel": jnp.arange(6.0).reshape(2, 3), "bias": jnp.ones(3)}}
 RECIPE = SETUPS["mlp-digits"].recipe

@@ -11,13 +11,13 @@ from zoo import CASES, Shape, drawn
 from experiments import linear as line
 from experiments import robustness
 from mcomb import bernoulli, cli, combine, evaluate, linear, mix, permutation_spec, repaired, uniform
-from mcomb.combine import blend, stitch
-from mcomb.evaluate import footprint
-from mcomb.experiment import command, run
+from mcomb.combination import blend, stitch
+from mcomb.devices import footprint
+from mcomb.lab.experiment import command, run
 from mcomb.repair import layers, shares
-from mcomb.report import settings
-from mcomb.taps import tapped
-from mcomb.workspace import Workspace
+from experiments.report_page import settings
+from mcomb.symmetry.intermediates import with_intermediates
+from mcomb.lab.workspace import Workspace
 
 KEYS = jax.random.split(jax.random.key(0), 5)
 SHARES = jnp.linspace(0, 0.5, 5)
@@ -43,7 +43,7 @@ def one(repair, parameter, key=KEYS[0]):
 def statistics(apply, found, params, x, corrections=None):
     """The means and standard deviations of each layer's units, corrected or as they are."""
     edits = {layer.output: one.corrected for layer, one in zip(found, corrections or [], strict=bool(corrections))}
-    values = jax.jit(tapped(apply, {layer.output for layer in found}, edits))(params, x)[1]
+    values = jax.jit(with_intermediates(apply, {layer.output for layer in found}, edits))(params, x)[1]
     of = [np.asarray(values[layer.output], np.float64) for layer in found]
     return [(v.mean(layer.samples), v.std(layer.samples)) for v, layer in zip(of, found, strict=True)]
 
@@ -151,7 +151,7 @@ def test_batches_are_averaged_and_none_is_ragged():
 def test_side_by_side_equals_one_by_one():
     spec, nets, x, y = problem()
     repair = repaired(spec, mlp, mix(uniform), nets, x, batch_size=20)
-    together = evaluate(*repair, SHARES, KEYS, x, y, batch_size=15, at_once=2)
+    together = evaluate(*repair, SHARES, KEYS, x, y, batch_size=15, vmap_size=2)
     alone = evaluate(*repair, SHARES, KEYS, x, y, batch_size=40)
     np.testing.assert_allclose(together.loss, alone.loss, rtol=1e-4)
     by_hand = repair.apply(one(repair, SHARES[3], KEYS[3]), x)

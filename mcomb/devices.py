@@ -1,0 +1,54 @@
+"""Using all local devices: a one-dimensional mesh, replicated arrays, batches, and how much fits into memory."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mcomb.base import Apply, Array, Params
+
+AXIS = "device"  # the name of the mesh's only axis
+BATCH = 200  # the default batch size of evaluation, small enough for the paper's widest networks
+
+
+def device_mesh() -> Mesh:
+    """The one-dimensional mesh of all local devices."""
+    return Mesh(np.array(jax.local_devices()), AXIS)
+
+
+def replicate(tree: Any) -> Any:
+    """The tree with every array replicated on all local devices; arrays that already are so are not copied."""
+    return jax.device_put(tree, NamedSharding(device_mesh(), PartitionSpec()))
+
+
+def in_batches(batch_size: int, *arrays: Array) -> list[Array]:
+    """Arrays of n rows, each reshaped into batches; the last batch is padded with zeros.
+
+    in_batches(2, x) with x = [1, 2, 3] is [[[1, 2], [3, 0]]].
+    """
+    pad = -len(arrays[0]) % batch_size
+    return [jnp.pad(x, ((0, pad), *((0, 0),) * (x.ndim - 1))).reshape(-1, batch_size, *x.shape[1:]) for x in arrays]
+
+
+def choose_vmap_size(apply: Apply, params: Params, inputs: Array) -> int:
+    """How many combinations a device should evaluate in one `vmap`: one on CPU, else as many as fit into its memory.
+
+    On CPU, XLA turns a convolution that is mapped over its kernels into a grouped one, which is slow.
+    """
+    device = jax.local_devices()[0]
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if not stats or "bytes_limit" not in stats:
+        return 1
+    free = stats["bytes_limit"] - stats["bytes_in_use"]
+    return max(1, int(0.8 * free) // footprint(apply, params, inputs))
+
+
+def footprint(apply: Apply, params: Params, inputs: Array) -> int:
+    """An estimate of the bytes that one combination needs: weights, coefficients, and twice its largest operation."""
+    size = lambda avals: sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)  # noqa: E731
+    jaxpr = jax.make_jaxpr(apply)(params, inputs).jaxpr
+    largest = max(size([var.aval for var in (*eqn.invars, *eqn.outvars)]) for eqn in jaxpr.eqns)
+    return 2 * size(jax.tree.leaves(params)) + 2 * largest

@@ -1,0 +1,136 @@
+"""Evaluation: loss, accuracy and label agreement of many combinations on a whole dataset, in one compiled call."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Float, Int, Key
+
+from mcomb.base import Apply, Array, Params
+from mcomb.combination import Draw
+from mcomb.devices import AXIS, BATCH, choose_vmap_size, device_mesh, in_batches, replicate
+from mcomb.objectives import classify
+
+AGREES_WITH = ("A only", "B only", "both", "neither")
+MATCHES = AGREES_WITH
+
+
+class Metrics(NamedTuple):
+    """The mean loss and the accuracy of each of k combinations, and how its predictions agree with A's and B's.
+
+    `agreement` counts the inputs. Its second axis says which network predicts the same label as the combination
+    (AGREES_WITH), its last one whether that label is correct or wrong: agreement[i, 2, 0] is the number of inputs
+    on which combination i, A and B all predict the correct label.
+    """
+
+    loss: Float[np.ndarray, "k"]
+    accuracy: Float[np.ndarray, "k"]
+    agreement: Int[np.ndarray, "k 4 2"]
+
+
+def evaluate(
+    apply: Apply,
+    draw: Draw,
+    networks: tuple[Params, ...],
+    parameters: Any,
+    keys: Key[Array, "k"],
+    inputs: Array,
+    labels: Array,
+    *,
+    references: Int[Array, "2 n"] | None = None,
+    batch_size: int = BATCH,
+    vmap_size: int | None = None,
+) -> Metrics:
+    """The metrics of the k combinations `draw(keys[i], parameters[i], *networks)`.
+
+    Each combination is drawn inside the compiled call and is never stored. The combinations are sharded over all local
+    devices, and each device evaluates `vmap_size` of them at a time (None: as `choose_vmap_size` says). `references`
+    are the labels that A and B predict; without them `agreement` has all inputs under "neither".
+    """
+    k, mesh = len(keys), device_mesh()
+    padded = np.pad(np.arange(k), (0, -k % mesh.size), mode="edge")  # repeats the last one until devices divide them
+    parameters, keys = jax.tree.map(lambda x: jnp.asarray(x)[padded], parameters), keys[padded]
+    if references is None:
+        references = np.full((2, len(labels)), -1, np.int32)
+    shared = replicate((networks, inputs, labels, references))
+    if vmap_size is None:
+        vmap_size = choose_vmap_size(apply, networks[0], shared[1][:batch_size])
+    totals = _evaluate(apply, draw, min(batch_size, len(labels)), vmap_size, mesh, *shared, parameters, keys)
+    loss, correct, agreement = (np.asarray(total)[:k] for total in totals)
+    return Metrics(loss / len(labels), correct / len(labels), agreement)
+
+
+class Score(NamedTuple):
+    """The mean loss and the accuracy of one network, and the label that it predicts for each input."""
+
+    loss: float
+    accuracy: float
+    predicted: Int[np.ndarray, "n"]
+
+
+def score(apply: Apply, params: Params, inputs: Array, labels: Int[Array, "n"], *, batch_size: int = BATCH) -> Score:
+    """The score of one network on a whole dataset."""
+    size = min(batch_size, len(labels))
+    losses, predicted = map(np.asarray, _score(apply, size, *replicate((params, inputs, labels))))
+    return Score(float(losses.mean()), float(np.mean(predicted == np.asarray(labels))), predicted)
+
+
+@partial(jax.jit, static_argnums=range(5))
+def _evaluate(
+    apply: Apply,
+    draw: Draw,
+    batch_size: int,
+    vmap_size: int,
+    mesh: Mesh,
+    networks: tuple[Params, ...],
+    inputs: Array,
+    labels: Array,
+    references: Array,
+    parameters: Any,
+    keys: Array,
+) -> tuple[Array, Array, Array]:
+    """For each combination, its summed loss, its number of correct predictions, and its agreement counts."""
+
+    def evaluate_one(batches: list[Array], networks: tuple[Params, ...], parameter: Any, key: Array) -> Any:
+        params = draw(key, parameter, *networks)
+
+        def add(totals: Any, batch: list[Array]) -> tuple[Any, None]:
+            x, y, reference, is_real = batch  # the last batch is padded
+            losses, predicted, correct = classify(apply(params, x), y)
+            is_a, is_b = (predicted == reference[:, i] for i in (0, 1))
+            agrees_with = jnp.where(is_a, jnp.where(is_b, 2, 0), jnp.where(is_b, 1, 3))
+            cell = jax.nn.one_hot(2 * agrees_with + ~correct, 8, dtype=jnp.int32)
+            new = (
+                jnp.sum(losses, where=is_real),
+                jnp.sum(correct, where=is_real),
+                jnp.sum(cell, axis=0, where=is_real[:, None]).reshape(4, 2),
+            )
+            return jax.tree.map(jnp.add, totals, new), None
+
+        zeros = (jnp.zeros(()), jnp.zeros((), jnp.int32), jnp.zeros((4, 2), jnp.int32))
+        return jax.lax.scan(add, zeros, batches)[0]
+
+    def on_device(batches: list[Array], networks: tuple[Params, ...], parameters: Any, keys: Array) -> Any:
+        one = lambda xs: evaluate_one(batches, networks, *xs)  # noqa: E731
+        return jax.lax.map(one, (parameters, keys), batch_size=vmap_size if vmap_size > 1 else None)
+
+    batches = in_batches(batch_size, inputs, labels, references.T, jnp.ones(len(labels), bool))
+    specs = (P(), P(), P(AXIS), P(AXIS))
+    sharded = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=P(AXIS), check_vma=False)
+    return sharded(batches, networks, parameters, keys)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _score(apply: Apply, batch_size: int, params: Params, inputs: Array, labels: Array) -> list[Array]:
+    """The loss and the predicted label of each input."""
+
+    def score_batch(batch: list[Array]) -> tuple[Array, Array]:
+        outcome = classify(apply(params, batch[0]), batch[1])
+        return outcome.loss, outcome.predicted
+
+    batched = jax.lax.map(score_batch, in_batches(batch_size, inputs, labels))
+    return [values.reshape(-1)[: len(inputs)] for values in batched]

@@ -1,0 +1,109 @@
+"""The flags of the experiments, and what follows from the flags alone."""
+
+import dataclasses
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from mcomb.lab.cli import Flag, flags
+from mcomb.lab.setups import SETUPS
+from mcomb.lab.training import Recipe
+from mcomb.matching import MATCHERS
+
+C = TypeVar("C", bound="Config")
+
+
+@dataclass(frozen=True)
+class Config:
+    """The flags that every experiment has."""
+
+    setup: Annotated[str, Flag("model, dataset and recipe", choices=tuple(SETUPS))] = "resnet20-cifar10"
+    width: Annotated[int, Flag("width multiplier: the first layer has 16·N units", at_least=1)] = 32
+    matcher: Annotated[str, Flag("how units are matched", choices=MATCHERS)] = "weights"
+    train_images: Annotated[int | None, Flag("train images to evaluate on (default: all)", at_least=1)] = None
+    test_images: Annotated[int | None, Flag("test images to evaluate on (default: all)", at_least=1)] = None
+    seed: Annotated[int, Flag("root seed N; networks A, B, C have seeds 3N, 3N+1, 3N+2", at_least=0)] = 0
+    seed_a: Annotated[int | None, Flag("seed of network A (default: from --seed)", at_least=0)] = None
+    seed_b: Annotated[int | None, Flag("seed of network B (default: from --seed)", at_least=0)] = None
+    seed_c: Annotated[int | None, Flag("seed of network C (default: from --seed)", at_least=0)] = None
+    checkpoint_a: Annotated[Path | None, Flag("orbax folder to take network A from instead of training")] = None
+    checkpoint_b: Annotated[Path | None, Flag("orbax folder to take network B from instead of training")] = None
+    checkpoint_c: Annotated[Path | None, Flag("orbax folder to take network C from instead of training")] = None
+    epochs: Annotated[int | None, Flag("training epochs; 0 leaves networks untrained [setup]", at_least=0)] = None
+    batch_size: Annotated[int | None, Flag("training images in a batch [setup]", at_least=1)] = None
+    learning_rate: Annotated[float | None, Flag("peak learning rate [setup]", at_least=0)] = None
+    weight_decay: Annotated[float | None, Flag("weight decay [setup]", at_least=0)] = None
+    checkpoint_every: Annotated[int | None, Flag("epochs between checkpoints [setup]", at_least=1, identity=False)] = (
+        None
+    )
+    data_dir: Annotated[
+        Path | None, Flag("CIFAR-10's archive or folder (default: $MCOMB_DATA_DIR, else TFDS)", identity=False)
+    ] = None
+    out: Annotated[Path, Flag("root folder of all runs", identity=False)] = Path("runs")
+    steps_per_call: Annotated[
+        int | None, Flag("training steps in one compiled call (default: automatic)", at_least=1, identity=False)
+    ] = None
+    vmap_size: Annotated[
+        int | None, Flag("combinations side by side on a device (default: automatic)", at_least=1, identity=False)
+    ] = None
+
+
+@dataclass(frozen=True)
+class CombinationConfig(Config):
+    """The flags of an experiment that measures combinations."""
+
+    repair: Annotated[bool, Flag("shift and rescale the units of each combination (REPAIR)")] = False
+
+
+@dataclass(frozen=True)
+class LineConfig(CombinationConfig):
+    """The flags of a sweep with one network at each value."""
+
+    points: Annotated[int, Flag("values of the sweep's parameter, end points included", at_least=2)] = 25
+
+
+@dataclass(frozen=True)
+class SweepConfig(LineConfig):
+    """The flags of a sweep that samples networks at each value."""
+
+    samples: Annotated[int, Flag("combinations drawn at each value", at_least=1)] = 5
+
+
+RECIPE_FLAGS = ("epochs", "batch_size", "learning_rate", "weight_decay")  # they name a network
+CHECKPOINT_FLAGS = ("checkpoint_a", "checkpoint_b", "checkpoint_c")  # results know networks by their fingerprints
+
+
+def recipe(config: Config) -> Recipe:
+    """The setup's recipe with whatever the flags change in it."""
+    chosen = {name: getattr(config, name) for name in (*RECIPE_FLAGS, "checkpoint_every")}
+    return dataclasses.replace(
+        SETUPS[config.setup].recipe, **{name: value for name, value in chosen.items() if value is not None}
+    )
+
+
+def recipe_dict(config: Config) -> dict[str, Any]:
+    """What of the recipe changes the network."""
+    return {name: value for name, value in dataclasses.asdict(recipe(config)).items() if name != "checkpoint_every"}
+
+
+def identity_flags(config: Config) -> list[str]:
+    """The flags that change a result, and with it the name of its folder."""
+    return [name for name, flag in flags(type(config)).items() if flag.identity]
+
+
+def command(name: str, config: Config) -> str:
+    """The command line that gives a config."""
+    words = ["python", "-m", f"experiments.{name}"]
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value != field.default:
+            parts = value if isinstance(value, tuple) else () if value is True else (value,)
+            words += ["--" + field.name.replace("_", "-"), *map(str, parts)]
+    return shlex.join(words)
+
+
+def convert_config(config: Config, to: type[C], **changes: Any) -> C:
+    """A config of another experiment with the flags that both have, and then the changes."""
+    names = {field.name for field in dataclasses.fields(to)} & {field.name for field in dataclasses.fields(config)}
+    return to(**{name: getattr(config, name) for name in names} | changes)

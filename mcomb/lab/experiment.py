@@ -1,0 +1,213 @@
+"""An experiment from its flags to its results, its figure and its verdict."""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mcomb.combination import Draw
+from mcomb.files import lock, make_writable, write_json
+from mcomb.lab import cli, figures, versions
+from mcomb.lab.config import (
+    CHECKPOINT_FLAGS,
+    RECIPE_FLAGS,
+    Config,
+    LineConfig,
+    SweepConfig,
+    command,
+    identity_flags,
+    recipe_dict,
+)
+from mcomb.lab.measure import Run
+from mcomb.lab.results import Results, Rows, environment, read_finished, table
+from mcomb.lab.setups import SETUPS
+from mcomb.lab.store import KeptMatching, Network, NotKeptError, Store, describe_devices
+from mcomb.lab.verdicts import Verdict, judge_sweep, why_no_verdict
+
+Parts = Mapping[str, tuple["Experiment", Config]]
+"""Other experiments, by name, whose results one is built on."""
+
+
+@dataclass(frozen=True)
+class Paper:
+    """The barriers that the paper gives for a setup, at the width it gives them for."""
+
+    loss: float
+    accuracy: float
+    width: int = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """What an experiment needs, measures, draws and concludes; everything else is the same for all of them."""
+
+    name: str
+    title: str
+    claim: str  # what the paper found
+    alt: str  # what the figure shows, for those who cannot see it
+    measure: Callable[[Run], Results]
+    draw: Callable[[Results, Path], None]
+    judge: Callable[[Results], Verdict]  # of results of trained and matched networks
+    config: type[Config] = Config
+    networks: str = "AB"
+    matchings: tuple[str, ...] | Callable[[Config], Mapping[str, tuple[str, int]]] = ("B to A",)
+    parts: Callable[[Any], Parts] = lambda config: {}
+    table: Callable[[Results], str] = table
+    paper: Mapping[str, Paper] | None = None  # by setup
+
+
+def run(experiment: Experiment, config: Config) -> Results:
+    """The results of an experiment, measured where they are not yet, left in the run's folder and drawn."""
+    start = time.monotonic()
+    store = Store(config)
+    folder = make_writable(store.folder(experiment.name))
+    print(f"results go to {folder}", flush=True)
+    parts = {name: run(*part) for name, part in experiment.parts(config).items()}
+    networks, matchings = _networks_and_matchings(experiment, store)
+    identity = _identity(experiment, store, networks, matchings, parts)
+    with lock(folder / ".lock", f"running {experiment.name} in {folder}"):
+        results = read_finished(folder, identity)
+        if results is None:
+            this = Run(experiment.name, store, networks, matchings, parts, Rows(folder, identity))
+            measured = (this.basics if networks else {}) | experiment.measure(this)
+            paper = (experiment.paper or {}).get(config.setup)
+            results = {
+                "title": _title(experiment, config, bool(networks)),
+                **identity,
+                "environment": environment(),
+                **measured,
+                "paper": paper and vars(paper),
+                "command": command(experiment.name, config),
+                "durations": store.seconds,
+                "seconds": time.monotonic() - start,
+            }
+            experiment.draw(results, folder)
+            write_json(folder / "results.json", results)  # last: results that are there have their figure
+        results = add_verdict(experiment, results, folder)
+    numbers = [experiment.table(results)] if "models" in results else []
+    print("\n".join([results["title"], *numbers, results["finding"]]))
+    return results
+
+
+def read_results(experiment: Experiment, config: Config) -> Results | None:
+    """The results of an experiment, if it has been run with this config and nothing that made them has changed."""
+    try:
+        store = Store(config, make=False)
+        parts: dict[str, Results] = {}
+        for name, part in experiment.parts(config).items():
+            results = read_results(*part)
+            if results is None:
+                return None
+            parts[name] = results
+        folder = store.folder(experiment.name)
+        if not (folder / "results.json").is_file():  # a look at the networks would be for nothing
+            return None
+        identity = _identity(experiment, store, *_networks_and_matchings(experiment, store), parts)
+    except NotKeptError:
+        return None
+    results = read_finished(folder, identity, say=False)
+    return results and add_verdict(experiment, results, folder)
+
+
+def _networks_and_matchings(experiment: Experiment, store: Store) -> tuple[dict[str, Network], dict[str, KeptMatching]]:
+    """The networks by letter and the matchings by name, made where they are not kept."""
+    networks = {letter: store.network(letter) for letter in experiment.networks}
+    if not networks:
+        return {}, {}
+    wanted = experiment.matchings
+    methods = wanted(store.config) if callable(wanted) else dict.fromkeys(wanted, (store.config.matcher, 1))
+    matchings = {}
+    for name, (matcher, orders) in methods.items():
+        b, a = networks[name[0]], networks[name.split()[2][0]]
+        matchings[name] = store.matching(a, b, matcher, orders)
+    return networks, matchings
+
+
+def _identity(
+    experiment: Experiment,
+    store: Store,
+    networks: Mapping[str, Network],
+    matchings: Mapping[str, KeptMatching],
+    parts: Mapping[str, Results],
+) -> Results:
+    """Everything that a result is made from: with the same identity it would come out the same."""
+    config, skipped = store.config, (*RECIPE_FLAGS, *CHECKPOINT_FLAGS)
+    chosen = {name: getattr(config, name) for name in identity_flags(config) if name not in skipped}
+    identity = {
+        "experiment": experiment.name,
+        "config": chosen | {"recipe": recipe_dict(config)},
+        "version": versions.MEASUREMENT,
+        "networks": {letter: network.fingerprint for letter, network in networks.items()},
+        "matchings": {name: kept.fingerprint for name, kept in matchings.items()},
+        "parts": {name: identity_hash(results) for name, results in parts.items()},
+    }
+    if networks:
+        # A combination's sums are grouped by device, and rounded accordingly.
+        identity |= {"data": store.data_fingerprint, "devices": describe_devices()}
+    return json.loads(json.dumps(identity, default=str))
+
+
+def identity_hash(results: Results) -> str:
+    """A short hash of what results were made from."""
+    names = ("experiment", "config", "version", "networks", "matchings", "parts", "data", "devices")
+    text = json.dumps({name: results.get(name) for name in names}, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _title(experiment: Experiment, config: Config, with_networks: bool) -> str:
+    width = f", width {config.width}" if with_networks else ""
+    by = f", matched by {config.matcher}" if with_networks and config.matcher not in ("", "weights") else ""
+    how = by + (", repaired" if getattr(config, "repair", False) else "")
+    return f"{SETUPS[config.setup].title}{width}{how}: {experiment.title}"
+
+
+def add_verdict(experiment: Experiment, results: Results, folder: Path) -> Results:
+    """Results with what the paper found and what they say of it; their figure is drawn if it is missing."""
+    if not all((folder / f"{experiment.name}.{kind}").is_file() for kind in ("png", "pdf")):
+        experiment.draw(results, folder)
+    reason = why_no_verdict(results)
+    agrees, finding = (None, reason) if reason else experiment.judge(results)
+    return results | {"claim": experiment.claim, "alt": experiment.alt, "agrees": agrees, "finding": finding}
+
+
+def sweep(
+    *,
+    parameter: str,
+    label: str,
+    values: tuple[float, float],
+    combine: Draw,
+    draw: Callable[[Results, Path], None] = figures.sweep,
+    judge: Callable[[Results], Verdict] = judge_sweep,
+    config: type[LineConfig] = SweepConfig,
+    **rest: Any,
+) -> Experiment:
+    """An experiment that varies a parameter from the first to the last of `values` and combines A with B at each."""
+
+    def measure(run: Run) -> Results:
+        first, last = getattr(run.config, "range", values)
+        points = np.linspace(first, last, run.config.points)
+        between = (points >= values[0]) & (points <= values[1])  # beyond these there is no barrier to speak of
+        return run.measure_pair(combine, parameter, label, points, between)
+
+    return Experiment(measure=measure, draw=draw, judge=judge, config=config, **rest)
+
+
+def setups_help() -> str:
+    """The recipes of the setups, for the end of a program's help."""
+    recipes = {name: setup.recipe for name, setup in SETUPS.items()}
+    lines = [
+        f"  {name:18}{recipe.epochs} epochs, batch {recipe.batch_size}, "
+        f"learning rate {recipe.learning_rate:g}, weight decay {recipe.weight_decay:g}"
+        for name, recipe in recipes.items()
+    ]
+    return "\n".join(["setups:", *lines])
+
+
+def main(experiment: Experiment, description: str | None, argv: list[str] | None = None) -> None:
+    """The command line of an experiment."""
+    cli.run(lambda: run(experiment, cli.parse(experiment.config, description or "", argv, setups_help())))

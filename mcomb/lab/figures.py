@@ -1,0 +1,79 @@
+"""Figures in one common style: naive and aligned, train and test look the same everywhere."""
+
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+
+from mcomb.files import atomic
+from mcomb.lab.results import METRICS, SPLITS
+
+# Okabe and Ito's colours, which people with any colour vision tell apart.
+COLOURS = {"naive": "#D55E00", "aligned": "#0072B2", "through A": "#0072B2", "direct": "#009E73"}
+LINES: Any = {"train": "--", "test": "-"}
+LEVELS = ((0, (1, 1)), (0, (4, 1, 1, 1)))  # the dashes of a sweep's two ends
+STYLE: Any = {
+    "font.size": 8,
+    "axes.titlesize": 8,
+    "axes.labelsize": 8,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "legend.fontsize": 7,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.6,
+    "axes.grid": True,
+    "grid.linewidth": 0.3,
+    "grid.alpha": 0.5,
+    "lines.linewidth": 1.2,
+    "pdf.fonttype": 42,
+    "savefig.dpi": 250,
+    "svg.hashsalt": "mcomb",
+}
+
+
+def save(figure: Figure, folder: Path, name: str) -> None:
+    """Writes a figure as PNG and as PDF, each whole or not at all and the same bytes every time."""
+    for suffix, metadata in (("png", {"Software": None}), ("pdf", {"CreationDate": None})):
+        with atomic(folder / f"{name}.{suffix}") as temporary:
+            figure.savefig(temporary, metadata=metadata)
+
+
+def sweep(results: Mapping[str, Any], folder: Path) -> None:
+    """Draws loss and accuracy over a sweep: mean, band and points of each curve, and the levels of A and B."""
+    values = np.array(results["parameter"]["values"])
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(5.6, 4.3), layout="constrained")
+        panels = figure.subplots(2, 2, sharex=True, sharey="row")
+        for row, metric in enumerate(METRICS):
+            for column, split in enumerate(SPLITS):
+                axes = panels[row, column]
+                for letter, dashes in zip(results["ends"], LEVELS, strict=True):
+                    level = results["models"][letter][split][metric]
+                    axes.axhline(level, color="0.35", linewidth=0.8, linestyle=dashes, label=f"network {letter}")
+                for variant, curve in results["curves"].items():
+                    samples = np.array(curve[split][metric])
+                    colour = COLOURS[variant]
+                    axes.fill_between(values, samples.min(1), samples.max(1), color=colour, alpha=0.2, linewidth=0)
+                    axes.plot(values, samples.mean(1), LINES[split], color=colour, label=variant)
+                    x = np.repeat(values, samples.shape[1])
+                    axes.plot(x, samples.ravel(), ".", color=colour, markersize=2, markeredgewidth=0)
+                if row == 0:
+                    axes.set_title(split)
+                else:
+                    axes.set_xlabel(wrap(results["parameter"]["label"], 40))
+                if column == 0:
+                    axes.set_ylabel(metric)
+        handles, labels = panels[0, 1].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
+        figure.suptitle(results["title"], fontsize=9)
+        save(figure, folder, results["experiment"])
+
+
+def wrap(text: str, width: int) -> str:
+    """The text in lines of at most so many characters."""
+    return "\n".join(textwrap.wrap(text, width))

@@ -1,0 +1,198 @@
+"""Measuring networks and their combinations: what an experiment's `measure` works with."""
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from mcomb.base import Apply, Params, stream
+from mcomb.combination import Draw
+from mcomb.devices import BATCH, choose_vmap_size, replicate
+from mcomb.evaluation import Metrics, Score, evaluate, score
+from mcomb.lab.data import Split
+from mcomb.lab.results import METRICS, VARIANTS, Results, Rows, barriers
+from mcomb.lab.store import KeptMatching, Network, Store
+from mcomb.matching.core import objective
+from mcomb.progress import progress_bar
+from mcomb.repair import repaired
+
+# Train images whose statistics --repair takes; each combination pays for them. On digits more change nothing.
+REPAIR_IMAGES = 2 * BATCH
+
+
+class Task(NamedTuple):
+    """Combinations to measure: k parameters, each given with its own key to `draw` over the networks.
+
+    `ends` are, for a parameter, the networks that the draw combines, where these are not those given to it.
+    """
+
+    draw: Draw
+    networks: tuple[Params, ...]
+    parameters: Any  # arrays with k rows
+    rng_name: str | None = None  # the experiment whose keys to draw with, if not this one's own
+    ends: Callable[..., tuple[Params, ...]] | None = None
+
+    def __len__(self) -> int:
+        return len(jax.tree.leaves(self.parameters)[0])
+
+
+@dataclass
+class Run:
+    """One run of an experiment: its networks and matchings, the results it builds on, and the rows measured so far.
+
+    A matching's name is `B to A`, or `B to A, ste` where it is not by the config's own matcher.
+    """
+
+    experiment: str
+    store: Store
+    networks: Mapping[str, Network]
+    matchings: Mapping[str, KeptMatching]
+    parts: Mapping[str, Results]
+    rows: Rows
+    _aligned: dict[str, Params] = field(default_factory=dict)
+
+    @property
+    def config(self) -> Any:
+        """The flags of this run, a Config of the experiment's own class."""
+        return self.store.config
+
+    def align(self, matching: str = "B to A") -> Params:
+        """A network's parameters with its units matched to those of another."""
+        if matching not in self._aligned:
+            network = self.networks[matching[0]]
+            self._aligned[matching] = self.store.permute(network, self.matchings[matching].matching)
+        return self._aligned[matching]
+
+    @cached_property
+    def splits(self) -> dict[str, Split]:
+        """The images to evaluate on, on every device."""
+        counts = {"train": self.config.train_images, "test": self.config.test_images}
+        return {name: replicate(getattr(self.store.data, name).first(count)) for name, count in counts.items()}
+
+    @cached_property
+    def scores(self) -> dict[str, dict[str, Score]]:
+        """The score of each network by itself on each split."""
+        with self.store.timed("evaluation"):
+            return {
+                letter: {split: score(self.store.apply, network.params, *data) for split, data in self.splits.items()}
+                for letter, network in self.networks.items()
+            }
+
+    @cached_property
+    def basics(self) -> Results:
+        """What every verdict needs to know of the networks, the data and the matchings."""
+        networks = {
+            letter: {split: {m: getattr(score, m) for m in METRICS} for split, score in by_split.items()}
+            for letter, by_split in self.scores.items()
+        }
+        inner_products = {}
+        for name, kept in self.matchings.items():
+            b, a = (self.networks[letter].params for letter in (name[0], name.split()[2][0]))
+            perms = (None, kept.matching.perms)
+            naive, aligned = (objective(self.store.spec, a, b, perms=p) for p in perms)
+            inner_products[name] = {"naive": naive, "aligned": aligned}
+        return {
+            "models": networks,
+            "guessing": {split: guessing(np.asarray(data.labels)) for split, data in self.splits.items()},
+            "inner_products": inner_products,
+        }
+
+    def evaluate(self, tasks: Mapping[str, Task], ends: str = "AB", per_call: int = 8) -> dict[str, dict[str, Metrics]]:
+        """The metrics of each task on each split, from the rows there are and the evaluation of all others.
+
+        Agreement is counted with the labels that the two networks `ends` predict. A compiled call takes at least
+        `per_call` combinations.
+        """
+        config, rows = self.config, self.rows
+        roots = {
+            name: stream(config.seed, "coefficients", task.rng_name or self.experiment) for name, task in tasks.items()
+        }
+        first = next(iter(tasks.values())).networks[0]
+        images = self.splits["test"].images[:BATCH]
+        vmap_size = config.vmap_size or choose_vmap_size(self.store.apply, first, images)
+        size = max(per_call, getattr(config, "samples", 1), vmap_size * len(jax.local_devices()))
+        references = {s: np.stack([self.scores[letter][s].predicted for letter in ends]) for s in self.splits}
+        total = len(self.splits) * sum(len(task) for task in tasks.values())
+        with self.store.timed("evaluation"), progress_bar(total, "net", "evaluating") as bar:
+            for split, (name, task) in itertools.product(self.splits, tasks.items()):
+                missing = [i for i in range(len(task)) if f"{name}/{split}/{i}" not in rows]
+                bar.update(len(task) - len(missing))
+                if not missing:
+                    continue
+                apply, draw, networks = self._repair_if_asked(task)
+                for start in range(0, len(missing), size):
+                    chunk = missing[start : start + size]
+                    same_size = np.resize(chunk, min(size, len(task)))  # repeats some, and compiles once
+                    metrics = evaluate(
+                        apply,
+                        draw,
+                        networks,
+                        jax.tree.map(lambda values, these=same_size: values[these], task.parameters),
+                        jax.vmap(jax.random.fold_in, (None, 0))(roots[name], same_size),
+                        *self.splits[split],
+                        references=references[split],
+                        vmap_size=vmap_size,
+                    )
+                    lists = [values.tolist() for values in metrics]
+                    rows.add(
+                        {"name": f"{name}/{split}/{i}"} | dict(zip(metrics._fields, values, strict=True))
+                        for i, *values in zip(chunk, *lists, strict=False)
+                    )
+                    bar.update(len(chunk))
+
+        def collect(name: str, split: str, metric: str) -> np.ndarray:
+            return np.array([rows[f"{name}/{split}/{i}"][metric] for i in range(len(tasks[name]))])
+
+        return {
+            name: {split: Metrics(*(collect(name, split, f) for f in Metrics._fields)) for split in self.splits}
+            for name in tasks
+        }
+
+    def _repair_if_asked(self, task: Task) -> tuple[Apply, Draw, tuple[Any, ...]]:
+        """The function, the draw and the networks that give a task's combinations, repaired or as they are."""
+        networks = replicate(task.networks)
+        if not getattr(self.config, "repair", False):
+            return self.store.apply, task.draw, networks
+        images = self.store.data.train.first(REPAIR_IMAGES).images
+        return repaired(self.store.spec, self.store.apply, task.draw, networks, images, ends=task.ends)
+
+    def measure_curves(
+        self, tasks: Mapping[str, Task], shape: tuple[int, ...], ends: str = "AB", between: Any = ...
+    ) -> Results:
+        """Curves between two networks, and their barriers over the points that `between` picks."""
+        curves = {
+            name: {split: as_lists(metrics, shape) for split, metrics in by_split.items()}
+            for name, by_split in self.evaluate(tasks, ends).items()
+        }
+        scores = [self.basics["models"][letter] for letter in ends]
+        return {"ends": list(ends), "curves": curves, "barriers": barriers(scores, curves, between)}
+
+    def measure_pair(self, draw: Draw, name: str, label: str, values: Any, between: Any = ...) -> Results:
+        """The curves of A combined with B, naive and aligned, over the values of a parameter."""
+        samples = getattr(self.config, "samples", 1)
+        parameters = np.repeat(np.asarray(values, np.float32), samples)
+        a, b = (self.networks[letter].params for letter in "AB")
+        pairs = {"naive": (a, b), "aligned": (a, self.align())}
+        tasks = {variant: Task(draw, pairs[variant], parameters) for variant in VARIANTS}
+        curves = self.measure_curves(tasks, (len(values), samples), between=between)
+        return {"parameter": {"name": name, "label": label, "values": np.asarray(values).tolist()}, **curves}
+
+
+def guessing(labels: np.ndarray) -> Results:
+    """What a network that looks at no image can reach: its loss and accuracy, and of how many images."""
+    counts = np.bincount(labels)
+    frequencies = counts[counts > 0] / len(labels)
+    return {
+        "loss": float(-(frequencies * np.log(frequencies)).sum()),
+        "accuracy": float(frequencies.max()),
+        "images": len(labels),
+    }
+
+
+def as_lists(metrics: Metrics, shape: tuple[int, ...]) -> Results:
+    """Metrics as nested lists, the axis of combinations in the given shape."""
+    return {name: values.reshape(*shape, *values.shape[1:]).tolist() for name, values in metrics._asdict().items()}

@@ -1,0 +1,148 @@
+"""What a run leaves behind: rows as they are measured, one results.json at the end, and a table to read."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from mcomb.files import atomic
+
+Results = dict[str, Any]
+
+SPLITS = ("train", "test")
+VARIANTS = ("naive", "aligned")
+METRICS = ("loss", "accuracy")
+PACKAGES = ("mcomb", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "scipy", "matplotlib")
+
+
+class Rows:
+    """Measurements of one run, a line of JSON each, so that a run killed at any moment loses only its last call.
+
+    `identity` says what is being measured; rows of anything else are dropped.
+    """
+
+    def __init__(self, folder: Path, identity: Mapping[str, Any]):
+        self.path, self.identity = folder / "samples.jsonl", identity
+        self.rows: dict[str, dict[str, Any]] = {}
+        header, *lines = (self.path.read_text().splitlines() if self.path.is_file() else []) or [""]
+        if header == json.dumps(identity):
+            for line in lines:
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError:  # torn by a kill in the middle of a write
+                    break
+                self.rows[row["name"]] = row
+        with atomic(self.path) as temporary:
+            lines = [json.dumps(value) for value in (identity, *self.rows.values())]
+            temporary.write_text("\n".join(lines) + "\n")
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        return self.rows[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.rows
+
+    def add(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Appends rows, each with its `name`, and sees them onto the disk."""
+        new = {row["name"]: row for row in rows}
+        with self.path.open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in new.values())
+            file.flush()
+            os.fsync(file.fileno())
+        self.rows |= new
+
+
+def read_finished(folder: Path, identity: Mapping[str, Any], say: bool = True) -> Results | None:
+    """The results in a folder, if everything that made them is the same; if not, says what has changed."""
+    path = folder / "results.json"
+    if not path.is_file():
+        return None
+    results = json.loads(path.read_text())
+    changed = [name for name, value in identity.items() if results.get(name) != value]
+    if changed and say:
+        old = "version" not in results
+        why = "is from before results knew what made them" if old else f"was made from other {', '.join(changed)}"
+        print(f"{path} {why}: measuring anew", flush=True)
+    return None if changed else results
+
+
+def barrier(metric: str, values: Any, a: float, b: float) -> float:
+    """The empirical barrier of a sample (the paper's section 3): its worst network against the mean of A and B."""
+    return float(np.max(values)) - (a + b) / 2 if metric == "loss" else (a + b) / 2 - float(np.min(values))
+
+
+def barriers(ends: Iterable[Mapping[str, Any]], curves: Mapping[str, Any], between: Any = ...) -> Results:
+    """The barriers of every curve between two networks' scores, for each split and metric.
+
+    `between` picks the points of a curve that count.
+    """
+    first, last = ends
+
+    def of_curve(curve: Mapping[str, Any], split: str, metric: str) -> float:
+        return barrier(metric, np.array(curve[split][metric])[between], first[split][metric], last[split][metric])
+
+    return {
+        variant: {split: {metric: of_curve(curve, split, metric) for metric in METRICS} for split in SPLITS}
+        for variant, curve in curves.items()
+    }
+
+
+def environment() -> Results:
+    """Versions, devices and revision: what a result depends on beside its config."""
+    packages: dict[str, str | None] = {}
+    for package in PACKAGES:
+        try:
+            packages[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            packages[package] = None
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": packages,
+        "devices": [f"{device.platform}:{device.device_kind}" for device in jax.local_devices()],
+        "revision": _revision(),
+    }
+
+
+def _revision() -> str | None:
+    """The git revision of this code, where there is one and git to tell it."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return found.stdout.strip() or None
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """The numbers of a run for a person: the networks themselves, the barriers, and the paper's."""
+    rows = [("", *(f"{split} {metric}" for metric in METRICS for split in SPLITS))]
+
+    def row(name: str, cells: Mapping[str, Mapping[str, float]]) -> None:
+        rows.append((name, *(f"{cells[split][metric]:.4f}" for metric in METRICS for split in SPLITS)))
+
+    for network, cells in results["models"].items():
+        row(f"network {network}", cells)
+    for variant, cells in results.get("barriers", {}).items():
+        row(f"{variant} barrier", cells)
+    if paper := results.get("paper"):
+        # The paper gives one number for each metric, and does not say of which split: test, we take it.
+        rows.append((f"paper, width {paper['width']}", "", f"{paper['loss']:.3f}", "", f"{paper['accuracy']:.3f}"))
+    return columns(rows)
+
+
+def columns(rows: Iterable[tuple[str, ...]]) -> str:
+    """Rows of cells as text, the first column to the left and all others to the right."""
+    rows = list(rows)
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(r, widths, strict=True)))
+        for r in rows
+    )

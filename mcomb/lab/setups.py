@@ -1,0 +1,106 @@
+"""Setups: a model, a dataset and a training recipe under one name."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+
+from mcomb.base import Apply, Params, stream
+from mcomb.lab.augmentation import Augmentation
+from mcomb.lab.data import CIFAR10, DIGITS, Dataset
+from mcomb.lab.models import MLP, Classifier, ResNet20, Tiny10, classifier
+from mcomb.lab.training import Recipe
+from mcomb.symmetry.derive import permutation_spec
+from mcomb.symmetry.spec import PermutationSpec
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is trained, on what, and how. Nothing here loads the dataset: its constants are enough."""
+
+    title: str
+    model: type[Classifier]
+    dataset: Dataset
+    recipe: Recipe
+
+    def module(self, width: int) -> Classifier:
+        """The Flax module at a width."""
+        return self.model(width=width, classes=self.dataset.classes)
+
+    def apply(self, width: int) -> Apply:
+        """The function from parameters and raw pixels to logits."""
+        return classifier(self.module(width), self.dataset.mean, self.dataset.std)
+
+    def init(self, width: int, seed: int) -> Params:
+        """A new network's parameters."""
+        images = jnp.zeros((1, *self.dataset.image))
+        return jax.jit(self.module(width).init)(stream(seed, "init"), images)["params"]
+
+    def shapes(self, width: int) -> Params:
+        """The shapes of a network's parameters."""
+        return jax.eval_shape(lambda: self.init(width, 0))
+
+    @cache  # noqa: B019 (there are as many setups as names)
+    def spec(self, width: int) -> PermutationSpec:
+        """The permutation symmetries of the network."""
+        images = jax.ShapeDtypeStruct((1, *self.dataset.image), jnp.uint8)
+        return permutation_spec(self.apply(width), self.shapes(width), images)
+
+
+PAPER_AUGMENTATION = Augmentation(scale=(0.8, 1.2), rotation=30.0, flip=True)
+
+SETUPS = {
+    "resnet20-cifar10": Setup(
+        title="ResNet-20 on CIFAR-10",
+        model=ResNet20,
+        dataset=CIFAR10,
+        recipe=Recipe(
+            epochs=250,
+            learning_rate=0.1,
+            weight_decay=1e-4,
+            schedule="warmup-cosine",
+            augmentation=PAPER_AUGMENTATION,
+        ),
+    ),
+    "tiny10-cifar10": Setup(
+        title="Tiny-10 on CIFAR-10",
+        model=Tiny10,
+        dataset=CIFAR10,
+        recipe=Recipe(
+            epochs=300,
+            learning_rate=0.01,
+            weight_decay=1e-4,
+            schedule="thirds",
+            augmentation=PAPER_AUGMENTATION,
+        ),
+    ),
+    "mlp-cifar10": Setup(
+        title="MLP on CIFAR-10",
+        model=MLP,
+        dataset=CIFAR10,
+        recipe=Recipe(
+            epochs=20,
+            learning_rate=0.05,
+            weight_decay=1e-3,
+            schedule="cosine",
+            augmentation=Augmentation(flip=True, shift=2),
+            batch_size=200,
+            clip=1.0,
+        ),
+    ),
+    "mlp-digits": Setup(
+        title="MLP on digits",
+        model=MLP,
+        dataset=DIGITS,
+        recipe=Recipe(
+            epochs=200,
+            learning_rate=0.1,
+            weight_decay=1e-3,
+            schedule="cosine",
+            augmentation=Augmentation(shift=1),
+            clip=1.0,
+            checkpoint_every=50,
+        ),
+    ),
+}

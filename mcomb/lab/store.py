@@ -1,0 +1,320 @@
+"""What is kept on disk for one setup and width: trained networks and matchings, each made once.
+
+    out/<setup>/width-<w>/networks/<network>/      orbax checkpoints
+                          matchings/<b>-to-<a>.npz, and <b>-to-<a>,matcher=<m>.npz
+                          <experiment>/            results.json, samples.jsonl, figures
+
+A name carries whatever was set differently from its default, as in `uniform,seed=1,points=5`. Of several processes
+that want the same network or matching, one makes it while the others wait.
+"""
+
+import json
+import time
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from mcomb.base import Apply, Params, UserError
+from mcomb.checkpoint import read_checkpoint, reading, restore_tree, saved_steps
+from mcomb.files import atomic, fingerprint, lock, make_writable
+from mcomb.lab import versions
+from mcomb.lab.config import RECIPE_FLAGS, Config, identity_flags, recipe, recipe_dict
+from mcomb.lab.data import Splits
+from mcomb.lab.results import environment
+from mcomb.lab.setups import SETUPS, Setup
+from mcomb.lab.training import initial_state, train
+from mcomb.matching import match
+from mcomb.matching.core import Matching
+from mcomb.matching.weights import match_weights
+from mcomb.minibatches import State
+from mcomb.symmetry.check import check_spec
+from mcomb.symmetry.spec import PermutationSpec
+
+MATCHING_IMAGES = 10_000  # of the train split, for matchers to see: more would change little and cost much
+
+
+class NotKeptError(Exception):
+    """Something that is wanted as it is kept has not been made yet."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network, the name it goes by in the run folders, and its fingerprint."""
+
+    name: str
+    params: Params
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class KeptMatching:
+    """A matching, the seconds it took, and its fingerprint."""
+
+    matching: Matching
+    seconds: float
+    fingerprint: str
+
+
+@cache
+def load_data(setup: str, data_dir: Path | None) -> tuple[Splits, str]:
+    """A setup's images, and their fingerprint."""
+    splits = SETUPS[setup].dataset.load(data_dir)
+    return splits, fingerprint(splits)
+
+
+class Store:
+    """The networks and matchings of one setup and width, trained and matched where they are not kept yet.
+
+    With `make=False` nothing is made: what is missing raises NotKeptError.
+    """
+
+    def __init__(self, config: Config, make: bool = True):
+        self.config, self.make = config, make
+        self.setup: Setup = SETUPS[config.setup]
+        self.recipe = recipe(config)
+        self.home = config.out / config.setup / f"width-{config.width}"
+        self.seconds: dict[str, float] = {}  # spent on each kind of work
+
+    @property
+    def data(self) -> Splits:
+        """The dataset, all of it."""
+        return load_data(self.config.setup, self.config.data_dir)[0]
+
+    @property
+    def data_fingerprint(self) -> str:
+        """The same for the same images, wherever they were read from."""
+        return load_data(self.config.setup, self.config.data_dir)[1]
+
+    @property
+    def apply(self) -> Apply:
+        """The function from parameters and raw pixels to logits."""
+        return self.setup.apply(self.config.width)
+
+    @property
+    def spec(self) -> PermutationSpec:
+        """The permutation symmetries of the networks."""
+        return self.setup.spec(self.config.width)
+
+    @cached_property
+    def given(self) -> dict[str, Network]:
+        """The networks that are given as checkpoints, by letter."""
+        found = {}
+        for letter in "ABC":
+            folder = getattr(self.config, f"checkpoint_{letter.lower()}")
+            if folder:
+                params = read_checkpoint(folder, self.setup.shapes(self.config.width))
+                found[letter] = Network(f"{folder.name}-{fingerprint(params)}", params, fingerprint(params))
+        return found
+
+    def folder(self, experiment: str) -> Path:
+        """Where an experiment's results go; given networks are named with their fingerprints."""
+        parts = [experiment]
+        for name in identity_flags(self.config):
+            value, default = getattr(self.config, name), getattr(type(self.config), name)
+            if value not in (default, getattr(self.setup.recipe, name, default)) and name not in ("setup", "width"):
+                flag = name.replace("_", "-")
+                if isinstance(value, Path):
+                    value = self.given[name[-1].upper()].name
+                parts.append(flag if value is True else f"{flag}={_in_a_name(value)}")
+        return self.home / ",".join(parts)
+
+    def network(self, letter: str) -> Network:
+        """Network A, B or C: the given checkpoint, or the one trained from its seed."""
+        if letter in self.given:
+            return self.given[letter]
+        seed = getattr(self.config, f"seed_{letter.lower()}", None)
+        return self.train_network(3 * self.config.seed + "ABC".index(letter) if seed is None else seed)
+
+    def train_network(self, seed: int) -> Network:
+        """The network of a seed, trained as far as it is not yet."""
+        changed = [
+            f"{name.replace('_', '-')}={getattr(self.recipe, name)}"
+            for name in RECIPE_FLAGS
+            if getattr(self.recipe, name) != getattr(self.setup.recipe, name)
+        ]
+        name = ",".join([f"seed-{seed}", *changed])
+        folder = self.home / "networks" / name
+        made_from = {"setup": self.config.setup, "width": self.config.width, "seed": seed} | recipe_dict(self.config)
+        if TrainingCheckpoints(folder, made_from).epoch != self.recipe.epochs:
+            if not self.make:
+                raise NotKeptError(name)
+            with lock(make_writable(folder.parent) / f".{name}.lock", f"training {name}"):
+                checkpoints = TrainingCheckpoints(folder, made_from)  # another process may have trained it meanwhile
+                if checkpoints.epoch != self.recipe.epochs:
+                    self._train(seed, checkpoints)
+        params = read_checkpoint(folder, self.setup.shapes(self.config.width))
+        return Network(name, params, fingerprint(params))
+
+    def _train(self, seed: int, checkpoints: "TrainingCheckpoints") -> None:
+        data, recipe = self.data.train, self.recipe
+        state = initial_state(self.setup.init(self.config.width, seed), recipe, len(data.labels))
+        if checkpoints.epoch is not None:
+            state = checkpoints.restore(state)
+        elif recipe.epochs == 0:
+            checkpoints.save(0, state)
+        describe, per_call = f"training seed {seed}", self.config.steps_per_call
+        with self.timed("training"):
+            for epoch, trained, _ in train(self.apply, state, data, recipe, seed, per_call=per_call, describe=describe):
+                if epoch % recipe.checkpoint_every == 0 or epoch == recipe.epochs:
+                    checkpoints.save(epoch, trained)
+
+    def matching(self, a: Network, b: Network, matcher: str, orders: int = 1) -> KeptMatching:
+        """The matching of B to A, found once and kept for just these two networks.
+
+        It depends on the networks, the matcher and the dataset alone: whatever is evaluated, the matcher sees the
+        same images. Of several `orders` of visits, weight matching keeps the best.
+        """
+        name = f"{b.name}-to-{a.name}"
+        name += f",matcher={matcher}" if matcher != "weights" else ""
+        name += f",orders={orders}" if orders > 1 else ""
+        path = self.home / "matchings" / f"{name}.npz"
+        made_from = [a.fingerprint, b.fingerprint, f"version {versions.MATCHING}"]
+        if matcher != "weights":
+            made_from.append(self.data_fingerprint)
+        kept = _read_matching(path, made_from, self.spec)
+        if kept is None:
+            if not self.make:
+                raise NotKeptError(name)
+            with lock(make_writable(path.parent) / f".{name}.lock", f"matching {b.name} to {a.name}"):
+                kept = _read_matching(path, made_from, self.spec, say=False) or self._match(a, b, matcher, orders)
+                _write_matching(path, made_from, kept)
+        return kept
+
+    def _match(self, a: Network, b: Network, matcher: str, orders: int) -> KeptMatching:
+        how = matcher if orders == 1 else f"{matcher}, best of {orders} orders"
+        print(f"matching {b.name} to {a.name} by {how} …", flush=True)
+        start = time.monotonic()
+        with self.timed("matching"):
+            if orders > 1:
+                matching = match_weights(self.spec, a.params, b.params, restarts=orders)
+            else:
+                images = self.data.train.first(MATCHING_IMAGES)
+                matching = match(self.spec, a.params, b.params, self.apply, *images, matcher=matcher)
+        return KeptMatching(matching, time.monotonic() - start, fingerprint(matching.perms))
+
+    def permute(self, network: Network, matching: Matching) -> Params:
+        """The parameters with their units in another order, which is checked to change nothing else."""
+        images = jnp.asarray(self.data.test.images[:64])
+        check_spec(self.apply, network.params, self.spec, images, perms=matching.perms)
+        return self.spec.apply(matching.perms, network.params)
+
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Adds the seconds that its body takes to those spent on `what`."""
+        start = time.monotonic()
+        yield
+        self.seconds[what] = self.seconds.get(what, 0.0) + time.monotonic() - start
+
+
+def _in_a_name(value: Any) -> str:
+    """A flag's value as a part of a folder's name."""
+    if isinstance(value, tuple):
+        return "..".join(map(_in_a_name, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+class TrainingCheckpoints:
+    """The newest checkpoint of one training: `folder/<epoch>/{params,optimizer,config}`.
+
+    Its config has what the training was made from, which must not change, and a record of how it was trained.
+    """
+
+    def __init__(self, folder: Path, made_from: Mapping[str, Any]):
+        """Opens a training's folder; one that was made from something else is an error."""
+        self.folder, self.made_from = folder, json.loads(json.dumps(made_from))
+        self.epoch = max(saved_steps(folder), default=None)
+        self.devices: list[str] = []  # all kinds and numbers of devices that it was trained on
+        if self.epoch is None:
+            return
+        self.newest = folder / str(self.epoch)
+        saved = reading(folder, lambda: json.loads((self.newest / "config" / "metadata").read_text()))
+        self.step = saved["step"]
+        self.devices = saved.get("devices", [])
+        version = saved.get("version", 1)
+        if version != versions.TRAINING:
+            raise UserError(
+                f"{folder} was trained by version {version} of the training code, and this is version "
+                f"{versions.TRAINING}: move it away or give another --out"
+            )
+        for name, value in self.made_from.items():
+            if saved.get(name) != value:
+                raise UserError(
+                    f"{folder} was trained with {name} = {saved.get(name)}, not {value}: "
+                    "move it away or give another --out"
+                )
+
+    def save(self, epoch: int, state: State) -> None:
+        """Writes the state after an epoch, atomically, and then drops the one before."""
+        if describe_devices() not in self.devices:
+            self.devices.append(describe_devices())
+        record = {
+            "step": int(state.step),
+            "version": versions.TRAINING,
+            "devices": self.devices,
+            "environment": environment(),
+        }
+        options = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False)
+        with ocp.CheckpointManager(self.folder.absolute(), options=options) as manager:
+            manager.save(
+                epoch,
+                args=ocp.args.Composite(
+                    params=ocp.args.StandardSave(state.params),
+                    optimizer=ocp.args.StandardSave(state.optimizer),
+                    config=ocp.args.JsonSave(self.made_from | record),
+                ),
+            )
+
+    def restore(self, target: State) -> State:
+        """The newest state, in the structure of `target`."""
+        params = read_checkpoint(self.newest, target.params)
+        optimizer = reading(self.newest, lambda: restore_tree(self.newest / "optimizer", target.optimizer))
+        return State(params, optimizer, jnp.array(self.step, jnp.int32))
+
+
+def describe_devices() -> str:
+    """The number and kind of this process's devices, such as `2 × cpu`."""
+    devices = jax.local_devices()
+    return f"{len(devices)} × {devices[0].device_kind}"
+
+
+MATCHING_FIELDS = tuple(field.name for field in fields(Matching) if field.name != "perms")
+
+
+def _write_matching(path: Path, made_from: list[str], kept: KeptMatching) -> None:
+    values: dict[str, Any] = {name: getattr(kept.matching, name) for name in MATCHING_FIELDS}
+    perms = {f"perms/{name}": perm for name, perm in kept.matching.perms.items()}
+    with atomic(path) as temporary:
+        np.savez(temporary, **values | perms, made_from=made_from, seconds=kept.seconds)
+
+
+def _read_matching(path: Path, made_from: list[str], spec: PermutationSpec, say: bool = True) -> KeptMatching | None:
+    """A matching that was kept, if it is there, whole, and made from just this; says why it is not used."""
+    if not path.is_file():
+        return None
+    perms = {name: f"perms/{name}" for name in spec.sizes}
+    try:
+        with np.load(path) as file:
+            kept: dict[str, Any] = dict(file)
+        if not {"made_from", "seconds", *MATCHING_FIELDS, *perms.values()} <= kept.keys():
+            problem = "is of an older version"
+        elif kept["made_from"].tolist() != made_from:
+            problem = "was made from other networks or data, or by another version"
+        else:
+            values: dict[str, Any] = {name: kept[name].tolist() for name in MATCHING_FIELDS}
+            values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+            matching = Matching({name: kept[key] for name, key in perms.items()}, **values)
+            return KeptMatching(matching, kept["seconds"].item(), fingerprint(matching.perms))
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
+        problem = f"cannot be read ({error})"
+    if say:
+        print(f"{path} {problem}: matching anew", flush=True)
+    return None

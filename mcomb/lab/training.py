@@ -1,0 +1,135 @@
+"""Training a classifier: an optax recipe, and the minibatch loop run epoch by epoch.
+
+`train` is a generator of states, one an epoch. It saves nothing: its caller does.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Float, Int32, PRNGKeyArray
+
+from mcomb import minibatches
+from mcomb.base import Apply, Array, Diverged, Params, UserError, stream
+from mcomb.devices import replicate
+from mcomb.lab.augmentation import Augmentation, augment
+from mcomb.lab.data import Split
+from mcomb.minibatches import Loss, State, all_finite, fit, shuffled_rows, steps_per_call
+from mcomb.objectives import classify
+from mcomb.progress import progress_bar
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a network is trained: SGD with momentum 0.9 and a schedule of the learning rate."""
+
+    epochs: int
+    learning_rate: float
+    weight_decay: float
+    schedule: Literal["thirds", "cosine", "warmup-cosine"]
+    augmentation: Augmentation
+    batch_size: int = 100
+    clip: float | None = None
+    checkpoint_every: int = 5  # epochs
+
+
+class Progress(NamedTuple):
+    """Mean loss and accuracy on an epoch's augmented training images."""
+
+    loss: float
+    accuracy: float
+
+
+def learning_rate(recipe: Recipe, steps_per_epoch: int) -> optax.Schedule:
+    """The learning rate as a function of the step."""
+    peak, steps = recipe.learning_rate, max(1, recipe.epochs * steps_per_epoch)
+    if recipe.schedule == "thirds":
+        return optax.piecewise_constant_schedule(peak, {steps // 3: 0.1, 2 * steps // 3: 0.1})
+    if recipe.schedule == "cosine":
+        return optax.cosine_decay_schedule(peak, steps)
+    warmup = min(steps_per_epoch, steps // 2)  # the paper's one epoch, unless the training is shorter than two
+    return optax.warmup_cosine_decay_schedule(1e-6, peak, warmup, steps)
+
+
+@cache  # equal recipes share an optimiser, and with it what is compiled for it
+def make_optimizer(recipe: Recipe, steps_per_epoch: int) -> optax.GradientTransformation:
+    """The recipe's optimiser."""
+    return optax.chain(
+        optax.clip_by_global_norm(recipe.clip) if recipe.clip else optax.identity(),
+        optax.add_decayed_weights(recipe.weight_decay),
+        optax.sgd(learning_rate(recipe, steps_per_epoch), momentum=0.9),
+    )
+
+
+@cache  # the same function for the same network, so that what is compiled for it is used again
+def training_loss(apply: Apply, augmentation: Augmentation) -> Loss:
+    """The mean cross-entropy of augmented images, and the accuracy on them."""
+
+    def loss(
+        params: Params, rows: Int32[Array, "b"], data: Any, key: PRNGKeyArray
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        images, labels = data
+        outcome = classify(apply(params, augment(key, images[rows], augmentation)), labels[rows])
+        return jnp.mean(outcome.loss, where=rows >= 0), jnp.mean(outcome.correct, where=rows >= 0)
+
+    return loss
+
+
+def initial_state(params: Params, recipe: Recipe, images: int) -> State:
+    """The state of a training on so many images before its first step."""
+    return minibatches.initial_state(params, make_optimizer(recipe, images // recipe.batch_size))
+
+
+def train(
+    apply: Apply,
+    state: State,
+    data: Split,
+    recipe: Recipe,
+    seed: int,
+    *,
+    per_call: int | None = None,
+    describe: str = "training",
+) -> Iterator[tuple[int, State, Progress]]:
+    """Yields (epoch, state, progress) after each epoch that `state` has not seen.
+
+    A yielded state is donated to the next epoch: use it before asking for the next one.
+    """
+    count, size = len(data.labels), recipe.batch_size
+    steps = count // size
+    if steps == 0:
+        raise UserError(f"--batch-size {size} is more than the {count} training images: give less")
+    per_call = per_call or steps_per_call(state.params, steps)
+    first = int(state.step) // steps
+    everything = replicate(tuple(data))
+
+    def batches() -> Iterator[tuple[Int32[np.ndarray, "steps padded"], Any]]:
+        for epoch in range(first, recipe.epochs):
+            rows = shuffled_rows(seed, epoch, count, size)
+            for start in range(0, steps, per_call):
+                yield rows[start : start + per_call], everything
+
+    loss, optimizer = training_loss(apply, recipe.augmentation), make_optimizer(recipe, steps)
+    fitting = fit(loss, state, batches(), optimizer, stream(seed, "augment"))
+    with progress_bar(recipe.epochs * steps * size, "img", describe, first * steps * size) as bar:
+        for epoch in range(first + 1, recipe.epochs + 1):
+            history: list[tuple[np.ndarray, np.ndarray]] = []
+            try:
+                while sum(len(losses) for losses, _ in history) < steps:
+                    state, *reports = next(fitting)
+                    history.append((reports[0], reports[1]))
+                    means = dict(zip(("loss", "acc"), (f"{values.mean():.3f}" for values in reports), strict=True))
+                    bar.set_postfix(epoch=epoch, **means, refresh=False)
+                    bar.update(len(reports[0]) * size)
+                if not all_finite(state.params):
+                    raise Diverged("a weight became infinite or not a number")
+            except Diverged as error:
+                raise Diverged(
+                    f"{error}, in epoch {epoch}; the last good checkpoint is kept: "
+                    f"try a --learning-rate below {recipe.learning_rate:g}"
+                ) from error
+            losses, accuracies = map(np.concatenate, zip(*history, strict=True))
+            yield epoch, state, Progress(float(losses.mean()), float(accuracies.mean()))

@@ -1,0 +1,119 @@
+"""Verdicts: whether results agree with the paper. A run that went wrong must not earn one.
+
+A verdict is only given on networks that are trained and matched (`why_no_verdict`). Barriers are then judged by the
+part of the networks' advantage over guessing that they cost: 0.1 of accuracy is little for networks that reach 0.95
+and all there is for networks that reach 0.2 where guessing reaches 0.1.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy import stats
+
+from mcomb.lab.results import METRICS, Results
+
+Barrier = Mapping[str, float]  # loss and accuracy
+
+LIMITS = {"loss": 0.25, "accuracy": 0.15}  # of the advantage over guessing: a combination that loses less works
+NEAR_PAPER = 1.5  # times the paper's barrier, and lower ones, agree with it
+CLEARLY_LESS = 0.5  # times another barrier
+CONFIDENCE = 0.99
+
+
+class Verdict(NamedTuple):
+    """Whether results agree with the paper, None if they cannot tell, and a sentence that says why."""
+
+    agrees: bool | None
+    finding: str
+
+
+def why_no_verdict(results: Results) -> str | None:
+    """Why nothing can be concluded from the networks: not trained, or not matched. None if all is well."""
+    for name, by_split in results.get("models", {}).items():
+        guess, reached = results["guessing"]["test"], by_split["test"]["accuracy"]
+        if not reached >= trained_accuracy(guess):
+            return (
+                f"No verdict: the networks are not trained. Network {name} has a test accuracy of {reached:.1%} on "
+                f"{guess['images']} images, and guessing the commonest label has {guess['accuracy']:.1%}."
+            )
+    for name, product in results.get("inner_products", {}).items():
+        if not product["aligned"] > product["naive"]:
+            return f"No verdict: the matching of {name} brings their weights no closer than they were."
+    return None
+
+
+def trained_accuracy(guess: Mapping[str, float]) -> float:
+    """The accuracy from which on a network clearly beats guessing.
+
+    That is a tenth of the way from guessing to no error at all, and five standard errors more.
+    """
+    chance = guess["accuracy"]
+    return chance + 0.1 * (1 - chance) + 5 * math.sqrt(chance * (1 - chance) / guess["images"])
+
+
+def cost(results: Results, barrier: Barrier, split: str = "test") -> dict[str, float]:
+    """The part of the networks' mean advantage over guessing that a barrier takes away, for each metric."""
+    guess = results["guessing"][split]
+    level = {m: np.mean([by_split[split][m] for by_split in results["models"].values()]) for m in METRICS}
+    advantage = {
+        "loss": max(guess["loss"] - level["loss"], 0.1 * guess["loss"]),  # accurate networks may have a high loss
+        "accuracy": level["accuracy"] - guess["accuracy"],
+    }
+    return {m: float(barrier[m] / advantage[m]) for m in METRICS}
+
+
+def works(results: Results, barrier: Barrier, limits: Barrier = LIMITS, split: str = "test") -> bool:
+    """Whether a barrier costs little, in loss and in accuracy; one that is not a number does not."""
+    part = cost(results, barrier, split)
+    return all(part[m] <= limits[m] for m in METRICS)
+
+
+def clearly_less(barrier: Barrier, other: Barrier) -> bool:
+    """Whether a barrier is at most half of another, in loss and in accuracy."""
+    return all(barrier[m] <= CLEARLY_LESS * other[m] for m in METRICS)
+
+
+def judge_sweep(results: Results, limits: Barrier = LIMITS, variant: str = "aligned") -> Verdict:
+    """Whether every aligned combination works, and clearly better than naive ones, on the test set.
+
+    Where the paper has barriers for this setup and width, working means barriers like the paper's.
+    """
+    aligned, naive = (results["barriers"][name]["test"] for name in (variant, "naive"))
+    paper = results.get("paper")
+    if paper and paper["width"] == results["config"]["width"]:
+        good = all(aligned[m] <= NEAR_PAPER * paper[m] for m in METRICS)
+        beside = f" The paper's barriers at this width are {paper['loss']:.3f} and {paper['accuracy']:.1%}."
+    else:
+        good, beside = works(results, aligned, limits), ""
+    a, b = results["ends"]
+    return Verdict(
+        good and clearly_less(aligned, naive),
+        f"Aligned, the worst combination has a test loss {aligned['loss']:.3f} above the mean of {a} and {b} and loses "
+        f"{aligned['accuracy']:.1%} of test accuracy; naive, {naive['loss']:.3f} and {naive['accuracy']:.1%}.{beside}",
+    )
+
+
+def falls(values: Iterable[float]) -> bool:
+    """Whether values clearly go down: the last is at most half of the first, and most pairs are in order."""
+    series = list(values)
+    return bool(
+        series[-1] <= CLEARLY_LESS * series[0] and stats.kendalltau(range(len(series)), series).statistic < -0.5
+    )
+
+
+def rate_is_above(count: int, total: int, least: float) -> bool | None:
+    """Whether a rate observed as `count` of `total` is above `least`; None if so few cannot tell."""
+    interval = stats.binomtest(count, total).proportion_ci(CONFIDENCE)
+    return True if interval.low > least else False if interval.high < least else None
+
+
+def same_distribution(x: Any, y: Any, tolerance: float = 0.05) -> tuple[bool, float]:
+    """Whether two samples are distributed alike, and the Kolmogorov–Smirnov distance between them.
+
+    Up to `tolerance`, and what samples of these sizes differ by chance.
+    """
+    distance = float(stats.ks_2samp(x, y, method="asymp").statistic)
+    by_chance = math.sqrt(-math.log((1 - CONFIDENCE) / 2) / 2 * (1 / len(x) + 1 / len(y)))
+    return distance <= tolerance + by_chance, distance

@@ -1,0 +1,44 @@
+"""Matching the units of one network to those of another: three methods behind one function, `match`."""
+
+from typing import Any
+
+from jaxtyping import Int
+
+from mcomb.base import Apply, Array, Params, UserError
+from mcomb.matching.activations import match_activations
+from mcomb.matching.core import Matching
+from mcomb.matching.straight_through import match_straight_through
+from mcomb.matching.weights import match_weights
+from mcomb.symmetry.spec import PermutationSpec
+
+MATCHERS = ("weights", "activations", "ste")  # "ste" is the straight-through estimator
+
+
+def match(
+    spec: PermutationSpec,
+    a: Params,
+    b: Params,
+    apply: Apply | None = None,
+    inputs: Array | None = None,
+    labels: Int[Array, "n"] | None = None,
+    *,
+    matcher: str = "weights",
+    seed: int = 0,
+) -> Matching:
+    """The matching of network `b` to network `a`: `spec.apply(matching.perms, b)` has its units in the order of A's.
+
+    matcher="weights" compares weights and needs no data, "activations" also needs `apply` and `inputs`, and "ste"
+    (straight-through estimator) needs `labels` as well.
+    """
+    if matcher not in MATCHERS:
+        raise UserError(f"there is no matcher {matcher!r}: choose from {', '.join(MATCHERS)}")
+    if matcher == "weights":
+        return match_weights(spec, a, b, seed=seed)
+    needs: dict[str, Any] = {"apply": apply, "inputs": inputs}
+    if matcher == "ste":
+        needs["labels"] = labels
+    if missing := [name for name, value in needs.items() if value is None]:
+        raise UserError(f"the matcher {matcher} needs {' and '.join(missing)}: give them too, or match by weights")
+    if matcher == "activations":
+        return match_activations(spec, a, b, **needs)
+    return match_straight_through(spec, a, b, **needs, seed=seed)

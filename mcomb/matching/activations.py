@@ -1,0 +1,272 @@
+"""Activation matching: the order of one network's units in which they are active when another's are."""
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Float
+
+from mcomb.base import Apply, Array, Params, UserError
+from mcomb.devices import AXIS, BATCH, device_mesh, in_batches, replicate
+from mcomb.matching.core import Matching, objective, solve_assignment
+from mcomb.statistics import varies
+from mcomb.symmetry.intermediates import list_intermediates, unit_activations, with_intermediates
+from mcomb.symmetry.spec import Layout, Perms, PermutationSpec
+
+Scores = dict[str, Float[np.ndarray, "..."]]
+"""For each permutation the score of each unit of A with each of B.
+
+The indices are those of A's unit, then those of B's that can be permuted. For the dimensions of heads they are
+[head of A, dimension of A, head of B, dimension of B].
+"""
+
+
+def match_activations(
+    spec: PermutationSpec,
+    a: Params,
+    b: Params,
+    apply: Apply,
+    inputs: Array,
+    *,
+    inner_products: bool = False,
+    batch_size: int = BATCH,
+) -> Matching:
+    """The matching of `b` to `a` in which the correlations of matched units' activations are highest in sum.
+
+    A unit's activations are what the next layers' weights see of it, over all inputs and positions. Where a
+    permutation's units are active in several arrays, as along a residual stream, the mean correlation counts. With
+    `inner_products`, inner products of activations take the place of correlations. The first axis of `inputs` is that
+    of examples, and each example is evaluated by itself.
+    """
+    spec.validate(a)
+    spec.validate(b)
+    scores = _scores(spec, a, b, apply, inputs, inner_products=inner_products, batch_size=batch_size)
+    perms = _best_permutations(spec, scores)
+    trace = objective(spec, a, b), objective(spec, a, b, perms)
+    return Matching(perms, trace[-1], trace)
+
+
+def correlations(
+    spec: PermutationSpec, a: Params, b: Params, apply: Apply, inputs: Array, *, batch_size: int = BATCH
+) -> dict[str, Float[np.ndarray, "..."]]:
+    """Pearson's correlation of each unit of A with the same unit of B, over all inputs and positions.
+
+    It is the mean over the arrays in which the unit is active, and over the units inside it. A unit that never
+    changes correlates with nothing.
+    """
+    scores = _scores(spec, a, b, apply, inputs, inner_products=False, batch_size=batch_size)
+    result: dict[str, np.ndarray] = {}
+    for name in _innermost_first(spec):
+        values = [result[other].mean(-1) for other in spec.nested_in(name)]
+        if name in scores:
+            matrices = _score_matrices(spec, name, scores[name], spec.identity())
+            values = [matrices.diagonal(axis1=-2, axis2=-1), *values]
+        result[name] = np.mean(values, axis=0)
+    return {name: result[name] for name in spec.sizes}
+
+
+def _best_permutations(spec: PermutationSpec, scores: Scores) -> Perms:
+    """The permutations of the highest scores.
+
+    What is inside a unit, such as the dimensions of a head, is matched for each pair of units: a head's score with
+    another is that of the best order of its dimensions.
+    """
+    scores = dict(scores)
+    for name in _innermost_first(spec):
+        for other in spec.nested_in(name):
+            pairs = np.moveaxis(scores[other], len(spec.shape(name)), -2)
+            best = np.take_along_axis(pairs, solve_assignment(pairs)[..., None], -1).sum((-2, -1))
+            scores[name] = scores.get(name, 0) + best
+    perms: Perms = {}
+    for name in reversed(_innermost_first(spec)):
+        perms[name] = solve_assignment(_score_matrices(spec, name, scores[name], perms))
+    return {name: perms[name] for name in spec.sizes}
+
+
+def _innermost_first(spec: PermutationSpec) -> list[str]:
+    """The names of the permutations, those of the dimensions of heads before those of the heads."""
+    return sorted(spec.sizes, key=lambda name: -len(spec.shape(name)))
+
+
+def _score_matrices(spec: PermutationSpec, name: str, scores: np.ndarray, perms: Perms) -> Float[np.ndarray, "... n n"]:
+    """The scores of each assignment problem, given the outer permutations.
+
+    For the dimensions of heads it is that of A's head h with B's head perms["heads"][h], for each h.
+    """
+    batch_axes = spec.batched_over.get(name, ())
+    coordinates = dict(zip(batch_axes, np.indices(spec.shape(name)[:-1], sparse=True), strict=True))
+    sources = [
+        perms[outer][(*(coordinates[other] for other in spec.batched_over.get(outer, ())), coordinates[outer])]
+        for outer in _fixed_and_permuted(spec, batch_axes)[1]
+    ]
+    return scores[(*coordinates.values(), slice(None), *sources, slice(None))]
+
+
+def _scores(
+    spec: PermutationSpec, a: Params, b: Params, apply: Apply, inputs: Array, *, inner_products: bool, batch_size: int
+) -> Scores:
+    """The scores of all permutations but those whose units are only active with what is inside them."""
+    mesh = device_mesh()
+    size = min(batch_size, -(-len(inputs) // mesh.size))
+    flat_scores = jax.device_get(_compare(apply, spec, size, inner_products, mesh, *replicate((a, b, inputs))))
+    scores = {}
+    for name, score in flat_scores.items():
+        if not np.isfinite(score).all():
+            raise UserError(f"activations of {name} are not finite: there is something wrong with the networks")
+        batch_axes = spec.batched_over.get(name, ())
+        fixed, permuted = _fixed_and_permuted(spec, batch_axes)
+        units = [spec.sizes[other] for other in (*permuted, name)]
+        reshaped = score.reshape(*(spec.fixed[other] for other in fixed), *units, *units)
+        order = [batch_axes.index(other) for other in fixed + permuted]
+        scores[name] = np.moveaxis(reshaped, range(len(batch_axes)), order)
+    return scores
+
+
+def _fixed_and_permuted(spec: PermutationSpec, names: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    """The axes that are fixed, and those that are permuted."""
+    return [name for name in names if name in spec.fixed], [name for name in names if name in spec.sizes]
+
+
+class Moments(NamedTuple):
+    """The means of units of A and of B, and the sums of squares and products of deviations from them.
+
+    There are separate units at each position along the fixed axes, which are the batch.
+    """
+
+    mean_a: Float[Array, "batch units"]
+    mean_b: Float[Array, "batch units"]
+    squares_a: Float[Array, "batch units"]
+    squares_b: Float[Array, "batch units"]
+    products: Float[Array, "batch units units"]
+
+    def about(self, mean_a: Array, mean_b: Array, count: Array) -> "Moments":
+        """The moments of `count` samples about other means."""
+        da, db = self.mean_a - mean_a, self.mean_b - mean_b
+        squares = self.squares_a + count * da**2, self.squares_b + count * db**2
+        return Moments(mean_a, mean_b, *squares, self.products + count * _outer(da, db))
+
+    def score(self, count: Array, inner_products: bool) -> Float[Array, "batch units units"]:
+        """The correlation, or the mean product, of each unit of A with each of B."""
+        if inner_products:
+            return self.products / count + _outer(self.mean_a, self.mean_b)
+
+        def inverse_norm(mean: Array, squares: Array) -> Array:
+            alive = varies(mean, squares / count)
+            return jnp.where(alive, jax.lax.rsqrt(jnp.where(alive, squares, 1.0)), 0.0)
+
+        norms = inverse_norm(self.mean_a, self.squares_a), inverse_norm(self.mean_b, self.squares_b)
+        return self.products * _outer(*norms)
+
+
+def _outer(x: Array, y: Array) -> Array:
+    return x[..., :, None] * y[..., None, :]
+
+
+@partial(jax.jit, static_argnums=range(5))
+def _compare(
+    apply: Apply,
+    spec: PermutationSpec,
+    batch_size: int,
+    inner_products: bool,
+    mesh: Mesh,
+    a: Params,
+    b: Params,
+    inputs: Array,
+) -> dict[str, Float[Array, "batch units units"]]:
+    """For each permutation the mean of its scores over the arrays with its units, in one pass over all inputs."""
+    active = unit_activations(spec, list_intermediates(spec, apply, a, inputs[:1]))
+    run = with_intermediates(apply, {array.id for arrays in active.values() for array in arrays})
+
+    def activations(params: Params, examples: Array) -> dict[str, list[Array]]:
+        # Each example runs alone: so the first axis of every array is theirs, and those that pad the last batch
+        # can be left out.
+        values = jax.vmap(lambda example: run(params, example[None])[1])(examples)
+        return {
+            name: parts
+            for name, arrays in active.items()
+            if (parts := [x for array in arrays for x in _units(spec, name, array.layouts, values[array.id])])
+        }
+
+    def on_device(batches: list[Array], a: Params, b: Params) -> dict[str, Array]:
+        def add(state: Any, batch: list[Array]) -> tuple[Any, None]:
+            (count, moments), (examples, weight) = state, batch
+            update = partial(_add_batch, count, weight)
+            moments = _map_moments(update, moments, activations(a, examples), activations(b, examples))
+            return (count + weight.sum(), moments), None
+
+        def over_devices(local: Moments) -> Moments:
+            mean_a, mean_b = (jax.lax.psum(mean * count, AXIS) / total for mean in local[:2])
+            return Moments(mean_a, mean_b, *jax.lax.psum(local.about(mean_a, mean_b, count)[2:], AXIS))
+
+        zeros = jax.tree.map(_zero_moments, jax.eval_shape(activations, a, batches[0][0]))
+        (count, moments), _ = jax.lax.scan(add, (jnp.zeros(()), zeros), batches)
+        total = jax.lax.psum(count, AXIS)
+        scores = _map_moments(lambda local: over_devices(local).score(total, inner_products), moments)
+        return {name: sum(parts) / len(parts) for name, parts in scores.items()}
+
+    batches = in_batches(batch_size * mesh.size, inputs, jnp.ones(len(inputs)))
+    specs = (P(None, AXIS), P(), P())
+    return jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)(batches, a, b)
+
+
+def _map_moments(function: Callable[..., Any], *trees: Any) -> Any:
+    """`jax.tree.map`, with the moments in the first tree as its leaves."""
+    return jax.tree.map(function, *trees, is_leaf=lambda node: isinstance(node, Moments))
+
+
+def _zero_moments(units: jax.ShapeDtypeStruct) -> Moments:
+    """The moments before the first example."""
+    batch, _, _, count = units.shape
+    zeros = jnp.zeros((batch, count))
+    return Moments(zeros, zeros, zeros, zeros, _outer(zeros, zeros))
+
+
+def _add_batch(
+    count: Float[Array, ""],
+    weight: Float[Array, "examples"],
+    moments: Moments,
+    a: Float[Array, "batch examples samples units"],
+    b: Float[Array, "batch examples samples units"],
+) -> Moments:
+    """The moments of `count` examples and of new ones: those of weight 1, not the padding of weight 0.
+
+    An example counts as the mean of its samples.
+    """
+
+    def centred(values: Array, mean: Array) -> Array:
+        return jnp.where(weight[:, None, None] > 0, values - mean[:, None, None], 0.0)
+
+    def new_mean(values: Array, mean: Array) -> Array:
+        return mean + centred(values, mean).mean(2).sum(1) / jnp.maximum(count + weight.sum(), 1)
+
+    means = new_mean(a, moments.mean_a), new_mean(b, moments.mean_b)
+    a, b = centred(a, means[0]), centred(b, means[1])
+    old = moments.about(*means, count)
+    squares = old.squares_a + (a**2).mean(2).sum(1), old.squares_b + (b**2).mean(2).sum(1)
+    return Moments(*means, *squares, old.products + jnp.einsum("besi,besj->bij", a, b) / a.shape[2])
+
+
+def _units(
+    spec: PermutationSpec, name: str, layouts: tuple[Layout, ...], values: Array
+) -> Iterator[Float[Array, "batch examples samples units"]]:
+    """The activations of a permutation's units, from each part of an array that has them but not what is inside.
+
+    A unit is a position along the permutation and along the permuted axes that it is batched over; the fixed ones
+    are the batch. Along other permutations, of which we do not know the order yet, activations are averaged.
+    """
+    batch_axes, nested = spec.batched_over.get(name, ()), spec.nested_in(name)
+    for labels, part in spec.simple_parts((None, *layouts), values.astype(jnp.float32)):
+        for axis in [axis for axis, label in enumerate(labels) if label == name and not set(labels) & set(nested)]:
+            batch, outer = (list(map(labels.index, names)) for names in _fixed_and_permuted(spec, batch_axes))
+            units = [*outer, axis]
+            others = [i for i, label in enumerate(labels) if label in spec.sizes and i not in units]
+            samples = [i for i in range(len(labels)) if i not in batch + units]
+            ordered = part.mean(tuple(others), keepdims=True).transpose(*batch, *samples, *units)
+            count = math.prod(part.shape[i] for i in units)
+            yield ordered.reshape(math.prod(part.shape[i] for i in batch), len(values), -1, count)

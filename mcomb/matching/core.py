@@ -1,0 +1,83 @@
+"""What all matchers share: the result type, the objective that judges a result, and the assignment problem."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+from scipy.optimize import linear_sum_assignment
+
+from mcomb.base import Params, named_leaves
+from mcomb.symmetry.spec import Layout, Perms, PermutationSpec
+
+
+@dataclass(frozen=True)
+class Matching:
+    """The permutations that bring network B into the order of network A, and how well they do it.
+
+    perms: index arrays for `spec.apply(perms, b)`.
+    objective: the inner product of A's weights with B's permuted weights; higher is better.
+    trace: the objective at the start and after each sweep over all permutations (or after each gradient step).
+    tried: the final objective of every restart; the best one was kept.
+    solved, skipped: how many visits to a permutation solved its assignment problem, and how many did not need to.
+    losses: for matchers that minimise a loss, the held-out loss of the midpoint of A and permuted B, one for each
+        entry of `trace`.
+    """
+
+    perms: Perms
+    objective: float
+    trace: tuple[float, ...]
+    tried: tuple[float, ...] = ()
+    solved: int = 0
+    skipped: int = 0
+    losses: tuple[float, ...] = ()
+
+
+def objective(spec: PermutationSpec, a: Params, b: Params, perms: Perms | None = None) -> float:
+    """The inner product of A's weights with B's weights, the latter permuted if `perms` is given."""
+    return inner_product(spec, weight_parts(spec, a, b), perms)
+
+
+class WeightPart(NamedTuple):
+    """The weights of A and of B in a part of a leaf where each axis belongs to at most one permutation.
+
+    `labels` has, for each axis, the name of its permutation, or None or a size where the axis never moves. A fused
+    query-key-value kernel of shape (8, 3 · 4), for example, can be a part of shape (8, 3, 4) with the labels
+    ("stream", 3, "dims").
+    """
+
+    labels: tuple[Layout, ...]
+    a: np.ndarray
+    b: np.ndarray
+
+
+def weight_parts(spec: PermutationSpec, a: Params, b: Params) -> Iterator[WeightPart]:
+    """Yields the weights of A and B part by part, in float32 or wider; leaves that are not floats are left out."""
+    leaves_a, leaves_b = named_leaves(a), named_leaves(b)
+    for name, layouts in spec.axes.items():
+        dtypes = [jnp.result_type(leaves[name]) for leaves in (leaves_a, leaves_b)]
+        if all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
+            dtype = np.result_type(np.float32, *dtypes)
+            both = (np.asarray(leaves[name], dtype) for leaves in (leaves_a, leaves_b))
+            for (labels, part_a), (_, part_b) in zip(*(spec.simple_parts(layouts, leaf) for leaf in both), strict=True):
+                yield WeightPart(labels, part_a, part_b)
+
+
+def inner_product(spec: PermutationSpec, parts: Iterable[WeightPart], perms: Perms | None) -> float:
+    """The inner product of A's weights with B's, permuted unless `perms` is None, summed over the parts."""
+    total = 0.0
+    for labels, a, b in parts:
+        permuted = b if perms is None else spec.permute_array(perms, labels, b)
+        total += float(np.vecdot(np.atleast_1d(a), np.atleast_1d(permuted)).sum(dtype=np.float64))
+    return total
+
+
+def solve_assignment(scores: Float[np.ndarray, "*batch n n"]) -> Int[np.ndarray, "*batch n"]:
+    """The column assigned to each row so that the assigned scores have the largest sum; one problem per batch entry.
+
+    solve_assignment(np.array([[1, 5], [4, 9]])) is [0, 1]: 1 + 9 is more than 5 + 4.
+    """
+    flat = scores.reshape(-1, *scores.shape[-2:])
+    return np.stack([linear_sum_assignment(one, maximize=True)[1] for one in flat]).reshape(scores.shape[:-1])

@@ -1,0 +1,97 @@
+"""Aligning many networks: all of them brought into one common order of units, so that any two can be combined."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from mcomb.base import Array, Params, UserError, stream
+from mcomb.matching.core import objective
+from mcomb.matching.weights import match_weights
+from mcomb.symmetry.spec import Perms, PermutationSpec
+
+TOLERANCE = 1e-6  # the rounds end when one adds less than this fraction of the objective
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """The permutations that bring each of several networks into one common order of units.
+
+    perms: for each network, its permutations into the common order.
+    objective: the inner product of permuted weights, summed over all pairs of networks; higher is better.
+    trace: the objective after each round of matching.
+    """
+
+    spec: PermutationSpec
+    perms: tuple[Perms, ...]
+    objective: float
+    trace: tuple[float, ...]
+
+    def between(self, i: int, j: int) -> Perms:
+        """The permutations that bring network j into the order of network i.
+
+        They are transitive: `between(i, j)` after `between(j, k)` is `between(i, k)`.
+        """
+        return self.spec.compose(self.spec.invert(self.perms[i]), self.perms[j])
+
+
+def align_many(
+    spec: PermutationSpec, networks: Sequence[Params], *, reference: int | None = 0, seed: int = 0
+) -> Alignment:
+    """The alignment of all networks to the one at index `reference`, or to their own barycentre if that is None.
+
+    The barycentre is found with MergeMany of Git Re-Basin. Each round visits the networks in a random order and
+    matches each one to the sum of the others, starting from its current permutations; the rounds end when the objective
+    hardly grows any more. One thing differs: the first round matches each network only to those visited before it,
+    because the sum of networks with unrelated orders of units resembles none of them.
+    """
+    count = len(networks)
+    if count < 2:
+        raise UserError(f"there is nothing to align in {count} networks: give two or more")
+    if reference is not None and reference not in range(count):
+        raise UserError(f"there is no network {reference} among {count}: give an index from 0 to {count - 1}, or None")
+    perms, permuted = [spec.identity() for _ in networks], list(networks)
+
+    def rematch(i: int, others: Sequence[int]) -> float:
+        """Matches network i to the sum of the others, and returns by how much their inner product grew."""
+        target = _sum_of_networks([permuted[j] for j in others])
+        matching = match_weights(spec, target, networks[i], start=perms[i], seed=seed)
+        perms[i], permuted[i] = matching.perms, spec.apply(matching.perms, networks[i])
+        return matching.objective - matching.trace[0]
+
+    def visit_order(round_index: int) -> list[int]:
+        return jax.random.permutation(stream(seed, "networks", round_index), count).tolist()
+
+    if reference is not None:
+        for i in range(count):
+            if i != reference:
+                rematch(i, [reference])
+        total = _pairwise_objective(spec, permuted)
+        return Alignment(spec, tuple(perms), total, (total,))
+    order = visit_order(0)
+    for n in range(1, count):
+        rematch(order[n], order[:n])
+    trace, gain = [_pairwise_objective(spec, permuted)], math.inf
+    while gain > TOLERANCE * abs(trace[-1]):
+        gain = sum(rematch(i, [j for j in range(count) if j != i]) for i in visit_order(len(trace)))
+        trace.append(trace[-1] + gain)
+    return Alignment(spec, tuple(perms), trace[-1], tuple(trace))
+
+
+def _pairwise_objective(spec: PermutationSpec, networks: Sequence[Params]) -> float:
+    """The inner product of two networks' weights, summed over all pairs of networks."""
+    return sum(objective(spec, a, b) for a, b in itertools.combinations(networks, 2))
+
+
+def _sum_of_networks(networks: Sequence[Params]) -> Params:
+    """The sum of the networks' weights, at least in float32; leaves that are not floats are those of the first."""
+
+    def add(first: Array, *rest: Array) -> Array:
+        if not jnp.issubdtype(jnp.result_type(first), jnp.floating):
+            return first
+        return sum(rest, jnp.asarray(first, jnp.promote_types(jnp.result_type(first), jnp.float32)))
+
+    return jax.tree.map(add, *networks)

@@ -1,0 +1,139 @@
+"""The straight-through estimator: find a matching by gradient descent on the loss of the midpoint of A and B."""
+
+import itertools
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Float, Int, Int32, PRNGKeyArray
+
+from mcomb.base import Apply, Array, Diverged, Params, UserError, named_leaves, stream
+from mcomb.combination import combine
+from mcomb.devices import replicate
+from mcomb.evaluation import score
+from mcomb.matching.core import Matching, objective
+from mcomb.matching.weights import match_weights
+from mcomb.minibatches import Loss, all_finite, fit, initial_state, shuffled_rows
+from mcomb.objectives import classify
+from mcomb.progress import progress_bar
+from mcomb.symmetry.spec import Perms, PermutationSpec
+
+
+class Candidate(NamedTuple):
+    """The matching after some step: its objective, and the held-out loss of the midpoint of A and permuted B."""
+
+    perms: Perms
+    objective: float
+    loss: float
+
+
+def match_straight_through(
+    spec: PermutationSpec,
+    a: Params,
+    b: Params,
+    apply: Apply,
+    inputs: Array,
+    labels: Int[Array, "n"],
+    *,
+    seed: int = 0,
+    steps: int = 100,
+    learning_rate: float = 0.01,
+    batch_size: int = 100,
+) -> Matching:
+    """The matching of `b` to `a` that a straight-through estimator finds (Git Re-Basin's third algorithm).
+
+    It trains weights W that start as a copy of A, and always matches B to W. Each step has two parts:
+    1. The midpoint ½ (A + permuted B) is evaluated on a minibatch, and W moves against the gradient of its loss as if
+       W were the permuted B.
+    2. B is matched to W by weights, starting from its current permutations.
+
+    The first candidate is the plain weight matching of B to A, and each step adds one. The result is the candidate
+    whose midpoint has the lowest loss on the last tenth of the data, which is held out from the gradients. `trace` and
+    `losses` of the result have one entry for each candidate.
+
+    A gradient is rescaled to the norm of A's weights, so `learning_rate` is relative to that norm. The length is given
+    in steps and not in epochs because each step costs a weight matching, however small its minibatch.
+    """
+    for name, leaf in named_leaves(a).items():
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            raise UserError(f"{name} is no float, and nothing can be learnt of it: match by weights or activations")
+    if not len(inputs) == len(labels) >= 2:
+        raise UserError(f"{len(inputs)} inputs and {len(labels)} labels: give as many of both, and at least two")
+    train_count = len(labels) - max(1, len(labels) // 10)  # the rest is held out
+    a, inputs, labels = replicate((a, inputs, labels))
+
+    def evaluate_candidate(perms: Perms, permuted: Params) -> Candidate:
+        loss = score(apply, combine(a, permuted, 0.5), inputs[train_count:], labels[train_count:]).loss
+        if not np.isfinite(loss):
+            raise _diverged("on the held-out data")
+        return Candidate(perms, objective(spec, a, b, perms), loss)
+
+    def batches() -> Iterator[tuple[Int32[np.ndarray, "1 padded"], Any]]:
+        for epoch in itertools.count():
+            for rows in shuffled_rows(seed, epoch, train_count, min(batch_size, train_count)):
+                yield rows[None], (a, permuted, inputs, labels)  # `permuted` as the loop below has left it
+
+    perms = match_weights(spec, a, b, seed=seed).perms
+    permuted = replicate(spec.apply(perms, b))
+    best = current = evaluate_candidate(perms, permuted)
+    candidates = [current]
+    optimizer = _optimizer(learning_rate)
+    fitting = fit(_midpoint_loss(apply), initial_state(a, optimizer), batches(), optimizer, stream(seed))
+    with progress_bar(steps, "step", "straight-through matching") as bar:
+        for step in range(1, steps + 1):
+            try:
+                state, (loss,), _ = next(fitting)
+            except Diverged as error:
+                raise _diverged(f"in step {step}") from error
+            if not all_finite(state.params):
+                raise _diverged(f"in step {step}")
+            perms = match_weights(spec, state.params, b, start=perms, seed=seed).perms
+            if any((perms[name] != current.perms[name]).any() for name in perms):
+                permuted = replicate(spec.apply(perms, b))
+                current = evaluate_candidate(perms, permuted)
+                best = min(best, current, key=lambda candidate: candidate.loss)
+            candidates.append(current)
+            bar.set_postfix(loss=f"{loss:.4f}", held_out=f"{current.loss:.4f}", best=f"{best.loss:.4f}", refresh=False)
+            bar.update()
+    _, trace, losses = zip(*candidates, strict=True)
+    return Matching(best.perms, best.objective, trace, losses=losses)
+
+
+def _diverged(where: str) -> Diverged:
+    return Diverged(
+        f"the loss half way between the networks, or its gradient, is infinite or not a number {where}: "
+        "look for such numbers in the weights and in the inputs"
+    )
+
+
+@cache  # returns the same function for the same `apply`, so that it is compiled only once
+def _midpoint_loss(apply: Apply) -> Loss:
+    """The loss of the midpoint of A and permuted B, with its gradient passed straight through to the weights W."""
+
+    def loss(weights: Params, rows: Int32[Array, "b"], given: Any, key: PRNGKeyArray) -> tuple[Float[Array, ""], None]:
+        a, permuted, inputs, labels = given
+        # The value is that of the permuted B; the gradient is that with respect to W.
+        straight_through = jax.tree.map(lambda p, w: p + (w - jax.lax.stop_gradient(w)), permuted, weights)
+        outcome = classify(apply(combine(a, straight_through, 0.5), inputs[rows]), labels[rows])
+        return jnp.mean(outcome.loss, where=rows >= 0), None
+
+    return loss
+
+
+@cache  # returns the same optimiser for the same learning rate, so that it is compiled only once
+def _optimizer(learning_rate: float) -> optax.GradientTransformation:
+    """SGD with momentum on gradients that are rescaled to the norm of the initial weights.
+
+    Unscaled, the size of a gradient depends on the network and on how good the midpoint already is.
+    """
+    norm = optax.tree_utils.tree_norm
+
+    def rescale(gradient: Params, initial_norm: Array, params: Params = None) -> tuple[Params, Array]:
+        scale = initial_norm / jnp.maximum(norm(gradient), jnp.finfo(jnp.float32).tiny)
+        return jax.tree.map(lambda g: scale * g, gradient), initial_norm
+
+    return optax.chain(optax.GradientTransformation(norm, rescale), optax.sgd(learning_rate, momentum=0.9))

@@ -1,0 +1,351 @@
+"""Weight matching: find the order of network B's units in which its weights are closest to network A's.
+
+This is permutation coordinate descent (the paper's Algorithm 1). A sweep visits all permutations in a random order. A
+visit changes one permutation and keeps the others: it solves the assignment problem whose score (i, j) is the inner
+product of the weights of A's unit i with those of B's unit j.
+
+Computing the scores costs most of the time, and three things save it:
+- Scores are kept. They are a sum over the positions of the neighbouring permutations, so at the next visit only the
+  positions that have changed are subtracted and added again.
+- A visit is skipped if no neighbouring permutation has changed since the last one.
+- One thread solves a permutation's assignment problem while the scores of permutations that share no weights with it
+  are computed.
+"""
+
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import cache, partial
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Float
+from threadpoolctl import ThreadpoolController
+
+from mcomb.base import Params, UserError, stream
+from mcomb.matching.core import Matching, WeightPart, inner_product, solve_assignment, weight_parts
+from mcomb.symmetry.spec import Perms, PermutationSpec
+
+BLOCK_SIZE = 1024  # positions that one matrix product sums over
+PARTIAL_SUMS = 4  # sums of products computed in parallel; the same everywhere, so that all machines round alike
+SOLVER_THREADS = 2  # assignment problems solved in parallel; each needs four times the memory of its scores
+GAIN_ROUNDINGS = 8  # a gain counts if it exceeds this many rounding errors of the scores that it is made of
+
+
+def match_weights(
+    spec: PermutationSpec,
+    a: Params,
+    b: Params,
+    *,
+    start: Perms | None = None,
+    seed: int = 0,
+    restarts: int = 1,
+    coarse: bool = False,
+) -> Matching:
+    """The matching of `b` to `a` by permutation coordinate descent, from the permutations `start` or the identity.
+
+    The descent ends at a local optimum, where changing any one permutation brings no gain. Which optimum depends on
+    the order of visits; `restarts` runs the descent with that many orders and keeps the best result.
+
+    With `coarse`, each descent is preceded by one on the centres of the convolution kernels only. That takes a
+    fraction of the products and leaves few sweeps for the full weights. It ends at another optimum, usually as good.
+    """
+    spec.validate(a)
+    spec.validate(b)
+    if restarts < 1:
+        raise UserError(f"{restarts} restarts find nothing: give one or more")
+    parts = list(weight_parts(spec, a, b))
+    matchings = []
+    for restart in range(restarts):
+        restart_from = start
+        if coarse:
+            centres = [_kernel_centre(spec, part) for part in parts]
+            restart_from = _coordinate_descent(spec, centres, restart_from, visit_orders(spec, seed, restart)).perms
+        matchings.append(_coordinate_descent(spec, parts, restart_from, visit_orders(spec, seed, restart)))
+    best = max(matchings, key=lambda matching: matching.objective)
+    return replace(best, tried=tuple(matching.objective for matching in matchings))
+
+
+def visit_orders(spec: PermutationSpec, seed: int, restart: int = 0) -> Iterator[list[str]]:
+    """Yields, for one sweep after another without end, the order in which it visits the permutations."""
+    key = stream(seed, "visits", restart)
+    rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))  # compiles nothing
+    while True:
+        yield [list(spec.sizes)[i] for i in rng.permutation(len(spec.sizes))]
+
+
+def _kernel_centre(spec: PermutationSpec, part: WeightPart) -> WeightPart:
+    """The part reduced to the middle index of every unpermuted axis, if two or more permutations act on it.
+
+    A convolution kernel of shape (3, 3, in, out) becomes one of shape (1, 1, in, out). Parts with one permutation, such
+    as biases, are small and stay whole.
+    """
+    if sum(label in spec.sizes for label in part.labels) < 2:
+        return part
+    keep_all = [label in spec.sizes or label in spec.fixed for label in part.labels]
+    centre = tuple(
+        slice(None) if keep else slice(n // 2, n // 2 + 1) for keep, n in zip(keep_all, part.a.shape, strict=True)
+    )
+    return WeightPart(part.labels, part.a[centre], part.b[centre])
+
+
+class _MatrixStack(NamedTuple):
+    """A part on which one or two permutations act, as a stack of matrices.
+
+    `labels` names the permutation of the rows and that of the columns; the rows have None if only one permutation acts.
+    """
+
+    labels: tuple[str | None, str]
+    a: Float[np.ndarray, "k p q"]
+    b: Float[np.ndarray, "k p q"]
+
+
+def _matrix_stack(spec: PermutationSpec, part: WeightPart) -> _MatrixStack | None:
+    """The part as a stack of matrices, or None if it is not one or two standalone permutations on one axis each."""
+    permuted_axes = [axis for axis, label in enumerate(part.labels) if label in spec.sizes]
+    names = [str(part.labels[axis]) for axis in permuted_axes]
+    if len(names) not in (1, 2) or len(set(names)) < len(names) or not all(_is_standalone(spec, n) for n in names):
+        return None
+    last = range(-len(names), 0)
+    a, b = (np.moveaxis(weights, permuted_axes, last) for weights in (part.a, part.b))
+    if len(names) == 1:
+        return _MatrixStack((None, names[0]), a.reshape(1, -1, a.shape[-1]), b.reshape(1, -1, b.shape[-1]))
+    return _MatrixStack((names[0], names[1]), a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:]))
+
+
+def _is_standalone(spec: PermutationSpec, name: str) -> bool:
+    """Whether the permutation is not batched over any axis and no other permutation is batched over it."""
+    return name not in spec.batched_over and not any(name in batch_axes for batch_axes in spec.batched_over.values())
+
+
+class _Update(NamedTuple):
+    """The permutations that a visit changes, and by how much the objective grows."""
+
+    perms: Perms
+    gain: float
+
+
+_NO_UPDATE = _Update({}, 0.0)
+
+
+def _coordinate_descent(
+    spec: PermutationSpec, parts: Sequence[WeightPart], start: Perms | None, orders: Iterable[list[str]]
+) -> Matching:
+    """The matching at which coordinate descent from `start` ends; sweep i visits the permutations in `orders[i]`."""
+    initial = inner_product(spec, parts, start)
+    if not np.isfinite(initial):
+        raise UserError("the inner product of A's and B's weights is infinite or not a number: they cannot be matched")
+    cores = os.cpu_count() or 1
+    products, solvers = ThreadPoolExecutor(min(cores, PARTIAL_SUMS)), ThreadPoolExecutor(min(cores, SOLVER_THREADS))
+    descent = _Descent(spec, parts, spec.identity() if start is None else start, products)
+    pending: dict[str, tuple[int, Future[_Update]]] = {}  # the sweep of a visit, and its assignment problem
+
+    def wait_for(names: Iterable[str]) -> None:
+        """Waits for the pending assignment problems of these permutations, and applies their updates."""
+        for name in [name for name in names if name in pending]:
+            sweep, future = pending.pop(name)
+            update = future.result()
+            descent.perms |= update.perms
+            gains[sweep] += update.gain
+
+    gains: list[float] = []  # of each sweep
+    solved = skipped = 0
+    # BLAS's own threads wait for one another whenever another process needs a core, so ours get the cores.
+    with products, solvers, _thread_pools().limit(limits=max(1, cores // PARTIAL_SUMS), user_api="blas"):
+        for sweep, order in enumerate(orders):
+            solved_before = solved
+            gains.append(0.0)
+            for name in order:
+                wait_for({name, *descent.neighbours[name]})
+                if not descent.is_unchanged(name):
+                    pending[name] = sweep, solvers.submit(descent.visit(name))
+                    solved += 1
+            if solved == solved_before:
+                gains.pop()
+                break
+            skipped += len(order) - (solved - solved_before)
+        wait_for(list(pending))
+    trace = tuple(itertools.accumulate(gains, initial=initial))
+    return Matching(descent.perms, trace[-1], trace, solved=solved, skipped=skipped)
+
+
+@cache  # finding the loaded libraries takes longer than a small matching
+def _thread_pools() -> ThreadpoolController:
+    return ThreadpoolController()
+
+
+class _Descent:
+    """The state of a coordinate descent.
+
+    perms: the current permutations.
+    parts: for each permutation, the parts of the weights that it acts on. Those that are stacks of matrices are also in
+        `stacks`, the rest in `other_parts`.
+    neighbours: for each permutation, the permutations that its scores depend on.
+    scores: for each standalone permutation, its scores at its last visit.
+    last_visit: for each permutation, the values that all permutations had at its last visit.
+    """
+
+    def __init__(self, spec: PermutationSpec, parts: Sequence[WeightPart], start: Perms, pool: ThreadPoolExecutor):
+        self.spec, self.pool = spec, pool
+        self.perms: Perms = {name: np.array(start[name]) for name in spec.sizes}
+        self.parts: dict[str, list[WeightPart]] = {name: [] for name in spec.sizes}
+        self.stacks: dict[str, list[_MatrixStack]] = {name: [] for name in spec.sizes}
+        self.other_parts: dict[str, list[WeightPart]] = {name: [] for name in spec.sizes}
+        # A permutation is its own neighbour if it acts on two axes of a part, or if others are nested in it.
+        self.neighbours: dict[str, set[str]] = {name: {name} if spec.nested_in(name) else set() for name in spec.sizes}
+        for part in parts:
+            stack = _matrix_stack(spec, part)
+            labels = [str(label) for label in part.labels if label in spec.sizes]
+            for name in set(labels):
+                self.parts[name].append(part)
+                if stack:
+                    self.stacks[name].append(stack)
+                else:
+                    self.other_parts[name].append(part)
+                self.neighbours[name] |= {*labels} if labels.count(name) > 1 else {*labels} - {name}
+        self.scores: dict[str, np.ndarray] = {}
+        self.last_visit: dict[str, Perms] = {}
+
+    def is_unchanged(self, name: str) -> bool:
+        """Whether the permutation was visited before and none of its neighbours has changed since."""
+        previous = self.last_visit.get(name)
+        return previous is not None and all(self.perms[other] is previous[other] for other in self.neighbours[name])
+
+    def visit(self, name: str) -> Callable[[], _Update]:
+        """Brings the permutation's scores up to date; the returned function solves its assignment problem.
+
+        The function reads nothing that later visits change, so it may run in another thread.
+        """
+        previous, perms = self.last_visit.get(name), dict(self.perms)
+        self.last_visit[name] = perms
+        if not _is_standalone(self.spec, name):
+            return partial(self._solve_nested, name, perms)
+        n = self.spec.sizes[name]
+        scores = self.scores.setdefault(name, np.zeros((n, n), _score_dtype(self.parts[name])))
+        terms = [term for stack in self.stacks[name] for term in _score_terms(stack, name, perms, previous)]
+        subsets = (terms[i::PARTIAL_SUMS] for i in range(min(PARTIAL_SUMS, len(terms))))
+        for partial_sum in self.pool.map(_sum_terms, subsets):
+            scores += partial_sum
+        if self.other_parts[name]:  # their scores are computed anew at each visit
+            scores = scores.copy()
+            scores[:, perms[name]] += _unit_scores(self.spec, self._permuted_parts(name, perms), (), (name,))[0]
+        return partial(self._solve, name, perms, scores)
+
+    def _solve(self, name: str, perms: Perms, scores: Float[np.ndarray, "n n"]) -> _Update:
+        """The update of a standalone permutation to the one with the highest score."""
+        best, current = solve_assignment(scores), perms[name]
+        if name in self.neighbours[name]:  # the scores change with the permutation itself and only estimate the gain
+            return self._update_if_better(name, perms, {name: best})
+        changed = np.flatnonzero(best != current)
+        new, old = (scores[changed, perm[changed]].astype(np.float64) for perm in (best, current))
+        gain = float(new.sum() - old.sum())
+        least = GAIN_ROUNDINGS * np.finfo(scores.dtype).eps * np.abs([new, old]).sum()
+        return _Update({name: best}, gain) if gain > least else _NO_UPDATE
+
+    def _solve_nested(self, name: str, perms: Perms) -> _Update:
+        """The update of a permutation that is batched over others, or that has others nested in it.
+
+        Nested permutations are solved first, for every pair of units. For attention heads, for example, the score of
+        A's head i with B's head j is that of the best order of head j's dimensions.
+        """
+        spec, n = self.spec, self.spec.sizes[name]
+        batch_axes, nested = spec.batched_over.get(name, ()), spec.nested_in(name)
+        parts = self._permuted_parts(name, perms)
+        scores = _unit_scores(spec, parts, batch_axes, (name,), exclude=nested)
+        nested_perms = {}
+        for other in nested:
+            m = spec.sizes[other]
+            pairs = _unit_scores(spec, parts, batch_axes, (name, other)).reshape(-1, n, m, n, m).swapaxes(2, 3)
+            nested_perms[other] = solve_assignment(pairs)
+            scores = scores + np.take_along_axis(pairs, nested_perms[other][..., None], -1).sum((-2, -1))
+        best = solve_assignment(scores)
+        change: Perms = {name: best.reshape(spec.shape(name))}  # relative to `perms`, which B's parts already have
+        for other, perm in nested_perms.items():
+            change[other] = np.take_along_axis(perm, best[..., None, None], 2).reshape(spec.shape(other))
+        composed = spec.compose(spec.identity() | change, perms)
+        return self._update_if_better(name, perms, {changed: composed[changed] for changed in change})
+
+    def _update_if_better(self, name: str, perms: Perms, new: Perms) -> _Update:
+        """The update to the permutations `new` if the objective grows with them, else no update."""
+        parts = self.parts[name]
+        gain = inner_product(self.spec, parts, perms | new) - inner_product(self.spec, parts, perms)
+        return _Update(new, gain) if gain > 0 else _NO_UPDATE
+
+    def _permuted_parts(self, name: str, perms: Perms) -> list[WeightPart]:
+        """The permutation's parts that are not stacks of matrices, with B's weights permuted."""
+        return [part._replace(b=self.spec.permute_array(perms, part.labels, part.b)) for part in self.other_parts[name]]
+
+
+def _score_dtype(parts: Sequence[WeightPart]) -> np.dtype:
+    return np.result_type(np.float32, *(part.a for part in parts), *(part.b for part in parts))
+
+
+def _score_terms(
+    stack: _MatrixStack, name: str, perms: Perms, previous: Perms | None
+) -> Iterator[Callable[[], np.ndarray]]:
+    """Yields functions that compute what a stack of matrices adds to a permutation's scores since its last visit.
+
+    `perms` are the permutations now, `previous` those at the last visit. At the first visit (`previous` is None) all
+    products are added; later only those at positions that have changed, new minus old. Row i of the scores is unit i of
+    A, column j is unit j of B before any permutation.
+    """
+    axis = stack.labels.index(name)
+    other = stack.labels[1 - axis]
+    if other is None:
+        if previous is None:
+            yield lambda: stack.a[0].T @ stack.b[0]
+        return
+
+    changed = np.arange(len(perms[other])) if previous is None else np.flatnonzero(perms[other] != previous[other])
+
+    def product(a: np.ndarray, b: np.ndarray, block: slice) -> np.ndarray:
+        if previous is None:
+            rows_a = a[block] if axis else a[:, block]
+            rows_b = b.take(perms[other][block], 1 - axis)
+        else:
+            positions = changed[block]
+            rows_a = a.take(positions, 1 - axis)
+            rows_b = b.take(perms[other][positions], 1 - axis)
+            rows_b -= b.take(previous[other][positions], 1 - axis)
+        return rows_a.T @ rows_b if axis else rows_a @ rows_b.T
+
+    for start, (a, b) in itertools.product(range(0, len(changed), BLOCK_SIZE), zip(stack.a, stack.b, strict=True)):
+        yield partial(product, a, b, slice(start, start + BLOCK_SIZE))
+
+
+def _sum_terms(terms: Sequence[Callable[[], np.ndarray]]) -> np.ndarray:
+    """The sum of what the functions compute, with only one term in memory at a time."""
+    total = terms[0]()
+    for term in terms[1:]:
+        total += term()
+    return total
+
+
+def _unit_scores(
+    spec: PermutationSpec,
+    parts: Sequence[WeightPart],
+    batch_axes: tuple[str, ...],
+    names: tuple[str, ...],
+    exclude: Sequence[str] = (),
+) -> Float[np.ndarray, "batch n n"]:
+    """For each index along the batch axes, the inner product of each unit of A with each unit of B.
+
+    A unit is an index along all axes `names`: with ("heads", "dims") each dimension of each head is a unit. Parts that
+    have an axis in `exclude` do not count.
+    """
+    batch_size = math.prod(spec.shape(names[0])[:-1])
+    count = math.prod(spec.sizes[name] for name in names)
+    total = np.zeros((batch_size, count, count), _score_dtype(parts))
+    for labels, a, b in parts:
+        if set(labels) & set(exclude):
+            continue
+        for axis in [axis for axis, label in enumerate(labels) if label == names[-1]]:
+            front = [*map(labels.index, batch_axes + names[:-1]), axis]
+            moved = [np.moveaxis(weights, front, range(len(front))) for weights in (a, b)]
+            rows_a, rows_b = (weights.reshape(batch_size, count, -1) for weights in moved)
+            total += rows_a @ rows_b.swapaxes(-1, -2)
+    return total

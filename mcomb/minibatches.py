@@ -1,0 +1,128 @@
+"""The minibatch loop of gradient descent, used by training and by the straight-through estimator.
+
+`fit` knows nothing of datasets or networks. It passes to its loss function the parameters, the rows of a minibatch
+(indices of examples; -1 is padding and must not count), the data that came with them, and a new random key each step:
+
+    def loss(params, rows, data, key):
+        inputs, targets = data
+        squares = jnp.square(apply(params, inputs[rows]) - targets[rows])
+        return jnp.mean(squares, where=rows >= 0), None  # None: nothing else to report
+
+    for state, losses, _ in fit(loss, initial_state(params, optimizer), batches, optimizer, key): ...
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Bool, Float, Int32, PRNGKeyArray
+
+from mcomb.base import Array, Diverged, Params, stream
+from mcomb.devices import AXIS, device_mesh, replicate
+
+Loss = Callable[[Params, Int32[Array, "b"], Any, PRNGKeyArray], tuple[Float[Array, ""], Any]]
+"""A function (params, rows, given, key) that returns a minibatch's loss and anything else to report, or None."""
+
+
+class State(NamedTuple):
+    """Everything that a step changes: the parameters, the optimizer's state, and the number of steps so far."""
+
+    params: Params
+    optimizer: optax.OptState
+    step: Int32[Array, ""]
+
+
+def initial_state(params: Params, optimizer: optax.GradientTransformation) -> State:
+    """The state before the first step."""
+    return State(params, optimizer.init(params), jnp.array(0, jnp.int32))
+
+
+def fit(
+    loss: Loss,
+    state: State,
+    batches: Iterable[tuple[Int32[np.ndarray, "steps b"], Any]],
+    optimizer: optax.GradientTransformation,
+    key: PRNGKeyArray,
+) -> Iterator[tuple[State, Float[np.ndarray, "steps"], Any]]:
+    """Yields (state, losses, reports) after each compiled call; losses and reports have one entry for each step.
+
+    An item of `batches` is a pair: the rows of one or more minibatches, which one compiled call steps through, and the
+    data that the loss gets with them. The rows of a minibatch are sharded over all local devices, so pad them with -1
+    to a multiple of their number, as `shuffled_rows` does. The next item is taken only when the next state is asked
+    for.
+
+    The arrays of a yielded state are donated to the next call: use or copy them before asking for the next state. The
+    compiled call is reused as long as `loss` and `optimizer` are the same objects. Raises Diverged, which names the
+    step, if a loss is infinite or not a number.
+    """
+    mesh = device_mesh()
+    divided, everywhere = NamedSharding(mesh, PartitionSpec(None, AXIS)), NamedSharding(mesh, PartitionSpec())
+    # Copies, so that donating the state never eats the caller's arrays.
+    state = jax.jit(partial(jax.tree.map, jnp.copy), out_shardings=everywhere)(state)
+    key = replicate(key)
+    for rows, given in batches:
+        args = jax.device_put(rows, divided), replicate(given), key
+        state, reports = _update(state, *args, loss=loss, optimizer=optimizer, mesh=mesh)
+        # One call in flight: with several virtual CPU devices more can starve the all-reduce.
+        losses, report = jax.device_get(reports)
+        if not np.isfinite(losses).all():
+            raise Diverged(f"the loss became infinite or not a number in step {int(state.step)}")
+        yield state, losses, report
+
+
+@partial(jax.jit, static_argnames=("loss", "optimizer", "mesh"), donate_argnames="state")
+def _update(
+    state: State,
+    rows: Int32[Array, "steps b"],
+    given: Any,
+    key: PRNGKeyArray,
+    *,
+    loss: Loss,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+) -> tuple[State, tuple[Float[Array, "steps"], Any]]:
+    """The state after several minibatches, and the loss and report of each."""
+
+    def one(state: State, rows: Any) -> tuple[State, tuple[Float[Array, ""], Any]]:
+        of_step = jax.random.fold_in(key, state.step)
+        reports, gradient = jax.value_and_grad(loss, has_aux=True)(state.params, rows, given, of_step)
+        updates, moments = optimizer.update(gradient, state.optimizer, state.params)
+        new = State(optax.apply_updates(state.params, updates), moments, state.step + 1)
+        return jax.lax.with_sharding_constraint((new, reports), NamedSharding(mesh, PartitionSpec()))
+
+    if len(rows) == 1:  # no loop at all: see steps_per_call
+        state, reports = one(state, rows[0])
+        return state, jax.tree.map(lambda value: value[None], reports)
+    return jax.lax.scan(one, state, rows)
+
+
+def steps_per_call(params: Params, steps_per_epoch: int) -> int:
+    """How many steps one compiled call should make: a whole epoch, but only one for convolutional networks on CPU.
+
+    On CPU, XLA computes the gradient of a convolution more than ten times slower inside a loop.
+    """
+    convolutional = any(leaf.ndim > 2 for leaf in jax.tree.leaves(params))
+    return 1 if convolutional and jax.default_backend() == "cpu" else steps_per_epoch
+
+
+def shuffled_rows(seed: int, epoch: int, count: int, batch_size: int) -> Int32[np.ndarray, "steps padded"]:
+    """The minibatches of one epoch over `count` examples, as rows of indices in a random order.
+
+    Examples that do not fill a last minibatch are left out of this epoch. Each minibatch is padded with -1 to a
+    multiple of the number of local devices: with two devices, shuffled_rows(0, 0, count=7, batch_size=3) has the form
+    [[4, 0, 6, -1], [1, 5, 3, -1]].
+    """
+    order = np.asarray(jax.random.permutation(stream(seed, "order", epoch), count), np.int32)
+    rows = order[: count - count % batch_size].reshape(-1, batch_size)
+    return np.pad(rows, ((0, 0), (0, -batch_size % len(jax.local_devices()))), constant_values=-1)
+
+
+@jax.jit
+def all_finite(tree: Params) -> Bool[Array, ""]:
+    """Whether every number in the tree is finite."""
+    return jnp.all(jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]))

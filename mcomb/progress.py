@@ -1,0 +1,20 @@
+"""Progress bars."""
+
+import sys
+from typing import Any
+
+from tqdm import tqdm
+
+
+def progress_bar(total: int, unit: str, what: str, done: int = 0) -> "tqdm[Any]":
+    """A bar with rate and time left; where nobody watches a terminal, a line now and then."""
+    watched = sys.stderr.isatty()
+    return tqdm(
+        total=total,
+        initial=done,
+        desc=what,
+        unit=unit,
+        unit_scale=True,
+        dynamic_ncols=watched,
+        mininterval=0.2 if watched else 10,
+    )

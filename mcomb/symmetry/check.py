@@ -1,0 +1,63 @@
+"""Whether a permutation spec fits a function: permuted parameters must compute the same."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from mcomb.base import Array, Params, UserError, named_leaves
+from mcomb.symmetry.spec import Perms, PermutationSpec
+
+
+def check_spec(
+    fn: Callable[..., Any],
+    params: Params,
+    spec: PermutationSpec,
+    *inputs: Any,
+    perms: Perms | None = None,
+    draws: int = 2,
+) -> None:
+    """Raises an error unless random permutations, and `perms` if given, leave `fn(params, *inputs)` as it is.
+
+    A float output may change by √eps of its largest entry, where eps is that of the coarsest float dtype inside.
+    """
+    spec.validate(params)
+    tolerance = _coarsest_eps(jax.make_jaxpr(fn)(params, *inputs).jaxpr) ** 0.5
+    run = jax.jit(lambda perms, params, inputs: fn(spec.apply(perms, params), *inputs))
+    candidates = [spec.random(jax.random.key(draw)) for draw in range(draws)] + ([perms] if perms else [])
+    with jax.default_matmul_precision("highest"):
+        before = named_leaves(run(spec.identity(), params, inputs))
+        for candidate in candidates:
+            after = named_leaves(run(candidate, params, inputs))
+            for name in before:
+                _check_equal(f"output {name}" if name else "the output", before[name], after[name], tolerance)
+
+
+def _check_equal(what: str, before: Array, after: Array, tolerance: float) -> None:
+    """Raises an error unless two arrays are equal, floats but for `tolerance` times the largest entry."""
+    exact = not jnp.issubdtype(before.dtype, jnp.inexact)
+    dtype = np.float64 if exact or not jnp.iscomplexobj(before) else np.complex128
+    old, new = (np.asarray(value).astype(dtype) for value in (before, after))
+    difference, scale = np.abs(old - new).max(initial=0), np.abs(old).max(initial=0)
+    if not difference <= (0 if exact else tolerance * scale):
+        raise UserError(
+            f"the permuted network computes another function ({what} differs by {difference:.2g} "
+            f"where its largest entry is {scale:.2g}): the permutation spec does not fit the model"
+        )
+
+
+def _coarsest_eps(jaxpr: Any) -> float:
+    """The eps of the coarsest float dtype among the arrays of a jaxpr and of those inside it."""
+    arrays = [*jaxpr.invars, *(var for eqn in jaxpr.eqns for var in eqn.outvars)]
+    dtypes = [var.aval.dtype for var in arrays if hasattr(var.aval, "dtype")]
+    own = [float(jnp.finfo(dtype).eps) for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
+    params = jax.tree.leaves([list(eqn.params.values()) for eqn in jaxpr.eqns], is_leaf=_is_jaxpr)
+    inner = [_coarsest_eps(getattr(param, "jaxpr", param)) for param in params if _is_jaxpr(param)]
+    return max([0.0, *own, *inner])
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return isinstance(value, core.Jaxpr | core.ClosedJaxpr)

@@ -1,0 +1,180 @@
+"""The permutation symmetries of any function that JAX can trace, derived from its jaxpr.
+
+Every axis of every parameter gets an identity (`axes`). A rule for each primitive (`rules`) carries the axes of its
+operands to its results and unites those that must move together. The axes of inputs, outputs and constants are
+frozen, and so is whatever meets a primitive without a rule. What is free at the end is a symmetry.
+
+A permutation can be batched over another axis, as that of the dimensions of a head over the heads, if that axis goes
+wherever the permutation goes. `_batch_axes` checks that.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from mcomb.base import Params, leaf_name, named_leaves
+from mcomb.symmetry.axes import AtomPath, Axis, atoms, find
+from mcomb.symmetry.interpreter import ArrayAxes, Interpreter, LabelledAxes
+from mcomb.symmetry.rules import RULES, freeze_everything
+from mcomb.symmetry.spec import Blocks, Frozen, Layout, PermutationSpec, Segments
+
+BatchAxes = dict[Axis, set[Axis]]
+"""For each axis, the axes that its permutation is batched over."""
+
+Index = tuple[Hashable, AtomPath]
+"""An index of an operation: the label of an axis, and the path to an atom of it."""
+
+
+def permutation_spec(fn: Callable[..., Any], params: Params, *inputs: Any) -> PermutationSpec:
+    """All permutations of hidden units that leave `fn(params, *inputs)` as it is, from arrays or their shapes.
+
+    `print(spec)` shows what each permutation acts on, and what is frozen by which operation. A permutation's name
+    is that of the first module it acts on.
+    """
+    return _spec(*infer_axes(jax.make_jaxpr(fn)(params, *inputs), params, *inputs))
+
+
+def infer_axes(traced: core.ClosedJaxpr, params: Params, *inputs: Any) -> tuple[dict[str, ArrayAxes], Interpreter]:
+    """The axes of each parameter after a function of these arguments was interpreted, and the interpreter."""
+    interp = Interpreter(RULES, default_rule=freeze_everything)
+    leaves = {name: interp.new_axes(np.shape(leaf)) for name, leaf in named_leaves(params).items()}
+    paths = jax.tree_util.tree_flatten_with_path(inputs)[0]
+    input_axes = [interp.new_axes(np.shape(leaf), f"input {leaf_name(path)}") for path, leaf in paths]
+    results = interp.interpret(traced.jaxpr, traced.consts, [*leaves.values(), *input_axes])
+    interp.reason = "the output"
+    interp.freeze(itertools.chain.from_iterable(results))
+    interp.reason = "no use: the function does without it"
+    interp.freeze(axis for axes in leaves.values() for axis in axes if axis not in interp.first_use)
+    return leaves, interp
+
+
+def _spec(leaves: Mapping[str, ArrayAxes], interp: Interpreter) -> PermutationSpec:
+    """The spec of the axes that are still free."""
+    all_axes = [(name, i, axis) for name, axes in leaves.items() for i, axis in enumerate(axes) if axis is not None]
+    leaf_use = {
+        name: min((interp.first_use.get(axis, math.inf) for axis in axes if axis is not None), default=math.inf)
+        for name, axes in leaves.items()
+    }
+    first: dict[Axis, tuple[str, int]] = {}  # where each atom is used first: a leaf and its axis
+    for name, i, axis in sorted(all_axes, key=lambda entry: leaf_use[entry[0]]):
+        for _, atom in atoms(axis):
+            first.setdefault(atom, (name, i))
+    order = {atom: i for i, atom in enumerate(first)}
+    free = [atom for atom in first if atom.frozen is None and atom.size > 1]
+    candidates = _batch_axes(interp.operations)
+    batch_axes = _ordered({atom: candidates.get(atom, set()) & first.keys() for atom in free}, order)
+    fixed = [atom for atom in first if atom not in free and any(atom in others for others in batch_axes.values())]
+    stems = {atom: _module(first[atom][0]) for atom in free}
+    names = _distinct(stems | {atom: "{}[{}]".format(*first[atom]) for atom in fixed})
+    batched_over = {
+        atom: sorted(batch_axes[atom], key=lambda other: (len(batch_axes.get(other, ())), order[other]))
+        for atom in free
+    }
+    return PermutationSpec(
+        axes={name: tuple(axis_layout(axis, names) for axis in axes) for name, axes in leaves.items()},
+        sizes={names[atom]: atom.size for atom in free},
+        batched_over={names[atom]: tuple(names[o] for o in others) for atom, others in batched_over.items() if others},
+        fixed={names[atom]: atom.size for atom in fixed},
+        frozen=tuple(
+            Frozen(name, i, reasons[0])
+            for name, i, axis in all_axes
+            if (reasons := [atom.frozen for _, atom in atoms(axis) if atom.frozen])
+        ),
+    )
+
+
+def _module(leaf: str) -> str:
+    """The name of the module that has a leaf, or the leaf's own; an NNX leaf is the value of a variable."""
+    return leaf.removesuffix("/value").rpartition("/")[0] or leaf
+
+
+def _distinct(stems: Mapping[Axis, str]) -> dict[Axis, str]:
+    """Names that are all different: of those with one stem, the second has .2 added, and so on."""
+    names: dict[Axis, str] = {}
+    for atom, stem in stems.items():
+        candidates = itertools.chain([stem], (f"{stem}.{i}" for i in itertools.count(2)))
+        names[atom] = next(name for name in candidates if name not in names.values())
+    return names
+
+
+def _batch_axes(operations: Sequence[Sequence[LabelledAxes]]) -> BatchAxes:
+    """For each free atom, the atoms that its permutation can be batched over.
+
+    Every array that has the first must have the other, once. And if several arrays of an operation share an index,
+    they must agree on the index that it is batched over:
+
+        "qhd,khd->qhk"  # the order of d may depend on h
+        "qhd,kgd->qhkg"  # it may not: for q it would depend on h, for k on g
+    """
+    batch_axes: BatchAxes = {}
+    for arrays in operations:
+        agreed: dict[tuple[Index, Axis], Index] = {}
+        for array in arrays:
+            indices = [((label, path), atom) for label, axis in array for path, atom in atoms(axis) if atom.size > 1]
+            for index, atom in indices:
+                if atom.frozen is not None:
+                    continue
+                others: dict[Axis, list[Index]] = {}
+                for other_index, other in indices:
+                    if other is not atom and _covers(other_index, index):
+                        others.setdefault(other, []).append(other_index)
+                allowed = {
+                    other
+                    for other, at in others.items()
+                    if len(at) == 1 and agreed.setdefault((index, other), at[0]) == at[0]
+                }
+                batch_axes[atom] = batch_axes.get(atom, allowed) & allowed
+    return batch_axes
+
+
+def _covers(index: Index, other: Index) -> bool:
+    """Whether an index has a value wherever the other has: it is in no segment that the other is not in."""
+    (label, path), (other_label, other_path) = index, other
+    depth = max((i for i, (kind, _) in enumerate(path, 1) if kind == "segments"), default=0)
+    return depth == 0 or (label == other_label and path[:depth] == other_path[:depth])
+
+
+def _ordered(batch_axes: BatchAxes, order: Mapping[Axis, int]) -> BatchAxes:
+    """The same without cycles, and transitive: d batched over h is batched over all that h is batched over."""
+    changed = True
+    while changed:
+        changed = False
+        for atom, others in batch_axes.items():
+            for other in sorted(others, key=order.__getitem__):
+                outer = batch_axes.get(other, set())
+                mutual = atom in outer and order[atom] < order[other]
+                if mutual or not outer - {atom} <= others:
+                    others.remove(other)
+                    changed = True
+    return batch_axes
+
+
+def axis_layout(axis: Axis | None, names: Mapping[Axis, str]) -> Layout:
+    """The layout of an axis, given the names of those that have one."""
+    layout = None if axis is None else _part_layout(axis, names)
+    return None if isinstance(layout, int) else layout
+
+
+def _part_layout(axis: Axis, names: Mapping[Axis, str]) -> str | int | Blocks | Segments:
+    axis = find(axis)
+    if not axis.parts or axis in names:
+        return names.get(axis, axis.size)
+    merged: list[Any] = []
+    for part in axis.parts:
+        layout = _part_layout(part, names)
+        if merged and isinstance(layout, int) and isinstance(merged[-1], int):
+            merged[-1] = merged[-1] * layout if axis.kind == "blocks" else merged[-1] + layout
+        elif axis.kind == "blocks" and isinstance(layout, Blocks):
+            merged += layout.factors
+        elif axis.kind == "segments" and isinstance(layout, Segments):
+            merged += layout.parts
+        else:
+            merged.append(layout)
+    if len(merged) == 1:
+        return merged[0]
+    return Blocks(tuple(merged)) if axis.kind == "blocks" else Segments(tuple(merged))

@@ -1,0 +1,262 @@
+"""The arrays inside a function: in which of them the units of each permutation are active, and how to get or edit them.
+
+`list_intermediates` interprets a function as `derive` does and lists its equations, also those of nested calls and of
+the bodies of scans, with the arrays that they read and make. `with_intermediates` evaluates the function and returns
+or edits any of these arrays. Branches and while loops are not entered: what is inside may not happen, or happen any
+number of times.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core
+
+from mcomb.base import Params
+from mcomb.symmetry.axes import Axis, find, split_product, split_segments
+from mcomb.symmetry.derive import axis_layout, infer_axes
+from mcomb.symmetry.interpreter import ARGUMENTS, EqnPath, Interpreter, live_equations
+from mcomb.symmetry.rules import RULES, call, inner_jaxpr, split_list
+from mcomb.symmetry.spec import Blocks, Layout, PermutationSpec, Segments, axis_names
+
+
+class ArrayId(NamedTuple):
+    """An array inside a function: ArrayId((4, 1), 0) is the first result of live equation 1 inside live equation 4.
+
+    ArrayId((ARGUMENTS,), 2) is the function's third argument.
+    """
+
+    path: EqnPath
+    result: int
+
+
+@dataclass(frozen=True)
+class Intermediate:
+    """What is known of an array inside a function: the layouts of its axes, and what it depends on.
+
+    The hidden units of `relu(x @ w)` have the layouts (None, "w") and depend on both inputs and parameters. In the body
+    of a scan the array has an axis of steps, which comes first, for each scan around it.
+    """
+
+    id: ArrayId
+    layouts: tuple[Layout, ...]
+    depends_on_inputs: bool
+    depends_on_params: bool
+
+    @property
+    def names(self) -> set[str]:
+        """The names of permutations and fixed axes in the layouts."""
+        return {name for layout in self.layouts for name in axis_names(layout)}
+
+
+@dataclass(frozen=True)
+class Equation:
+    """An equation with the arrays that it reads, None for constants, and makes."""
+
+    eqn: core.JaxprEqn
+    operands: Sequence[Intermediate | None]
+    results: Sequence[Intermediate]
+
+    @property
+    def contracted(self) -> Iterator[tuple[Intermediate, set[str]]]:
+        """The operands of a matrix product or convolution, each with the named axes that are summed over."""
+        contracted: Sequence[Sequence[int]] = ()
+        if self.eqn.primitive.name == "dot_general":
+            contracted = self.eqn.params["dimension_numbers"][0]
+        elif self.eqn.primitive.name == "conv_general_dilated":
+            dims = self.eqn.params["dimension_numbers"]
+            contracted = (dims.lhs_spec[1:2], dims.rhs_spec[1:2])
+        for operand, axes, var in zip(self.operands, contracted, self.eqn.invars, strict=False):
+            if operand is not None:
+                steps = len(operand.layouts) - len(var.aval.shape)  # type: ignore[attr-defined]
+                yield operand, {name for axis in axes for name in axis_names(operand.layouts[steps + axis])}
+
+    @property
+    def dropped(self) -> Iterator[tuple[Intermediate, set[str]]]:
+        """The operands, each with the named axes that no result has."""
+        kept = {name for result in self.results for name in result.names}
+        yield from ((operand, operand.names - kept) for operand in self.operands if operand is not None)
+
+
+@dataclass(frozen=True)
+class Intermediates:
+    """A function's parameters by name, and its equations in the order of evaluation."""
+
+    params: Mapping[str, Intermediate]
+    equations: Sequence[Equation]
+
+
+def list_intermediates(spec: PermutationSpec, fn: Callable[..., Any], params: Params, *inputs: Any) -> Intermediates:
+    """The arrays inside `fn(params, *inputs)`, in the names of the spec; from arrays or their shapes."""
+    traced = jax.make_jaxpr(fn)(params, *inputs)
+    leaves, interp = infer_axes(traced, params, *inputs)
+    names: dict[Axis, str] = {}
+    for leaf, axes in leaves.items():
+        for axis, layout in zip(axes, spec.axes[leaf], strict=True):
+            if axis is not None:
+                _add_names(spec, axis, layout, names)
+    lister = _Lister(interp, names)
+    arguments = [
+        Intermediate(ArrayId((ARGUMENTS,), i), lister.layouts((ARGUMENTS,), i), i >= len(leaves), i < len(leaves))
+        for i in range(len(traced.jaxpr.invars))
+    ]
+    lister.visit(traced.jaxpr, (), arguments)
+    return Intermediates(dict(zip(leaves, arguments, strict=False)), lister.equations)
+
+
+def unit_activations(spec: PermutationSpec, intermediates: Intermediates) -> dict[str, list[Intermediate]]:
+    """For each permutation the arrays in which its units are active, each once, in the order of use.
+
+    They are what the next layer's weights see: the arrays that depend on the inputs and that a contraction sums over
+    the permutation's axis. If there is none, they are those of which any operation drops the axis; or else any that
+    depend on the inputs; or, where the units are only used between parameters, these parameters.
+    """
+    equations = intermediates.equations
+    candidates: list[list[tuple[Intermediate, set[str]]]] = [
+        [pair for equation in equations for pair in equation.contracted],
+        [pair for equation in equations for pair in equation.dropped],
+        [(result, result.names) for equation in equations for result in equation.results],
+    ]
+    candidates = [[pair for pair in pairs if pair[0].depends_on_inputs] for pairs in candidates]
+    candidates.append([(leaf, leaf.names) for leaf in intermediates.params.values()])
+    arrays: dict[str, list[Intermediate]] = {}
+    for pairs in candidates:
+        chosen: dict[str, dict[ArrayId, Intermediate]] = {}
+        for array, names in pairs:
+            for name in names & spec.sizes.keys() - arrays.keys():
+                chosen.setdefault(name, {})[array.id] = array
+        arrays |= {name: list(by_id.values()) for name, by_id in chosen.items()}
+    return {name: arrays[name] for name in spec.sizes}
+
+
+def with_intermediates(
+    fn: Callable[..., Any],
+    wanted: Collection[ArrayId],
+    edits: Mapping[ArrayId, Callable[[Any], Any]] = MappingProxyType({}),
+) -> Callable[..., tuple[Any, dict[ArrayId, Any]]]:
+    """The function that returns what `fn` does, and the wanted arrays inside of it.
+
+    An edit replaces an array before anything reads it, inside a scan at every step alike. The function takes
+    arguments of the shapes with which the arrays were listed; compiled, it computes only what is used of it.
+    """
+    wanted = frozenset(wanted)
+    paths = {array.path for array in wanted | edits.keys()}
+    entered = {path[:depth] for path in paths for depth in range(len(path))}
+
+    def run(*args: Any) -> tuple[Any, dict[ArrayId, Any]]:
+        traced, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
+        results, found = evaluate(traced.jaxpr, traced.consts, jax.tree.leaves(args), ())
+        if missing := wanted - found.keys():
+            raise ValueError(f"{min(missing)} is not in this function: list its arrays with arguments of these shapes")
+        return jax.tree.unflatten(jax.tree.structure(shape), results), found
+
+    def evaluate(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], path: EqnPath) -> tuple[list, dict]:
+        found: dict[ArrayId, Any] = {}
+
+        def edit(path: EqnPath, values: Sequence[Any]) -> list[Any]:
+            values = [edits.get(ArrayId(path, i), lambda value: value)(value) for i, value in enumerate(values)]
+            found.update((ArrayId(path, i), value) for i, value in enumerate(values) if ArrayId(path, i) in wanted)
+            return values
+
+        env = dict(zip(jaxpr.constvars, consts, strict=True))
+        env |= zip(jaxpr.invars, edit((*path, ARGUMENTS), args), strict=True)
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, core.Literal) else env[atom]
+
+        for index, eqn in enumerate(live_equations(jaxpr)):
+            eqn_path, operands = (*path, index), list(map(read, eqn.invars))
+            inner: dict[ArrayId, Any] = {}
+            if eqn_path not in entered:
+                results = _evaluate_equation(jaxpr, eqn, operands)
+            elif eqn.primitive.name == "scan":
+                results, inner = scan(eqn, operands, eqn_path)
+            else:  # a call is inlined: custom derivatives are lost
+                results, inner = evaluate(*inner_jaxpr(eqn), operands, eqn_path)
+            found |= inner
+            env |= zip(eqn.outvars, edit(eqn_path, results), strict=True)
+        return [read(atom) for atom in jaxpr.outvars], found
+
+    def scan(eqn: core.JaxprEqn, operands: Sequence[Any], path: EqnPath) -> tuple[list, dict]:
+        p = eqn.params
+        consts, init, xs = split_list(operands, p["num_consts"], p["num_carry"])
+
+        def step(carry: list[Any], x: list[Any]) -> tuple[list, tuple[list, dict]]:
+            results, found = evaluate(*inner_jaxpr(eqn), [*consts, *carry, *x], path)
+            return results[: len(carry)], (results[len(carry) :], found)
+
+        last, (ys, found) = jax.lax.scan(step, init, xs, p["length"], p["reverse"], p["unroll"])
+        return [*last, *ys], found
+
+    return run
+
+
+def _evaluate_equation(jaxpr: core.Jaxpr, eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    """The results of one equation of a jaxpr."""
+    args = {atom: value for atom, value in zip(eqn.invars, operands, strict=True) if isinstance(atom, core.Var)}
+    alone = jaxpr.replace(constvars=[], invars=list(args), outvars=eqn.outvars, eqns=[eqn])
+    return core.jaxpr_as_fun(core.ClosedJaxpr(alone, []))(*args.values())
+
+
+def _add_names(spec: PermutationSpec, axis: Axis, layout: Layout, names: dict[Axis, str]) -> None:
+    """Adds to `names` the parts of an axis that its layout in the spec names."""
+    if isinstance(layout, str):
+        names[find(axis)] = layout
+    elif isinstance(layout, Blocks | Segments):
+        inner_layouts = layout.factors if isinstance(layout, Blocks) else layout.parts
+        split = split_product if isinstance(layout, Blocks) else split_segments
+        parts = split(axis, [spec.length(inner) for inner in inner_layouts], "the spec")
+        for part, inner in zip(parts or (), inner_layouts, strict=False):
+            _add_names(spec, part, inner, names)
+
+
+class _Lister:
+    """Collects the equations of nested jaxprs after they were interpreted, in the names of a spec."""
+
+    def __init__(self, interp: Interpreter, names: Mapping[Axis, str]) -> None:
+        self.interp, self.names = interp, names
+        self.equations: list[Equation] = []
+
+    def visit(self, jaxpr: core.Jaxpr, path: EqnPath, args: Sequence[Intermediate | None]) -> list[Intermediate | None]:
+        """The results of a jaxpr, whose equations are added to the list."""
+        env: dict[Any, Intermediate | None] = dict(zip(jaxpr.invars, args, strict=True))
+
+        def read(atom: Any) -> Intermediate | None:
+            return None if isinstance(atom, core.Literal) else env.get(atom)
+
+        for index, eqn in enumerate(live_equations(jaxpr)):
+            eqn_path, operands = (*path, index), list(map(read, eqn.invars))
+            if RULES.get(eqn.primitive.name) is call:
+                env |= zip(eqn.outvars, self.visit(inner_jaxpr(eqn)[0], eqn_path, operands), strict=True)
+                continue
+            if eqn.primitive.name == "scan":
+                results = self._scan(eqn, eqn_path, operands)
+            else:
+                results = self._intermediates(eqn_path, [operands] * len(eqn.outvars))
+            self.equations.append(Equation(eqn, operands, results))
+            env |= zip(eqn.outvars, results, strict=True)
+        return list(map(read, jaxpr.outvars))
+
+    def layouts(self, path: EqnPath, index: int) -> tuple[Layout, ...]:
+        """The layouts of an array's axes."""
+        return tuple(axis_layout(axis, self.names) for axis in self.interp.results[path][index])
+
+    def _scan(self, eqn: core.JaxprEqn, path: EqnPath, operands: Sequence[Intermediate | None]) -> list[Intermediate]:
+        """The results of a scan, of which the carry is taken to depend on everything that goes in."""
+        count = eqn.params["num_consts"]
+        consts, carry, xs = split_list(operands, count, eqn.params["num_carry"])
+        sources = [*([const] for const in consts), *[operands] * len(carry), *([x] for x in xs)]
+        args = self._intermediates((*path, ARGUMENTS), sources)
+        inner = self.visit(inner_jaxpr(eqn)[0], path, [*consts, *args[count:]])
+        return self._intermediates(path, [*[operands] * len(carry), *([y] for y in inner[len(carry) :])])
+
+    def _intermediates(self, path: EqnPath, sources: Sequence[Sequence[Intermediate | None]]) -> list[Intermediate]:
+        """The results of an equation, given the arrays that each of them depends on."""
+        results = []
+        for index, arrays in enumerate(sources):
+            known = [array for array in arrays if array is not None]
+            depends = any(array.depends_on_inputs for array in known), any(array.depends_on_params for array in known)
+            results.append(Intermediate(ArrayId(path, index), self.layouts(path, index), *depends))
+        return results

@@ -1,0 +1,259 @@
+"""An interpreter of jaxprs whose values are axis identities instead of numbers."""
+
+import itertools
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core, source_info_util
+
+from mcomb.symmetry.axes import Axis, freeze, product, unite
+
+ArrayAxes = tuple[Axis | None, ...]
+"""The axes of an array; None for one along which all entries are equal."""
+
+Labels = Sequence[Hashable]
+"""An operation's index labels for the axes of one array, as in an einsum."""
+
+LabelledAxes = list[tuple[Hashable, Axis]]
+"""The axes of one array in an operation, with their labels."""
+
+Rule = Callable[..., Sequence[ArrayAxes]]
+"""The axes of an equation's results, from the interpreter, the equation and the axes of its operands."""
+
+EqnPath = tuple[int, ...]
+"""Where an equation is in nested jaxprs: (4, 1) is live equation 1 of the jaxpr inside live equation 4."""
+
+ARGUMENTS = -1  # as the last number of a path: the arguments of a jaxpr, as if an equation made them
+
+
+@dataclass(frozen=True)
+class DeferredReshape:
+    """A reshape, perhaps transposed since, that is only used in slices: each slice is the reshape of a slice.
+
+        qkv = (x @ w).reshape(n, 3, d)
+        q, v = qkv[:, 0], qkv[:, 2]
+
+    Reshaped as a whole, `qkv` would have one order of its d units. But `q` is the reshape of the first d columns of
+    `x @ w` and `v` of the last, and each may have an order of its own.
+    """
+
+    source: ArrayAxes
+    old_shape: tuple[int, ...]
+    new_shape: tuple[int, ...]
+    order: tuple[int, ...]  # of the new axes, after the transposes
+
+
+class Interpreter:
+    """What is known of the axes in a function, as its equations are interpreted one after the other."""
+
+    def __init__(self, rules: Mapping[str, Rule], default_rule: Rule) -> None:
+        self.rules, self.default_rule = rules, default_rule
+        self.reason = ""  # the current operation, to blame if an axis freezes
+        self.operations: list[list[LabelledAxes]] = []  # the arrays that each operation relates
+        self.first_use: dict[Axis, int] = {}  # axes, numbered in the order in which operations first use them
+        self.scan_steps: LabelledAxes = []  # an axis for the steps of each scan that we are inside of
+        self.results: dict[EqnPath, list[ArrayAxes]] = {}  # of each equation; enclosing scans' steps come first
+        self._path: EqnPath = ()
+        self._scopes = [""]
+
+    def interpret(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[ArrayAxes]) -> list[ArrayAxes]:
+        """The axes of a jaxpr's results, from those of its arguments."""
+        env: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
+        env |= zip(jaxpr.constvars, map(self.constant, consts), strict=True)
+
+        def read(atom: Any) -> Any:
+            return self.constant(atom.val) if isinstance(atom, core.Literal) else env[atom]
+
+        path, eqns = self._path, live_equations(jaxpr)
+        self._store((*path, ARGUMENTS), args)
+        deferred = _deferrable_reshapes(eqns, jaxpr.outvars)
+        for index, eqn in enumerate(eqns):
+            if deferred.intersection(eqn.outvars):
+                env[eqn.outvars[0]] = reshape = defer_reshape(eqn, read(eqn.invars[0]))
+                self._store((*path, index), [(None,) * len(reshape.order)])  # only its slices are read
+                continue
+            self._path = (*path, index)
+            self._scopes.append(self._scope(eqn))
+            self.reason = f"{eqn.primitive.name} in {self._scopes[-1]}"
+            rule = self.rules.get(eqn.primitive.name, self.default_rule)
+            results = rule(self, eqn, *map(read, eqn.invars))
+            results = [tuple(axis if axis is not None and axis.size > 1 else None for axis in r) for r in results]
+            env |= zip(eqn.outvars, results, strict=True)
+            self._store(self._path, results)
+            self._scopes.pop()
+        self._path = path
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _store(self, path: EqnPath, results: Sequence[ArrayAxes]) -> None:
+        """Stores an equation's results; a loop's body is interpreted several times, and the last time counts."""
+        steps = tuple(axis for _, axis in self.scan_steps)
+        self.results[path] = [(*steps, *axes) for axes in results]
+
+    def new_axes(self, shape: Sequence[int], frozen: str | None = None) -> ArrayAxes:
+        """New axes of the given sizes."""
+        return tuple(Axis(size, frozen) if size > 1 else None for size in shape)
+
+    def constant(self, value: Any) -> ArrayAxes:
+        """The axes of a known array, frozen where its entries differ."""
+        shape = np.shape(value)
+        if jax.dtypes.issubdtype(getattr(value, "dtype", None), jax.dtypes.extended) or not math.prod(shape):
+            return self.new_axes(shape, "a constant")
+        array = np.asarray(value)
+        differs = [np.any(array != array.take([0], axis)) for axis in range(array.ndim)]
+        return tuple(Axis(size, "a constant") if d else None for size, d in zip(shape, differs, strict=True))
+
+    def freeze(self, axes: Iterable[Axis | None]) -> None:
+        """Forbids any permutation of these axes, and blames the current operation."""
+        for axis in axes:
+            if axis is not None:
+                freeze(axis, self.reason)
+
+    def relate(
+        self,
+        operands: Sequence[tuple[ArrayAxes, Labels]],
+        results: Sequence[Labels],
+        new: Mapping[Any, Axis | None] = MappingProxyType({}),
+    ) -> list[ArrayAxes]:
+        """The results of an operation that is written like an einsum: axes with the same label are united.
+
+            relate([(x, "ij"), (y, "jk")], ["ik"])  # a matrix product: the last axis of x moves with the first of y
+
+        A label that no operand has stands for an axis of `new`, or for one along which all entries are equal.
+        """
+        axes = {label: axis for label, axis in new.items() if axis is not None}
+        for operand, labels in operands:
+            for axis, label in zip(operand, labels, strict=True):
+                if axis is not None:
+                    unite(axes.setdefault(label, axis), axis, self.reason)
+        result_axes = [tuple(axes.get(label) for label in labels) for labels in results]
+        self.record([*operands, *zip(result_axes, results, strict=True)])
+        return result_axes
+
+    def record(self, arrays: Iterable[tuple[ArrayAxes, Labels]]) -> None:
+        """Records the arrays that an operation relates, with the labels of their axes."""
+        labelled = [
+            [(label, axis) for axis, label in zip(axes, labels, strict=True) if axis is not None]
+            for axes, labels in arrays
+        ]
+        for _, axis in itertools.chain.from_iterable(labelled):
+            self.first_use.setdefault(axis, len(self.first_use))
+        self.operations.append([self.scan_steps + axes for axes in labelled])
+
+    def split(self, axis: Axis | None, sizes: Sequence[int], split: Callable[..., list[Axis] | None]) -> ArrayAxes:
+        """The parts of an axis by `split_product` or `split_segments`; where it cannot be split it is frozen."""
+        if axis is None:
+            return (None,) * len(sizes)
+        self.first_use.setdefault(axis, len(self.first_use))
+        parts = split(axis, sizes, self.reason)
+        if parts is None:
+            self.freeze([axis])
+            return self.new_axes(sizes, self.reason)
+        return tuple(part if part.size > 1 else None for part in parts)
+
+    def join(self, axes: Sequence[Axis | None], sizes: Sequence[int]) -> Axis | None:
+        """The product of axes; one along which all entries are equal is a free factor."""
+        if all(axis is None for axis in axes):
+            return None
+        return product([axis or Axis(size) for axis, size in zip(axes, sizes, strict=True)])
+
+    def _scope(self, eqn: core.JaxprEqn) -> str:
+        """Where in the model an equation comes from: its module, or else its line."""
+        outer, inner = self._scopes[-1], str(eqn.source_info.name_stack)
+        if inner and outer.endswith(inner):
+            return outer
+        if inner:
+            return f"{outer}/{inner}" if outer and ":" not in outer else inner
+        return outer or PurePath(source_info_util.summarize(eqn.source_info)).name
+
+
+def reshape_groups(old_shape: Sequence[int], new_shape: Sequence[int]) -> list[tuple[slice, slice]]:
+    """The smallest groups of consecutive axes that a reshape turns into one another; none of an empty array.
+
+    (6, 5) to (2, 3, 5) has two: axis 0 becomes axes 0 and 1, and axis 1 becomes axis 2.
+    """
+    if 0 in old_shape:
+        return []
+    groups, i, j = [], 0, 0
+    while i < len(old_shape) or j < len(new_shape):
+        start, old, new = (i, j), 1, 1
+        while True:
+            if old <= new and i < len(old_shape):
+                old, i = old * old_shape[i], i + 1
+            else:
+                new, j = new * new_shape[j], j + 1
+            if old == new:
+                break
+        groups.append((slice(start[0], i), slice(start[1], j)))
+    return groups
+
+
+def defer_reshape(eqn: core.JaxprEqn, operand: Any) -> DeferredReshape:
+    """The result of a reshape, or of a transpose of a deferred one."""
+    if eqn.primitive.name == "transpose":
+        return replace(operand, order=tuple(operand.order[axis] for axis in eqn.params["permutation"]))
+    old_shape, new_shape = (atom.aval.shape for atom in (eqn.invars[0], eqn.outvars[0]))  # type: ignore[attr-defined]
+    return DeferredReshape(operand, old_shape, new_shape, tuple(range(len(new_shape))))
+
+
+def _deferrable_reshapes(eqns: Sequence[core.JaxprEqn], outvars: Sequence[Any]) -> set[Any]:
+    """The results of reshapes, and of their transposes, that are only used in slices.
+
+    The slices must be along the first of several axes that one group of axes is reshaped to.
+    """
+    uses: dict[Any, list[core.JaxprEqn]] = {}
+    for eqn in eqns:
+        for atom in eqn.invars:
+            if not isinstance(atom, core.Literal):
+                uses.setdefault(atom, []).append(eqn)
+
+    def sliced_only(var: Any, axes: list[int]) -> list[Any] | None:
+        """The variable and its transposes, if all uses of them are slices along these axes."""
+        variables = [var]
+        for eqn in uses.get(var, ()):
+            if eqn.primitive.name == "transpose":
+                inner = sliced_only(eqn.outvars[0], [eqn.params["permutation"].index(axis) for axis in axes])
+                if inner is None:
+                    return None
+                variables += inner
+            elif sliced_axis(eqn) not in axes:
+                return None
+        return variables if var not in outvars else None
+
+    deferred: set[Any] = set()
+    for eqn in eqns:
+        if eqn.primitive.name == "reshape" and eqn.params["dimensions"] is None:
+            reshape = defer_reshape(eqn, ())
+            groups = [new for _, new in reshape_groups(reshape.old_shape, reshape.new_shape)]
+            first_axes = [new.start for new in groups if new.stop - new.start > 1]
+            deferred |= set(sliced_only(eqn.outvars[0], first_axes) or ())
+    return deferred
+
+
+def sliced_axis(eqn: core.JaxprEqn) -> int | None:
+    """The one axis along which an equation slices its operand without gaps; None if it does anything else."""
+    if eqn.primitive.name == "split":
+        return eqn.params["axis"]
+    if eqn.primitive.name != "slice" or any(stride != 1 for stride in eqn.params["strides"] or ()):
+        return None
+    shape = eqn.invars[0].aval.shape  # type: ignore[attr-defined]
+    bounds = zip(shape, eqn.params["start_indices"], eqn.params["limit_indices"], strict=True)
+    sliced = [axis for axis, (size, start, stop) in enumerate(bounds) if stop - start != size]
+    return sliced[0] if len(sliced) == 1 else None
+
+
+def live_equations(jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:
+    """The equations that the results depend on, and those with side effects other than debugging."""
+    needed = {atom for atom in jaxpr.outvars if not isinstance(atom, core.Literal)}
+    live = []
+    for eqn in reversed(jaxpr.eqns):
+        has_effect = bool(eqn.effects) and not eqn.primitive.name.startswith("debug")
+        if has_effect or needed.intersection(eqn.outvars):
+            live.append(eqn)
+            needed |= {atom for atom in eqn.invars if not isinstance(atom, core.Literal)}
+    return live[::-1]

@@ -1,0 +1,471 @@
+"""For each primitive, a rule that gives the axes of its results.
+
+Most primitives are elementwise, products or reductions. Their rules write them like an einsum, with a label for each
+axis of each operand and result, and `Interpreter.relate` unites the axes with the same label.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from typing import Any, SupportsIndex, TypeVar
+
+from jax.extend import core
+
+from mcomb.symmetry.axes import Axis, concatenation, split_product, split_segments, unite
+from mcomb.symmetry.interpreter import (
+    ArrayAxes,
+    DeferredReshape,
+    Interpreter,
+    Labels,
+    Rule,
+    defer_reshape,
+    reshape_groups,
+    sliced_axis,
+)
+
+T = TypeVar("T")
+
+
+def freeze_everything(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
+    """The rule of an unknown primitive, which may depend on the order of everything."""
+    for operand in operands:
+        interp.freeze(operand)
+    interp.record((operand, [(i, axis) for axis in range(len(operand))]) for i, operand in enumerate(operands))
+    return [interp.new_axes(_shape(var), interp.reason) for var in eqn.outvars]
+
+
+def elementwise(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
+    """One label for each axis; scalars have none."""
+    rank = len(_shape(eqn.outvars[0]))
+    return interp.relate([(axes, range(len(axes))) for axes in operands], [range(rank)] * len(eqn.outvars))
+
+
+def bitcast(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
+    """Elementwise, unless it regroups the bytes of several entries."""
+    rule = elementwise if _shape(eqn.invars[0]) == _shape(eqn.outvars[0]) else freeze_everything
+    return rule(interp, eqn, operand)
+
+
+def pass_through(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
+    """The operands themselves."""
+    return list(operands)
+
+
+def reduction(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
+    """Drops the reduced axes, which stay free: the order of the entries does not matter."""
+    return interp.relate([(operand, range(len(operand)))], [_other_axes(len(operand), eqn.params["axes"])])
+
+
+def arg_reduction(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
+    """Freezes the reduced axes, positions along which are the result."""
+    interp.freeze(operand[axis] for axis in eqn.params["axes"])
+    return reduction(interp, eqn, operand)
+
+
+def positional(
+    interp: Interpreter, eqn: core.JaxprEqn, operands: Sequence[ArrayAxes], ordered: Iterable[int]
+) -> list[ArrayAxes]:
+    """Freezes the ordered axes, along which the order of entries matters; elementwise over all others."""
+    shape, ordered = _shape(eqn.outvars[0]), set(ordered)
+    for operand in operands:
+        interp.freeze(operand[axis] for axis in ordered)
+
+    # An ordered axis has other labels in operand and result: so no permutation is batched over it.
+    def labels(*array: Hashable) -> Labels:
+        return [(*array, axis) if axis in ordered else axis for axis in range(len(shape))]
+
+    return interp.relate(
+        [(operand, labels("operand", i)) for i, operand in enumerate(operands)],
+        [labels("result")] * len(eqn.outvars),
+        {("result", axis): Axis(shape[axis], interp.reason) for axis in ordered},
+    )
+
+
+def cumulative(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
+    return positional(interp, eqn, [operand], [eqn.params["axis"]])
+
+
+def sort(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
+    return positional(interp, eqn, operands, [eqn.params["dimension"]])
+
+
+def reverse(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
+    return positional(interp, eqn, [operand], eqn.params["dimensions"])
+
+
+def top_k(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
+    return positional(interp, eqn, [operand], [eqn.params.get("axis", -1) % len(operand)])
+
+
+def reduce_window(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
+    """Pooling: elementwise over the axes along which the window has one entry, without padding or stride."""
+    p = eqn.params
+    sizes = zip(p["window_dimensions"], p["window_strides"], p["base_dilation"], p["window_dilation"], strict=True)
+    pooled = [axis for axis, (n, pad) in enumerate(zip(sizes, p["padding"], strict=True)) if {*n} != {1} or any(pad)]
+    return positional(interp, eqn, [operand for operand in operands if operand], pooled)
+
+
+def dynamic_slice(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes, *starts: ArrayAxes) -> list[ArrayAxes]:
+    return positional(interp, eqn, [operand], _resized_axes(eqn.invars[0], eqn.outvars[0]))
+
+
+def dynamic_update_slice(
+    interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes, update: ArrayAxes, *starts: ArrayAxes
+) -> list[ArrayAxes]:
+    return positional(interp, eqn, [operand, update], _resized_axes(*eqn.invars[:2]))
+
+
+def broadcast(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes, *sizes: ArrayAxes) -> list[ArrayAxes]:
+    """All entries along a new axis are equal."""
+    return interp.relate([(operand, eqn.params["broadcast_dimensions"])], [range(len(_shape(eqn.outvars[0])))])
+
+
+def transpose(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
+    return [tuple(operand[axis] for axis in eqn.params["permutation"])]
+
+
+def squeeze(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
+    return [tuple(operand[axis] for axis in _other_axes(len(operand), eqn.params["dimensions"]))]
+
+
+def reshape(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes, *sizes: ArrayAxes) -> list[ArrayAxes]:
+    """Joins the axes of each group and splits the product into new axes."""
+    if eqn.params["dimensions"] is not None or 0 in _shape(eqn.invars[0]):
+        return freeze_everything(interp, eqn, operand)
+    return [_reshape(interp, defer_reshape(eqn, operand))]
+
+
+def _reshape(
+    interp: Interpreter, reshape: DeferredReshape, axis: int = 0, start: int = 0, size: int | None = None
+) -> ArrayAxes:
+    """The reshaped array or, if a size is given, its slice [start : start + size] along `axis`."""
+    new_axes: list[Axis | None] = []
+    for old, new in reshape_groups(reshape.old_shape, reshape.new_shape):
+        joined, sizes = interp.join(reshape.source[old], reshape.old_shape[old]), list(reshape.new_shape[new])
+        if size is not None and reshape.order[axis] == new.start:
+            inner = math.prod(sizes[1:])
+            lengths = [start * inner, size * inner, (sizes[0] - start - size) * inner]
+            joined = _split_segments(interp, joined, lengths)[1]
+            sizes[0] = size
+        new_axes += interp.split(joined, sizes, split_product)
+    result = tuple(new_axes[i] for i in reshape.order)
+    old_labels = [("old", i) for i in range(len(reshape.source))]
+    interp.record([(reshape.source, old_labels), (result, range(len(result)))])
+    return result
+
+
+def iota(interp: Interpreter, eqn: core.JaxprEqn, *sizes: ArrayAxes) -> list[ArrayAxes]:
+    shape, axis = _shape(eqn.outvars[0]), eqn.params["dimension"]
+    return [tuple(Axis(size, interp.reason) if i == axis else None for i, size in enumerate(shape))]
+
+
+def dot_general(interp: Interpreter, eqn: core.JaxprEqn, left: ArrayAxes, right: ArrayAxes) -> list[ArrayAxes]:
+    contracted, batch = eqn.params["dimension_numbers"]
+    labels = []
+    for side, operand in enumerate((left, right)):
+        shared: dict[int, tuple[str | int, int]] = {axis: ("contracted", i) for i, axis in enumerate(contracted[side])}
+        shared |= {axis: ("batch", i) for i, axis in enumerate(batch[side])}
+        labels.append([shared.get(axis, (side, axis)) for axis in range(len(operand))])
+    kept = [label for side in (0, 1) for label in labels[side] if label[0] == side]
+    batches = [("batch", i) for i in range(len(batch[0]))]
+    return interp.relate([(left, labels[0]), (right, labels[1])], [[*batches, *kept]])
+
+
+def convolution(interp: Interpreter, eqn: core.JaxprEqn, image: ArrayAxes, kernel: ArrayAxes) -> list[ArrayAxes]:
+    """A product over the channels of each group; positions in space are frozen."""
+    if eqn.params["batch_group_count"] != 1:
+        return freeze_everything(interp, eqn, image, kernel)
+    groups = eqn.params["feature_group_count"]
+    dims = eqn.params["dimension_numbers"]
+    outputs, inputs = (_shape(eqn.invars[1])[axis] for axis in dims.rhs_spec[:2])
+    interp.freeze(image[axis] for axis in dims.lhs_spec[2:])
+    interp.freeze(kernel[axis] for axis in dims.rhs_spec[2:])
+    batch, channels = (image[axis] for axis in dims.lhs_spec[:2])
+    filters, depth = (kernel[axis] for axis in dims.rhs_spec[:2])
+    inner = (groups, outputs // groups)
+    (result,) = interp.relate(
+        [
+            ((batch, *interp.split(channels, (groups, inputs), split_product)), ("batch", "group", "in")),
+            ((*interp.split(filters, inner, split_product), depth), ("group", "out", "in")),
+        ],
+        [("batch", "group", "out")],
+    )
+    shape = _shape(eqn.outvars[0])
+    axes = dict(zip(dims.out_spec, (result[0], interp.join(result[1:], inner)), strict=False))
+    return [tuple(axes.get(axis, Axis(size, interp.reason)) for axis, size in enumerate(shape))]
+
+
+def concatenate(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
+    dimension, rank = eqn.params["dimension"], len(operands[0])
+
+    def labels(label: Hashable) -> Labels:
+        return [label if axis == dimension else axis for axis in range(rank)]
+
+    sizes = [_shape(atom)[dimension] for atom in eqn.invars]
+    parts = [operand[dimension] or Axis(size) for operand, size in zip(operands, sizes, strict=True) if size]
+    return interp.relate(
+        [(operand, labels(("part", i))) for i, operand in enumerate(operands)],
+        [labels("all")],
+        {"all": concatenation(parts)},
+    )
+
+
+def split(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes | DeferredReshape) -> list[ArrayAxes]:
+    axis, sizes = eqn.params["axis"], eqn.params["sizes"]
+    if isinstance(operand, DeferredReshape):
+        ends = itertools.accumulate(sizes)
+        return [_reshape(interp, operand, axis, int(end - n), int(n)) for n, end in zip(sizes, ends, strict=True)]
+    return _replace_axis(interp, operand, axis, _split_segments(interp, operand[axis], sizes))
+
+
+def slice_(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes | DeferredReshape) -> list[ArrayAxes]:
+    """A slice without gaps is a segment of its axis; one with a stride is frozen."""
+    p, shape = eqn.params, _shape(eqn.invars[0])
+    if isinstance(operand, DeferredReshape):
+        sliced = sliced_axis(eqn)
+        assert sliced is not None
+        return [_reshape(interp, operand, sliced, int(p["start_indices"][sliced]), _shape(eqn.outvars[0])[sliced])]
+    strides = p["strides"] or (1,) * len(shape)
+    for axis, (size, start, stop, stride) in enumerate(
+        zip(shape, p["start_indices"], p["limit_indices"], strides, strict=True)
+    ):
+        if stop - start == size and stride == 1:
+            continue
+        if stride == 1:
+            part = _split_segments(interp, operand[axis], [start, stop - start, size - stop])[1]
+        else:
+            interp.freeze([operand[axis]])
+            part = None if operand[axis] is None else Axis(len(range(start, stop, stride)), interp.reason)
+        (operand,) = _replace_axis(interp, operand, axis, [part])
+    return [operand]
+
+
+def pad(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes, filler: ArrayAxes) -> list[ArrayAxes]:
+    """The padding before and after an axis are segments of their own."""
+    for axis, (low, high, between) in enumerate(eqn.params["padding_config"]):
+        size = _shape(eqn.invars[0])[axis]
+        if between or low < 0 or high < 0:
+            interp.freeze([operand[axis]])
+            padded = Axis(_shape(eqn.outvars[0])[axis], interp.reason)
+        elif low or high:
+            segments = [Axis(int(low)), operand[axis] or Axis(size), Axis(int(high))]
+            padded = concatenation([segment for segment in segments if segment.size])
+        else:
+            continue
+        (operand,) = _replace_axis(interp, operand, axis, [padded])
+    return [operand]
+
+
+def _split_segments(interp: Interpreter, axis: Axis | None, sizes: Iterable[SupportsIndex]) -> ArrayAxes:
+    """The segments of an axis, of which some may be empty."""
+    lengths = [int(size) for size in sizes]
+    parts = iter(interp.split(axis, [length for length in lengths if length], split_segments))
+    return tuple(next(parts) if length else None for length in lengths)
+
+
+def _replace_axis(
+    interp: Interpreter, operand: ArrayAxes, replaced: int, new_axes: Sequence[Axis | None]
+) -> list[ArrayAxes]:
+    """For each of the new axes, the array with one axis replaced by it."""
+
+    def labels(label: Hashable) -> Labels:
+        return [label if axis == replaced else axis for axis in range(len(operand))]
+
+    new = {("new", i): axis for i, axis in enumerate(new_axes)}
+    return interp.relate([(operand, labels("old"))], [labels(label) for label in new], new)
+
+
+def gather(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes, indices: ArrayAxes) -> list[ArrayAxes]:
+    """Elementwise over the axes that every slice covers; the others, whose positions are looked up, are frozen."""
+    dims, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    shape, rank = _shape(eqn.invars[0]), len(_shape(eqn.outvars[0]))
+    collapsed, batched = dims.collapsed_slice_dims, [*dims.operand_batching_dims]
+    indexed = [a for a, n in enumerate(shape) if a not in batched and (a in collapsed or sizes[a] != n)]
+    interp.freeze(operand[axis] for axis in indexed)
+    interp.freeze(indices[-1:])
+    labels: dict[int, Hashable] = {axis: ("operand", axis) for axis in indexed}
+    labels |= {a: ("index", i) for a, i in zip(batched, dims.start_indices_batching_dims, strict=True)}
+    kept = [axis for axis in range(len(shape)) if axis not in collapsed and axis not in batched]
+    offsets = dict(zip(dims.offset_dims, kept, strict=True))
+    offset_labels = {i: ("result", axis) if axis in indexed else axis for i, axis in offsets.items()}
+    index_axes = iter(range(len(indices)))
+    return interp.relate(
+        [
+            (operand, [labels.get(axis, axis) for axis in range(len(shape))]),
+            (indices, [("index", i) for i in range(len(indices))]),
+        ],
+        [[offset_labels[i] if i in offset_labels else ("index", next(index_axes)) for i in range(rank)]],
+        {("result", axis): Axis(sizes[axis], interp.reason) for axis in indexed},
+    )
+
+
+def scatter(
+    interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes, indices: ArrayAxes, updates: ArrayAxes
+) -> list[ArrayAxes]:
+    """Elementwise over the axes that every update covers; all others are frozen."""
+    dims = eqn.params["dimension_numbers"]
+    shape, update_shape = _shape(eqn.invars[0]), _shape(eqn.invars[2])
+    no_window = {*dims.inserted_window_dims, *dims.operand_batching_dims}
+    windowed = [axis for axis in range(len(shape)) if axis not in no_window]
+    windows = zip(windowed, dims.update_window_dims, strict=True)
+    covered = {i: axis for axis, i in windows if update_shape[i] == shape[axis]}  # {axis of updates: axis of operand}
+    interp.freeze(indices)
+    interp.freeze(axis for i, axis in enumerate(updates) if i not in covered)
+    interp.freeze(axis for i, axis in enumerate(operand) if i not in covered.values())
+
+    def labels(array: str) -> Labels:
+        return [axis if axis in covered.values() else (array, axis) for axis in range(len(shape))]
+
+    return interp.relate(
+        [
+            (operand, labels("operand")),
+            (updates, [covered.get(i, ("update", i)) for i in range(len(updates))]),
+            (indices, [("index", i) for i in range(len(indices))]),
+        ],
+        [labels("result")],
+        {("result", axis): Axis(size, interp.reason) for axis, size in enumerate(shape)},
+    )
+
+
+def call(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
+    """The results of the inner jaxpr of jit, remat or custom derivatives."""
+    return interp.interpret(*inner_jaxpr(eqn), operands)
+
+
+def inner_jaxpr(eqn: core.JaxprEqn) -> tuple[core.Jaxpr, Sequence[Any]]:
+    """The one jaxpr inside an equation, and its constants."""
+    return _open(next(eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params))
+
+
+def _open(jaxpr: Any) -> tuple[core.Jaxpr, Sequence[Any]]:
+    """A jaxpr, closed or not, and its constants."""
+    return (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, core.ClosedJaxpr) else (jaxpr, ())
+
+
+def cond(interp: Interpreter, eqn: core.JaxprEqn, which: ArrayAxes, *operands: ArrayAxes) -> list[ArrayAxes]:
+    """The results of all branches, united."""
+    branches = [interp.interpret(*_open(branch), operands) for branch in eqn.params["branches"]]
+    return [_unite_arrays(interp, results) for results in zip(*branches, strict=True)]
+
+
+def while_(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
+    p = eqn.params
+    cond_consts, body_consts, carry = split_list(operands, p["cond_nconsts"], p["body_nconsts"])
+    body = _open(p["body_jaxpr"])
+    carry = _loop_carry(interp, carry, lambda carry: interp.interpret(*body, [*body_consts, *carry]))
+    interp.interpret(*_open(p["cond_jaxpr"]), [*cond_consts, *carry])
+    return carry
+
+
+def scan(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
+    """The results of the body, in which all but the constants and the carry has an axis of steps."""
+    p = eqn.params
+    consts, carry, xs = split_list(operands, p["num_consts"], p["num_carry"])
+    reason = interp.reason
+    steps = Axis(p["length"], reason if carry else None)
+    for x in xs:
+        if x[0] is not None:
+            unite(steps, x[0], reason)
+    ys: list[ArrayAxes] = []
+
+    def body(carry: list[ArrayAxes]) -> list[ArrayAxes]:
+        interp.scan_steps.append((("step", len(interp.scan_steps)), steps))
+        results = interp.interpret(*inner_jaxpr(eqn), [*consts, *carry, *(x[1:] for x in xs)])
+        interp.scan_steps.pop()
+        ys[:] = [(steps, *y) for y in results[len(carry) :]]
+        return results[: len(carry)]
+
+    carry = _loop_carry(interp, carry, body)
+    for axes in (*consts, *xs):
+        if any(axis in interp.first_use for axis in axes):  # outside of the scan, constants have no axis of steps
+            interp.record([(axes, range(len(axes)))])
+    return [*carry, *ys]
+
+
+def _loop_carry(
+    interp: Interpreter, carry: list[ArrayAxes], body: Callable[[list[ArrayAxes]], list[ArrayAxes]]
+) -> list[ArrayAxes]:
+    """The carry of a loop, its axes united with those that the body returns, until that changes nothing."""
+
+    def varying(arrays: list[ArrayAxes]) -> list[list[bool]]:
+        return [[axis is not None for axis in axes] for axes in arrays]
+
+    while True:
+        united = [_unite_arrays(interp, pair) for pair in zip(carry, body(carry), strict=True)]
+        if varying(united) == varying(carry):
+            return united
+        carry = united
+
+
+def _unite_arrays(interp: Interpreter, arrays: Sequence[ArrayAxes]) -> ArrayAxes:
+    """One array that may be any of these: their axes are united."""
+    labels = range(len(arrays[0]))
+    return interp.relate([(axes, labels) for axes in arrays], [labels])[0]
+
+
+def split_list(values: Sequence[T], *counts: int) -> list[list[T]]:
+    """Consecutive lists of so many values, and a last one of the rest."""
+    ends = [*itertools.accumulate(counts), len(values)]
+    return [list(values[start:stop]) for start, stop in zip([0, *ends], ends, strict=False)]
+
+
+def _shape(atom: Any) -> tuple[int, ...]:
+    return atom.aval.shape
+
+
+def _other_axes(rank: int, axes: Collection[SupportsIndex]) -> list[int]:
+    return [axis for axis in range(rank) if axis not in axes]
+
+
+def _resized_axes(a: Any, b: Any) -> list[int]:
+    """The axes along which two arrays have different sizes."""
+    return [axis for axis, (n, m) in enumerate(zip(_shape(a), _shape(b), strict=True)) if n != m]
+
+
+def _rules(rule: Rule, names: str) -> dict[str, Rule]:
+    return dict.fromkeys(names.split(), rule)
+
+
+RULES: dict[str, Rule] = {
+    **_rules(
+        elementwise,
+        """
+        abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil
+        clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf
+        erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag integer_pow is_finite le le_to
+        lgamma log log1p logistic lt lt_to max min mul name ne neg nextafter not or polygamma
+        population_count pow real reduce_precision regularized_incomplete_beta rem round rsqrt
+        select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin
+        sinh sqrt square stop_gradient sub tan tanh xor zeta
+        """,
+    ),
+    **_rules(call, "jit pjit closed_call core_call remat2 checkpoint composite"),
+    **_rules(call, "custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr"),
+    **_rules(reduction, "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor"),
+    **_rules(arg_reduction, "argmax argmin"),
+    **_rules(cumulative, "cumsum cumprod cummax cummin cumlogsumexp"),
+    **_rules(reduce_window, "reduce_window reduce_window_sum reduce_window_max reduce_window_min"),
+    **_rules(scatter, "scatter scatter-add scatter-mul scatter-min scatter-max"),
+    **_rules(pass_through, "optimization_barrier device_put"),
+    "bitcast_convert_type": bitcast,
+    "broadcast_in_dim": broadcast,
+    "concatenate": concatenate,
+    "cond": cond,
+    "conv_general_dilated": convolution,
+    "dot_general": dot_general,
+    "dynamic_slice": dynamic_slice,
+    "dynamic_update_slice": dynamic_update_slice,
+    "gather": gather,
+    "iota": iota,
+    "pad": pad,
+    "reshape": reshape,
+    "rev": reverse,
+    "scan": scan,
+    "slice": slice_,
+    "sort": sort,
+    "split": split,
+    "squeeze": squeeze,
+    "top_k": top_k,
+    "transpose": transpose,
+    "while": while_,
+}

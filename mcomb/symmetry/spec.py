@@ -1,0 +1,307 @@
+"""The permutation symmetries of a network: which axes of which parameters must be permuted together.
+
+`perms` is a plain dict from a permutation's name to an index array; applying one takes `axis[perm]`. A permutation
+can be batched over other axes, as that of the dimensions of an attention head over the heads. Its index array has a
+row for each head, in the order that the heads themselves are put in: new[h, d] = old[heads[h], dims[h, d]].
+"""
+
+import math
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int, PRNGKeyArray
+
+from mcomb.base import Array, Params, UserError, map_named, named_leaves
+
+Perms = dict[str, Int[Array, "..."]]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The layout of an axis that is the row-major product of its factors, as flattening leaves it.
+
+    Blocks((49, "P")) is the axis of 7×7 positions with the channels of P flattened: each of its 49 blocks is in P's
+    order. Blocks(("heads", "dims")) moves the blocks, and the positions within them.
+    """
+
+    factors: tuple["str | int | Blocks | Segments", ...]
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The layout of an axis whose parts follow one another, as concatenation leaves it.
+
+    Segments(("P", 2, "Q")) is an axis with the units of P, then two that stay where they are, then those of Q.
+    """
+
+    parts: tuple["str | int | Blocks | Segments", ...]
+
+
+Layout = str | int | Blocks | Segments | None
+"""How an axis is permuted: by the named permutation, not at all (None, or its size), or part by part."""
+
+Axes = Mapping[str, tuple[Layout, ...]]
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """An axis of a leaf of which some positions must stay, and the operation that is the reason."""
+
+    leaf: str
+    axis: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class PermutationSpec:
+    """For each leaf, by name, the layout of each of its axes; and the size of each permutation.
+
+    A permutation in `batched_over` is one for each position along the axes named there, as vmap would batch it. They
+    are axes of other permutations, or of `fixed`, which are never permuted. With two heads of four dimensions,
+
+        sizes={"heads": 2, "dims": 4}, batched_over={"dims": ("heads",)}
+
+    the index array of "heads" has the shape (2,), and that of "dims" (2, 4).
+    """
+
+    axes: Axes
+    sizes: Mapping[str, int]
+    batched_over: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    fixed: Mapping[str, int] = field(default_factory=dict)
+    frozen: tuple[Frozen, ...] = ()
+
+    @classmethod
+    def from_axes(cls, params: Params, axes: Axes) -> "PermutationSpec":
+        """The spec that `axes` describes, each permutation's size taken from an axis whose layout is its name."""
+        leaves = named_leaves(params)
+        sizes: dict[str, int] = {}
+        for name, layouts in axes.items():
+            for size, layout in zip(np.shape(leaves.get(name, ())), layouts, strict=False):
+                if isinstance(layout, str):
+                    sizes.setdefault(layout, size)
+        spec = cls(axes, sizes)
+        spec.validate(params)
+        return spec
+
+    def __hash__(self) -> int:  # mappings have none, but jit's static arguments need one
+        return hash(frozenset(self.sizes.items()))
+
+    def validate(self, params: Params) -> None:
+        """Raises an error that names the leaf unless every axis of every leaf has a layout of its size."""
+        leaves = named_leaves(params)
+        for name in sorted(leaves.keys() | self.axes.keys()):
+            if name not in self.axes:
+                raise UserError(f"the permutation spec says nothing of {name}: add its axes")
+            if name not in leaves:
+                raise UserError(f"the permutation spec names {name}, which the parameters lack: remove it")
+            shape, layouts = np.shape(leaves[name]), self.axes[name]
+            if len(shape) != len(layouts):
+                raise UserError(f"the permutation spec gives {name} {len(layouts)} axes, but its shape is {shape}")
+            for axis, (size, layout) in enumerate(zip(shape, layouts, strict=True)):
+                unknown = [perm for perm in axis_names(layout) if perm not in self.sizes and perm not in self.fixed]
+                if unknown:
+                    raise UserError(f"axis {axis} of {name}: the size of permutation {unknown[0]} is not known")
+                if layout is not None and self.length(layout) != size:
+                    whose = f"permutation {layout}" if isinstance(layout, str) else f"its layout {layout}"
+                    raise UserError(f"axis {axis} of {name} has {size} entries, but {whose} has {self.length(layout)}")
+            for labels, _ in self.simple_parts(layouts, np.broadcast_to(0, shape)):
+                for perm in labels:
+                    for outer in self.batched_over.get(perm, ()) if isinstance(perm, str) else ():
+                        if labels.count(outer) != 1:
+                            raise UserError(
+                                f"permutation {perm} differs along {outer}, which {name} has "
+                                f"{labels.count(outer)} times where it must have it once"
+                            )
+
+    def axes_of(self, perm: str) -> list[tuple[str, int]]:
+        """The (leaf, axis) pairs that a permutation acts on."""
+        return [
+            (name, axis)
+            for name, layouts in self.axes.items()
+            for axis, layout in enumerate(layouts)
+            if perm in axis_names(layout)
+        ]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a permutation's index array."""
+        return (*(self.length(outer) for outer in self.batched_over.get(name, ())), self.sizes[name])
+
+    def nested_in(self, name: str) -> list[str]:
+        """The permutations of what is inside a permutation's units: nested_in("heads") is ["dims"]."""
+        outer = self.batched_over.get(name, ())
+        return [other for other, batch_axes in self.batched_over.items() if batch_axes == (*outer, name)]
+
+    def length(self, layout: str | int | Blocks | Segments) -> int:
+        """The size of an axis of this layout."""
+        if isinstance(layout, str):
+            return self.sizes[layout] if layout in self.sizes else self.fixed[layout]
+        if isinstance(layout, int):
+            return layout
+        if isinstance(layout, Blocks):
+            return math.prod(self.length(factor) for factor in layout.factors)
+        return sum(self.length(part) for part in layout.parts)
+
+    def simple_parts(self, layouts: tuple[Layout, ...], value: Any) -> Iterator[tuple[tuple[Layout, ...], Any]]:
+        """The parts of an array in which every axis has one name or none, each with these names.
+
+        An array of layout (Segments(("P", 3)), Blocks((2, "Q"))) has two parts, (P, 2, Q) and (3, 2, Q).
+        """
+        for axis, layout in enumerate(layouts):
+            before, after = layouts[:axis], layouts[axis + 1 :]
+            if isinstance(layout, Blocks):
+                lengths = tuple(self.length(factor) for factor in layout.factors)
+                reshaped = value.reshape(value.shape[:axis] + lengths + value.shape[axis + 1 :])
+                yield from self.simple_parts(before + layout.factors + after, reshaped)
+                return
+            if isinstance(layout, Segments):
+                ends = np.cumsum([self.length(part) for part in layout.parts])
+                for part, segment in zip(layout.parts, np.split(value, ends[:-1], axis), strict=True):
+                    yield from self.simple_parts((*before, part, *after), segment)
+                return
+        yield layouts, value
+
+    def apply(self, perms: Perms, params: Params) -> Params:
+        """The permuted parameters: the same function, its hidden units in another order."""
+        return map_named(lambda name, leaf: self.permute_array(perms, self.axes[name], leaf), params)
+
+    def identity(self) -> Perms:
+        """The permutations that change nothing."""
+        return {name: np.broadcast_to(np.arange(self.sizes[name]), self.shape(name)).copy() for name in self.sizes}
+
+    def random(self, key: PRNGKeyArray) -> Perms:
+        """Uniformly random permutations."""
+        rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))  # compiles nothing
+        return {name: rng.permuted(rows, axis=-1) for name, rows in self.identity().items()}
+
+    def invert(self, perms: Perms) -> Perms:
+        """The permutations that undo `perms`."""
+        undo: Perms = {}
+        # Outer permutations first: whatever "heads" is batched over, "dims" is batched over as well.
+        for name in sorted(self.sizes, key=lambda name: len(self.shape(name))):
+            undo[name] = np.argsort(self._permute_rows(undo, name, perms[name]), axis=-1)
+        return {name: undo[name] for name in self.sizes}
+
+    def compose(self, p: Perms, q: Perms) -> Perms:
+        """`p` after `q`: apply(compose(p, q), x) is apply(p, apply(q, x))."""
+        p = {name: np.asarray(perm) for name, perm in p.items()}
+        return {
+            name: np.take_along_axis(self._permute_rows(p, name, q[name]), np.asarray(p[name]), -1)
+            for name in self.sizes
+        }
+
+    def __str__(self) -> str:
+        """A table: each permutation, its size and what it acts on; then what is frozen and by what."""
+        rows = []
+        for name in self.sizes:
+            acts_on = [f"{leaf}[{axis}{self._sketch(leaf, axis, name)}]" for leaf, axis in self.axes_of(name)]
+            acts_on += [f"(one for each of {outer})" for outer in self.batched_over.get(name, ())]
+            rows.append((name, " × ".join(map(str, self.shape(name))), " ".join(acts_on)))
+        reasons: dict[str, dict[str, list[str]]] = {}
+        for frozen in self.frozen:
+            reasons.setdefault(frozen.reason, {}).setdefault(frozen.leaf, []).append(str(frozen.axis))
+        frozen_rows = [
+            (reason, " ".join(f"{leaf}[{','.join(axes)}]" for leaf, axes in leaves.items()))
+            for reason, leaves in reasons.items()
+        ]
+        tables = [_table(("permutation", "size", "acts on"), rows), _table(("frozen by", "axes"), frozen_rows)]
+        return "\n\n".join(tables if reasons else tables[:1])
+
+    def _sketch(self, leaf: str, axis: int, name: str) -> str:
+        """Where in an axis a permutation is, if it is not all of it: `: 49×·`, or `: ·+12`."""
+
+        def sketch(layout: Layout) -> str:
+            if isinstance(layout, Blocks):
+                inner = (f"({sketch(f)})" if isinstance(f, Segments) else sketch(f) for f in layout.factors)
+                return "×".join(inner)
+            if isinstance(layout, Segments):
+                return "+".join(map(sketch, layout.parts))
+            return "·" if layout == name else str(self.length(layout or 0))
+
+        layout = self.axes[leaf][axis]
+        return "" if isinstance(layout, str) else f": {sketch(layout)}"
+
+    def _permute_rows(self, perms: Perms, name: str, rows: Array) -> Any:
+        """A permutation's index array, its rows permuted as the axes that it is batched over."""
+        return self.permute_array(perms, (*self.batched_over.get(name, ()), None), np.asarray(rows))
+
+    def permute_array(self, perms: Perms, layouts: tuple[Layout, ...], leaf: Any) -> Any:
+        """An array, its axes permuted as the layouts say; a NumPy array stays one."""
+        moving = [axis for axis, layout in enumerate(layouts) if any(n in self.sizes for n in axis_names(layout))]
+        if not moving:
+            return leaf
+        xp: Any = np if all(isinstance(value, np.ndarray) for value in (leaf, *perms.values())) else jnp
+        leaf = xp.asarray(leaf)
+        positions = np.ogrid[tuple(slice(size) for size in leaf.shape)]
+        coordinates: dict[str, np.ndarray] = {}
+        for layout, position in zip(layouts, positions, strict=True):
+            coordinates |= self._coordinates(layout, position)
+        sources = {axis: self._source(perms, layouts[axis], positions[axis], coordinates) for axis in moving}
+        if any(source.size > leaf.shape[axis] for axis, source in sources.items()):
+            return leaf[tuple(sources.get(axis, position) for axis, position in enumerate(positions))]
+        for axis, source in sources.items():
+            leaf = xp.take(leaf, source.ravel(), axis)
+        return leaf
+
+    def _source(self, perms: Perms, layout: Layout, position: np.ndarray, coordinates: dict[str, np.ndarray]) -> Any:
+        """Where along an axis the entries at `position` come from; `coordinates` are the positions on named axes."""
+        if isinstance(layout, str) and layout in self.sizes:
+            return perms[layout][(*(coordinates[outer] for outer in self.batched_over.get(layout, ())), position)]
+        if isinstance(layout, Blocks):
+            coordinates = coordinates | self._coordinates(layout, position)
+            return sum(
+                self._source(perms, factor, inner, coordinates) * stride
+                for factor, inner, stride in self._unravel(layout, position)
+            )
+        if isinstance(layout, Segments):
+            total, start = 0, 0
+            for part in layout.parts:
+                size = self.length(part)
+                inside = (position >= start) & (position < start + size)
+                inner = np.clip(position - start, 0, size - 1)
+                total = total + inside * (start + self._source(perms, part, inner, coordinates))
+                start += size
+            return total
+        return position
+
+    def _coordinates(self, layout: Layout, position: np.ndarray) -> dict[str, np.ndarray]:
+        """The position along each named factor of an axis, for each position on the axis."""
+        if isinstance(layout, str):
+            return {layout: position}
+        if isinstance(layout, Blocks):
+            factors = (self._coordinates(factor, inner) for factor, inner, _ in self._unravel(layout, position))
+            return {name: inner for coordinates in factors for name, inner in coordinates.items()}
+        return {}
+
+    def _unravel(self, blocks: Blocks, position: np.ndarray) -> Iterator[tuple[Layout, np.ndarray, int]]:
+        """Each factor of a product with the position along it and its stride, as in `np.unravel_index`."""
+        stride = self.length(blocks)
+        for factor in blocks.factors:
+            size = self.length(factor)
+            stride //= size
+            yield factor, position // stride % size, stride
+
+
+def axis_names(layout: Layout) -> list[str]:
+    """The names in a layout, in order."""
+    if isinstance(layout, str):
+        return [layout]
+    inner = layout.factors if isinstance(layout, Blocks) else layout.parts if isinstance(layout, Segments) else ()
+    return [name for part in inner for name in axis_names(part)]
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    """Aligned columns, of which the last is wrapped."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)][:-1]
+    indent = sum(widths) + 2 * len(widths)
+    lines = []
+    for *first, last in [head, *rows]:
+        start = "".join(f"{cell:{width}}  " for cell, width in zip(first, widths, strict=True))
+        wrapped = textwrap.fill(last, max(115, indent + 40), initial_indent=start, subsequent_indent=" " * indent,
+                                break_long_words=False, break_on_hyphens=False)  # fmt: skip
+        lines.append(wrapped.rstrip())
+    return "\n".join(lines)

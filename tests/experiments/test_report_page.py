@@ -1,0 +1,314 @@
+import base64
+import re
+import struct
+import zlib
+from html.parser import HTMLParser
+from itertools import pairwise
+
+import pytest
+
+from mcomb.base import UserError
+from experiments.report_page import STYLE, Entry, duration, number, render
+
+VOID = {"img", "meta"}
+HOSTILE = """<b>"x" & 'y'</b>"""
+
+
+def png(width=7, height=5):
+    """A black picture."""
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    pixels = zlib.compress(bytes(height * (width + 1)))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+
+
+def entry(**changes):
+    results = {
+        "experiment": "uniform",
+        "title": "MLP on digits, width 32: uniform coefficients",
+        "claim": "every mixture works",
+        "finding": "every mixture worked",
+        "agrees": True,
+        "alt": "loss and accuracy over s",
+        "barriers": {
+            "naive": {"train": {"loss": 1.41, "accuracy": 0.42}, "test": {"loss": 1.4567, "accuracy": 0.4471}},
+            "aligned": {"train": {"loss": 0.0419, "accuracy": 0.0}, "test": {"loss": 0.0523, "accuracy": 0.0114}},
+        },
+        "paper": {"loss": 0.044, "accuracy": 0.012},
+        "command": "python -m experiments.uniform --setup mlp-digits",
+        "config": {"setup": "mlp-digits", "width": 32, "seed": 0, "seed_a": None, "recipe": {"batch_size": 100}},
+        "environment": {
+            "python": "3.11.2",
+            "platform": "Linux-6.1",
+            "packages": {"jax": "0.10.2", "scipy": None},
+            "devices": ["cpu:cpu", "cpu:cpu"],
+            "revision": "0123abcd",
+        },
+        "seconds": 72.3,
+    }
+    return Entry({**results, **changes}, png())
+
+
+class Page(HTMLParser):
+    """A page's elements and text; fails on whatever is not closed in order."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.elements, self.words = [], [], []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        assert len(dict(attrs)) == len(attrs), f"{tag} has an attribute twice"
+        self.elements.append((tag, dict(attrs), tuple(self.open)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "style" not in self.open:
+            self.words.append((data, tuple(self.open)))
+
+    def all(self, *tags):
+        return [attributes for tag, attributes, _ in self.elements if tag in tags]
+
+    def text(self, inside="html"):
+        return " ".join("".join(data for data, path in self.words if inside in path).split())
+
+
+def rows(text):
+    """The cells of the rows of every table, as text."""
+    return [
+        [re.sub(r"<[^>]+>", "", cell) for cell in re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row, re.S)]
+        for row in re.findall(r"<tr[^>]*>(.*?)</tr>", text, re.S)
+    ]
+
+
+FULL = render(
+    "A report",
+    [
+        entry(),
+        entry(experiment="bernoulli", agrees=False, seconds=4000),
+        entry(experiment="three_models", agrees=None, barriers=None, paper=None),
+    ],
+    [("robustness", "python -m experiments.robustness"), ("width", "python -m experiments.width --width 32")],
+)
+
+
+@pytest.mark.parametrize("text", [FULL, render("Nothing", [], []), render("One", [entry()], [])])
+def test_the_page_is_well_formed(text):
+    page = Page(text)
+    assert text.startswith("<!DOCTYPE html>")
+    assert page.all("html") == [{"lang": "en"}]
+    levels = [int(tag[1]) for tag, *_ in page.elements if re.fullmatch("h[1-6]", tag)]
+    assert levels.count(1) == 1
+    assert levels[0] == 1
+    assert all(below - above <= 1 for above, below in pairwise(levels))
+    assert all("scope" in attributes for attributes in page.all("th"))
+    assert all(path[-1] == "div" for tag, _, path in page.elements if tag == "table")
+    assert all(attributes["tabindex"] == "0" for attributes in page.all("div") if attributes["class"] == "scroll")
+    assert all("figure" in path for tag, _, path in page.elements if tag in {"img", "figcaption"})
+
+
+def test_the_page_needs_nothing_beside_it():
+    page = Page(FULL)
+    assert not page.all("script", "link", "iframe", "object", "embed", "form", "base")
+    for _, attributes, _ in page.elements:
+        assert not any(name.startswith("on") for name in attributes)
+        assert attributes.get("src", "data:image/png;base64,").startswith("data:image/png;base64,")
+        assert attributes.get("href", "#").startswith("#")
+    assert "url(" not in STYLE
+    assert "@import" not in STYLE
+    assert "//" not in STYLE
+
+
+def test_links_lead_to_places_of_their_own_even_when_an_experiment_was_run_twice():
+    page = Page(render("Twice", [entry(), entry(), entry(experiment="Ünïform, s=1")], [("a", "b")]))
+    ids = [attributes["id"] for _, attributes, _ in page.elements if "id" in attributes]
+    links = [attributes["href"].removeprefix("#") for attributes in page.all("a")]
+    assert len(set(ids)) == len(ids)
+    assert len(set(links)) == len(links) == 4
+    assert set(links) <= set(ids)
+    assert not any(re.search(r"[^\w-]", name) for name in ids)
+
+
+def test_every_figure_has_its_bytes_its_words_and_its_size():
+    image, *others = Page(FULL).all("img")
+    assert len(others) == 2
+    assert base64.b64decode(image["src"].partition(",")[2]) == png()
+    assert image["alt"] == "loss and accuracy over s"
+    assert (image["width"], image["height"]) == ("7", "5")
+
+
+@pytest.mark.parametrize("broken", [b"", png()[:20], b"GIF89a" + png()])
+def test_a_figure_that_is_no_png_is_named(broken):
+    with pytest.raises(UserError, match=r"figure of uniform is not a PNG"):
+        render("Broken", [Entry(entry().results, broken)], [])
+
+
+def test_whatever_results_say_is_text():
+    texts = ("experiment", "title", "claim", "finding", "alt", "command")
+    environment = {
+        "python": HOSTILE,
+        "platform": HOSTILE,
+        "packages": {HOSTILE: HOSTILE},
+        "devices": [HOSTILE],
+        "revision": HOSTILE,
+    }
+    hostile = entry(
+        **dict.fromkeys(texts, HOSTILE),
+        config={"setup": HOSTILE, "width": HOSTILE, HOSTILE: HOSTILE},
+        environment=environment,
+        barriers={HOSTILE: {"test": {"loss": 1.0}}},
+    )
+    text = render(HOSTILE, [hostile, entry(environment={**environment, "python": "3"})], [(HOSTILE, HOSTILE)])
+    page = Page(text)
+    assert "<b>" not in text
+    assert not page.all("b")
+    assert page.all("img")[0]["alt"] == HOSTILE
+    for place in ("h1", "title", "h2", "dd", "figcaption", "caption", "th", "a", "code", "li"):
+        assert HOSTILE in page.text(place), place
+
+
+def test_the_header_counts_the_verdicts():
+    text = Page(FULL).text("header")
+    assert (
+        "Of 3 experiments, 1 agrees with the paper, 1 does not, 1 has no claim to compare. 2 are still to run." in text
+    )
+    assert "mlp-digits at width 32" in text
+    assert "No experiment has been run yet." in Page(render("Nothing", [], [])).text("header")
+
+
+def test_verdicts_are_words_and_marks():
+    cells = [row[:2] for row in rows(FULL) if row[0] in {"uniform", "bernoulli", "three_models"}]
+    assert cells[:3] == [
+        ["uniform", "✓agrees"],
+        ["bernoulli", "✗does not agree"],
+        ["three_models", "○no claim to compare"],
+    ]
+    assert [Page(FULL).text("dd").count(words) for words in ("does not agree", "no claim to compare")] == [1, 1]
+
+
+def test_the_summary_has_the_aligned_test_barriers_beside_the_papers():
+    found = rows(FULL)
+    assert ["uniform", "✓agrees", "0.052", "0.044", "0.011", "0.012"] in found
+    assert ["three_models", "○no claim to compare", "–", "–", "–", "–"] in found
+
+
+def test_a_section_has_the_barriers_of_every_curve_over_the_papers():
+    found = rows(render("One", [entry()], []))
+    first = found.index(["naive", "1.410", "1.457", "0.420", "0.447"])
+    assert found[first + 1 : first + 3] == [
+        ["aligned", "0.042", "0.052", "0.000", "0.011"],
+        ["paper, aligned", "–", "0.044", "–", "0.012"],
+    ]
+
+
+@pytest.mark.parametrize("barriers", [None, {}])
+def test_without_barriers_there_is_no_table_of_them(barriers):
+    text = render("None", [entry(barriers=barriers, paper=None, agrees=None)], [])
+    assert "Barriers of" not in text
+    missing = dict(entry().results)
+    del missing["barriers"], missing["paper"]
+    assert "Barriers of" not in render("Absent", [Entry(missing, png())], [])
+
+
+def test_curves_need_not_have_every_split_and_metric():
+    found = rows(render("Part", [entry(barriers={"linear": {"test": {"accuracy": 0.5}}}, paper=None)], []))
+    assert ["linear", "–", "–", "–", "0.500"] in found
+    assert ["uniform", "✓agrees", "–", "–", "–", "–"] in found
+
+
+def test_a_section_says_what_was_claimed_and_found_with_which_settings_and_command():
+    page = Page(FULL)
+    assert "MLP on digits, width 32: uniform coefficients" in page.text("h2")
+    assert "every mixture works" in page.text("dd")
+    assert "every mixture worked" in page.text("dd")
+    assert "Figure 1. uniform: setup mlp-digits, width 32, seed 0, batch size 100." in page.text("figcaption")
+    assert "python -m experiments.uniform --setup mlp-digits" in page.text("code")
+
+
+def test_what_is_still_to_run_is_listed_with_its_commands():
+    text = Page(FULL).text("li")
+    assert text == "robustness python -m experiments.robustness width python -m experiments.width --width 32"
+    assert "every experiment has been run" in Page(render("All", [entry()], [])).text()
+
+
+def test_an_environment_appears_once_and_others_beside_it_with_their_experiments():
+    same = Page(FULL).text("dd")
+    assert same.count("2 × cpu:cpu") == 1
+    assert "jax 0.10.2, scipy not installed" in same
+    assert "0123abcd" in same
+    other = {**entry().results["environment"], "devices": ["tpu:TPU v3"] * 8, "revision": None}
+    mixed = Page(render("Two", [entry(), entry(experiment="width", environment=other)], [])).text("dd")
+    assert re.search(r"uniform ?0123abcd.*2 × cpu:cpu.*width ?not known.*8 × tpu:TPU v3", mixed)
+
+
+def test_an_environment_may_know_little():
+    bare = {**entry().results["environment"], "packages": {}, "devices": [], "revision": None}
+    page = Page(render("Bare", [entry(environment=bare)], []))
+    assert "Revision not known Platform Linux-6.1 Python 3.11.2 Durations" in page.text()
+
+
+def test_durations_are_listed_with_their_sum():
+    found = rows(FULL)
+    assert ["uniform", "1 min 12 s"] in found
+    assert ["bernoulli", "1 h 06 min"] in found
+    assert ["all", "1 h 09 min"] in found
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0114, "0.011"),
+        (0, "0.000"),
+        (-0.0001, "0.000"),
+        (-0.25, "−0.250"),
+        (12.3456, "12.346"),
+        (123456.0, "1.23e+05"),
+        (float("inf"), "inf"),
+        (float("nan"), "nan"),
+        (None, "–"),
+    ],
+)
+def test_barriers_have_three_decimals(value, text):
+    assert number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.04, "0.0 s"),
+        (9.94, "9.9 s"),
+        (9.96, "10 s"),
+        (59.6, "1 min 00 s"),
+        (3599.6, "1 h 00 min"),
+        (90061, "25 h 01 min"),
+    ],
+)
+def test_durations_have_the_two_units_that_matter(seconds, text):
+    assert duration(seconds) == text
+
+
+def luminance(colour):
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+@pytest.mark.parametrize("mode", [0, 1], ids=["light", "dark"])
+def test_colours_keep_the_contrast_that_wcag_aa_asks_for(mode):
+    palettes = re.findall(r":root \{(.*?)\}", STYLE, re.S)
+    assert len(palettes) == 2
+    colours = dict(re.findall(r"--(\w+): (#\w{6})", palettes[mode]))
+    for ground in ("page", "panel"):
+        for ink in colours.keys() - {"page", "panel", "rule"}:
+            dark, bright = sorted(luminance(colours[name]) for name in (ground, ink))
+            assert (bright + 0.05) / (dark + 0.05) >= 4.5, (ink, ground)

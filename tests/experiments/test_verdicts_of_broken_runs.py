@@ -1,0 +1,366 @@
+"""Every verdict is true of a good run, and of no broken one."""
+
+import copy
+import json
+import re
+
+import numpy as np
+import pytest
+
+from experiments import (
+    bernoulli,
+    centered,
+    edges,
+    functional,
+    hyperplane,
+    linear,
+    matchers,
+    minmax,
+    robustness,
+    schematic,
+    stitching,
+    subcube,
+    transitivity,
+    triangle,
+    uniform,
+    width,
+)
+from mcomb.files import fingerprint
+from mcomb.lab import cli
+from mcomb.lab.experiment import add_verdict, run
+from mcomb.lab.store import Store
+from mcomb.matching import MATCHERS
+
+SPLITS, METRICS = ("train", "test"), ("loss", "accuracy")
+IMAGES = 10_000
+
+
+def both(loss, accuracy):
+    return {split: {"loss": loss, "accuracy": accuracy} for split in SPLITS}
+
+
+GOOD, SMALL, LARGE = both(0.1, 0.95), both(0.05, 0.01), both(1.5, 0.5)
+BASE = {
+    "config": {"setup": "mlp-digits", "width": 32},
+    "models": {"A": GOOD, "B": GOOD},
+    "guessing": {split: {"loss": 2.3, "accuracy": 0.1, "images": IMAGES} for split in SPLITS},
+    "inner_products": {"B to A": {"naive": 1.0, "aligned": 50.0}},
+    "ends": ["A", "B"],
+    "paper": None,
+}
+TRIPLE = BASE | {
+    "models": {letter: GOOD for letter in "ABC"},
+    "inner_products": {f"{pair[1]} to {pair[0]}": {"naive": 1.0, "aligned": 50.0} for pair in ("AB", "AC", "BC")},
+}
+
+
+def line(values, losses, accuracies):
+    """A curve with one network at each value, the same on both splits."""
+    return {split: {"loss": [[x] for x in losses], "accuracy": [[x] for x in accuracies]} for split in SPLITS}
+
+
+def sweep_run():
+    return BASE | {"barriers": {"naive": LARGE, "aligned": SMALL}}
+
+
+def beyond_run():
+    values = [-1.0, -0.5, -0.25, 0.0, 0.5, 1.0, 1.25, 1.5, 2.0]
+    aligned = line(values, [0.6, 0.3, 0.12, 0.1, 0.1, 0.1, 0.12, 0.3, 0.6], [0.8, 0.9, 0.95, 0.95, 0.9] + [0.93] * 4)
+    naive = line(values, [3.0, 2.0, 0.5, 0.1, 2.3, 0.1, 0.5, 2.0, 3.0], [0.2, 0.3, 0.8, 0.95, 0.1, 0.95, 0.8, 0.3, 0.2])
+    return sweep_run() | {"parameter": {"values": values}, "curves": {"naive": naive, "aligned": aligned}}
+
+
+def centered_run():
+    values = [0.0, 0.25, 0.5]
+    curve = line(values, [0.1, 0.12, 3.0], [0.95, 0.94, 0.3])
+    return sweep_run() | {"parameter": {"values": values}, "curves": {"naive": curve, "aligned": curve}}
+
+
+def minmax_run():
+    curve = line([0, 1], [0.2, 2.0], [0.93, 0.4])
+    return sweep_run() | {"curves": {"naive": curve, "aligned": curve}}
+
+
+def transitivity_run():
+    return TRIPLE | {"ends": ["B", "C"], "barriers": {"naive": LARGE, "through A": SMALL, "direct": SMALL}}
+
+
+def triangle_run():
+    shares = triangle.grid(4, 0.0).tolist()
+    points = both([0.12] * len(shares), [0.94] * len(shares))
+    best = {"shares": shares[6], "place": "in the interior", "index": 6}
+    return TRIPLE | {
+        "config": BASE["config"] | {"triples": 1},
+        "shares": shares,
+        "points": points,
+        "best": best,
+        "places": {"in the interior": 1},
+    }
+
+
+def edges_run():
+    values = {"naive": 1.0, "aligned": 0.5}
+    return BASE | {
+        "mean": values,
+        "near_zero": {"naive": 0.07, "aligned": 0.09},
+        "long": {"naive": 0.4, "aligned": 0.3},
+        "low": {"naive": 0.2, "aligned": 0.2},
+        "low_of_near_zero": {"naive": 0.6, "aligned": 0.6},
+    }
+
+
+def robustness_run():
+    same = {"alike": True, "magnitude": 1.0, "distance": 0.0}
+
+    def layer(losses, accuracies):
+        barriers = {split: {"loss": losses, "accuracy": accuracies} for split in SPLITS}
+        return {"units": 100, "k": [2, 50, 100], "barriers": barriers, "activations": same, "weights": same}
+
+    layers = {
+        "dense1": layer([0.05, 0.1, 1.5], [0.01, 0.02, 0.5]),
+        "dense2": layer([0.05, 0.1, 0.2], [0.01, 0.02, 0.03]),
+    }
+    return BASE | {"layers": layers, "unperturbed": SMALL}
+
+
+def functional_run(differing=600):
+    both_right = IMAGES - differing
+    counts = [
+        [[[round(differing * (1 - t)), 0], [round(differing * t), 0], [both_right, 0], [0, 0]]]
+        for t in np.linspace(0, 1, 11)
+    ]
+    sweeps = {name: {"counts": counts} for name in functional.SWEEPS}
+    return BASE | {"differing": differing, "images": IMAGES, "sweeps": sweeps}
+
+
+def width_run():
+    by_width = [{"aligned": both(loss, accuracy)} for loss, accuracy in ((3.0, 0.6), (0.4, 0.1), (0.05, 0.01))]
+    return {
+        "models": {f"{letter}, width {w}": GOOD for letter in "AB" for w in (1, 4, 16)},
+        "guessing": BASE["guessing"],
+        "widths": [1, 4, 16],
+        "by_width": dict.fromkeys(width.SWEEPS, by_width),
+    }
+
+
+def matchers_run():
+    names = {"naive": LARGE} | dict.fromkeys(MATCHERS, SMALL)
+    barriers = {f"{sweep}, {name}": barrier for sweep in matchers.SWEEPS for name, barrier in names.items()}
+    return BASE | {"barriers": barriers, "tried": [1.0, 1.1]}
+
+
+HIGH_LOSS, IDENTITY = ("test.loss", 5.0), ("inner_products.B to A.aligned", 1.0)
+UNTRAINED = ("models.B.test.accuracy", 0.11)
+SWEEP_BREAKS = [
+    *(UNTRAINED, IDENTITY, ("barriers.aligned.test.loss", 5.0), ("barriers.aligned.test.accuracy", 0.4)),
+    *(("barriers.naive.test.loss", 0.06), ("barriers.naive.test.accuracy", 0.01)),
+    ("barriers.aligned.test.loss", float("nan")),
+]
+# Of each experiment: a good run, and single changes that break it.
+CASES = {
+    **{module: (sweep_run, SWEEP_BREAKS) for module in (uniform, subcube, hyperplane, bernoulli, stitching)},
+    linear: (
+        beyond_run,
+        [
+            *(UNTRAINED, IDENTITY),
+            *(("curves.aligned.train.loss.2.0", 0.4), ("curves.aligned.train.accuracy.6.0", 0.8)),
+            ("curves.aligned.train.loss.8.0", 20.0),
+            ("curves.naive.train.accuracy", [[0.95]] * 9),
+        ],
+    ),
+    centered: (
+        centered_run,
+        [UNTRAINED, IDENTITY, ("curves.aligned.test.loss.1.0", 5.0), ("curves.aligned.test.accuracy.1.0", 0.5)],
+    ),
+    minmax: (
+        minmax_run,
+        [
+            *(UNTRAINED, IDENTITY, ("curves.aligned.test.accuracy.1.0", 0.9), ("curves.aligned.test.loss.1.0", 0.2)),
+            ("curves.aligned.test.accuracy.0.0", 0.3),
+        ],
+    ),
+    transitivity: (
+        transitivity_run,
+        [
+            *(UNTRAINED, ("models.A.test.accuracy", 0.1), ("inner_products.C to A.aligned", 0.5)),
+            *(("barriers.through A.test.loss", 5.0), ("barriers.through A.test.accuracy", 0.4)),
+            ("barriers.naive", SMALL),
+        ],
+    ),
+    triangle: (
+        triangle_run,
+        [UNTRAINED, IDENTITY, ("points.test.loss.7", 5.0), ("points.test.accuracy.7", 0.5)],
+    ),
+    edges: (
+        edges_run,
+        [
+            *(UNTRAINED, IDENTITY, ("mean.aligned", 1.0), ("near_zero.aligned", 0.07), ("near_zero.aligned", 0.03)),
+            *(("long.aligned", 0.01), ("low_of_near_zero.aligned", 0.2)),
+        ],
+    ),
+    robustness: (
+        robustness_run,
+        [
+            *(UNTRAINED, IDENTITY, ("unperturbed.test.loss", 5.0), ("unperturbed.test.accuracy", 0.5)),
+            *(("layers.dense2.barriers.test.loss.2", 5.0), ("layers.dense2.barriers.test.accuracy.2", 0.5)),
+            *(("layers.dense1.barriers.test.loss.1", 1.2), ("layers.dense1.barriers.test.accuracy.1", 0.4)),
+            *(("layers.dense1.activations.alike", False), ("layers.dense1.activations.magnitude", 0.5)),
+            ("layers.dense2.weights.alike", False),
+        ],
+    ),
+    functional: (functional_run, [UNTRAINED, IDENTITY]),
+    width: (
+        width_run,
+        [
+            *(("models.A, width 1.test.accuracy", 0.1), ("by_width.linear.2.aligned.test.loss", 5.0)),
+            *(("by_width.uniform.2.aligned.test.accuracy", 0.6), ("widths", [16, 16])),
+        ],
+    ),
+    matchers: (
+        matchers_run,
+        [
+            *(UNTRAINED, IDENTITY, ("barriers.linear, naive", SMALL)),
+            *((f"barriers.uniform, {name}.test.loss", 5.0) for name in MATCHERS),
+            ("barriers.linear, ste.test.accuracy", 0.2),
+        ],
+    ),
+}
+
+
+@pytest.fixture
+def judge(tmp_path):
+    def of(module, results):
+        for kind in ("png", "pdf"):  # there, so that nothing is drawn
+            (tmp_path / f"{module.EXPERIMENT.name}.{kind}").touch()
+        return add_verdict(module.EXPERIMENT, results, tmp_path)["agrees"]
+
+    return of
+
+
+def changed(results, path, value):
+    """A copy with the value at a path of keys and indices replaced."""
+    results = json.loads(json.dumps(results))  # no part of it shared with another
+    *steps, last = [int(step) if re.fullmatch(r"\d+", step) else step for step in path.split(".")]
+    inner = results
+    for step in steps:
+        inner = inner[step]
+    assert inner[last] != value
+    inner[last] = value
+    return results
+
+
+@pytest.mark.parametrize("module", CASES, ids=lambda module: module.EXPERIMENT.name)
+def test_a_good_run_agrees(module, judge):
+    assert judge(module, CASES[module][0]()) is True
+
+
+@pytest.mark.parametrize(
+    ("module", "path", "value"),
+    [(module, *change) for module, (_, breaks) in CASES.items() for change in breaks],
+    ids=lambda it: it.EXPERIMENT.name if hasattr(it, "EXPERIMENT") else None,
+)
+def test_a_broken_run_does_not(module, path, value, judge):
+    assert judge(module, changed(CASES[module][0](), path, value)) is not True
+
+
+def test_every_experiment_with_a_claim_has_a_case():
+    from experiments import report
+
+    assert {module.EXPERIMENT.name for module in report.ORDER} - {"schematic"} == {
+        module.EXPERIMENT.name for module in CASES
+    }
+
+
+def test_an_illustration_has_no_verdict(judge):
+    assert judge(schematic, {"experiment": "schematic"}) is None
+
+
+@pytest.mark.parametrize(("factor", "agrees"), [(1.0, True), (1.4, True), (1.6, False)])
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("module", [uniform, subcube, hyperplane, bernoulli], ids=lambda m: m.EXPERIMENT.name)
+def test_where_the_paper_has_a_number_for_the_width_it_is_compared_with(module, metric, factor, agrees, judge):
+    paper = vars(module.EXPERIMENT.paper["resnet20-cifar10"])
+    aligned = both(paper["loss"], paper["accuracy"])
+    aligned["test"][metric] *= factor
+    results = sweep_run() | {"paper": paper, "barriers": {"naive": LARGE, "aligned": aligned}}
+    assert judge(module, results) is agrees
+    assert judge(module, results | {"config": {"setup": "resnet20-cifar10", "width": 16}}) is True
+
+
+def test_the_papers_worst_network_on_the_triangle_is_compared_with(judge):
+    results = triangle_run() | {"config": {"setup": "resnet20-cifar10", "width": 40, "triples": 1}}
+    assert judge(triangle, results) is True
+    assert judge(triangle, changed(results, "points.test.accuracy.7", 0.9)) is False
+
+
+def test_the_papers_surviving_layers_are_compared_with(judge):
+    results = robustness_run()
+    first, second = results["layers"].values()
+    names = [f"conv{i}" for i in range(1, 9)]
+    results |= {"config": {"setup": "tiny10-cifar10", "width": 32}, "layers": dict.fromkeys(names, second)}
+    assert judge(robustness, results) is True
+    assert judge(robustness, results | {"layers": results["layers"] | {"conv2": first}}) is True
+    assert judge(robustness, results | {"layers": results["layers"] | {"conv6": first}}) is False
+
+
+@pytest.mark.parametrize("images", range(-4, 5))
+@pytest.mark.parametrize(("count", "total"), [(4, 397), (1, 397), (600, 10_000), (30, 397), (20, 10_000)])
+def test_four_test_images_do_not_flip_whether_networks_differ(count, total, images, judge):
+    def run_of(differing):
+        return functional_run(max(0, differing)) | {"images": total}
+
+    assert judge(functional, run_of(count + images)) is judge(functional, run_of(count))
+
+
+def test_labels_that_jump_from_a_to_b_are_not_gradual(judge):
+    results = functional_run()
+    for name in functional.FROM_A_TO_B:
+        counts = copy.deepcopy(results["sweeps"][name]["counts"])
+        jump = [*[counts[0]] * 5, *[counts[-1]] * 6]
+        broken = results | {"sweeps": results["sweeps"] | {name: {"counts": jump}}}
+        assert judge(functional, broken) is False
+    # Both ends of this one are mixtures: it says nothing of how labels go from A to B.
+    assert judge(functional, results | {"sweeps": results["sweeps"] | {"uniform": {"counts": jump}}}) is True
+
+
+def test_few_images_cannot_tell_a_trained_network_from_an_untrained_one(judge):
+    few = {split: guess | {"images": 8} for split, guess in BASE["guessing"].items()}
+    results = sweep_run() | {"guessing": few, "models": {"A": both(0.5, 0.6), "B": both(0.5, 0.6)}}
+    assert judge(uniform, results) is None
+    assert judge(uniform, results | {"guessing": BASE["guessing"]}) is True
+
+
+FLAGS = ["--setup", "mlp-digits", "--width", "1", "--train-images", "60", "--test-images", "60"]
+SHORT = {triangle: ["--grid", "2"], robustness: ["--counts", "2", "--line-points", "3"], width: ["--widths", "1", "2"]}
+
+
+@pytest.mark.parametrize(
+    "module", [module for module in CASES if module is not matchers], ids=lambda module: module.EXPERIMENT.name
+)
+def test_untrained_networks_have_no_verdict(module, tmp_path_factory):
+    out = tmp_path_factory.getbasetemp() / "untrained"  # shared: networks are made once
+    config = module.EXPERIMENT.config
+    flags = [*FLAGS, "--epochs", "0", "--out", str(out), *SHORT.get(module, [])]
+    flags += ["--points", "3"] if hasattr(config, "points") else []
+    flags += ["--samples", "1"] if hasattr(config, "samples") else []
+    results = run(module.EXPERIMENT, cli.parse(config, "", flags))
+    assert results["agrees"] is None
+    assert "not trained" in results["finding"]
+
+
+def test_a_matching_replaced_by_the_identity_is_measured_anew_and_has_no_verdict(tmp_path):
+    flags = ["--setup", "mlp-digits", "--width", "4", "--epochs", "30", "--test-images", "100", "--train-images", "100"]
+    config = cli.parse(edges.EXPERIMENT.config, "", [*flags, "--out", str(tmp_path)])
+    before = run(edges.EXPERIMENT, config)
+    assert "No verdict" not in before["finding"]
+    (path,) = Store(config).home.glob("matchings/*.npz")
+    with np.load(path) as file:
+        kept = dict(file)
+    perms = {name: np.arange(len(value)) for name, value in kept.items() if name.startswith("perms/")}
+    np.savez(path, **kept | perms)
+    after = run(edges.EXPERIMENT, config)
+    assert after["agrees"] is None
+    assert "no closer" in after["finding"]
+    assert after["mean"]["aligned"] == after["mean"]["naive"] == before["mean"]["naive"]
+    stored = json.loads((Store(config).folder("edges") / "results.json").read_text())
+    assert stored["matchings"] == {"B to A": fingerprint({n.removeprefix("perms/"): p for n, p in perms.items()})}

@@ -1,0 +1,77 @@
+import flax.linen as nn
+import jax
+import numpy as np
+
+from mcomb.base import named_leaves
+from mcomb.lab.models import MLP, ResNet20, Tiny10, classifier
+
+
+def shapes(model, image):
+    return named_leaves(jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, *image), np.float32))["params"])
+
+
+def test_every_network_returns_one_logit_a_class(network):
+    _, model, params, images = network
+    logits = model.apply({"params": params}, images)
+    assert logits.shape == (6, 10)
+    assert np.isfinite(logits).all()
+    assert np.ptp(np.asarray(logits)) > 0
+
+
+def test_tiny10_has_the_papers_layers():
+    kernels = [s.shape for name, s in sorted(shapes(Tiny10(1, 10), (32, 32, 3)).items()) if "conv" in name]
+    assert kernels == [
+        (3, 3, 3, 16),
+        (3, 3, 16, 16),
+        (3, 3, 16, 32),
+        (3, 3, 32, 32),
+        (3, 3, 32, 32),
+        (3, 3, 32, 64),
+        (3, 3, 64, 64),
+        (1, 1, 64, 64),
+    ]
+
+
+def test_resnet20_has_twenty_layers_and_two_strided_shortcuts():
+    leaves = shapes(ResNet20(1, 10), (32, 32, 3))
+    kernels = [name for name in leaves if name.endswith("kernel")]
+    assert sum("shortcut" not in name for name in kernels) == 20
+    assert sorted(name for name in kernels if "shortcut" in name) == [
+        "block2_1/shortcut_conv/kernel",
+        "block3_1/shortcut_conv/kernel",
+    ]
+    assert not any("conv" in name and name.endswith("bias") for name in leaves)
+
+
+def test_width_multiplies_the_units_of_every_layer():
+    for model, image in ((MLP, (8, 8, 1)), (Tiny10, (32, 32, 3)), (ResNet20, (32, 32, 3))):
+        narrow, wide = shapes(model(1), image), shapes(model(3), image)
+        for name in narrow:
+            out = 1 if name.startswith("logits") else 3
+            assert wide[name].shape[-1] == out * narrow[name].shape[-1]
+    assert shapes(MLP(32, 10), (8, 8, 1))["dense1/kernel"].shape == (64, 512)
+
+
+def test_classifier_normalises_each_channel():
+    class Same(nn.Module):
+        def __call__(self, x):
+            return x.reshape(len(x), -1)
+
+    pixels = np.array([10, 40], np.uint8).reshape(1, 1, 1, 2)
+    np.testing.assert_allclose(classifier(Same(), (4.0, 20.0), (2.0, 10.0))({}, pixels), [[3, 2]])
+
+
+def test_layers_are_in_the_order_of_the_forward_pass(network):
+    setup, model, params, _ = network
+    layers = {name: model.layer_of(name) for name in named_leaves(params)}
+    assert set(layers.values()) == set(range(1, setup.model.depth + 1))
+    assert layers["logits/kernel"] == layers["logits/bias"] == setup.model.depth
+
+
+def test_norms_go_with_their_layer_and_shortcuts_with_their_block():
+    layer = ResNet20.layer_of
+    assert [layer(name) for name in ("conv0/kernel", "norm0/scale", "block1_1/conv1/kernel")] == [1, 1, 2]
+    assert layer("block2_1/conv1/kernel") == layer("block2_1/norm1/bias") == 8
+    assert layer("block2_1/conv2/kernel") == layer("block2_1/shortcut_conv/kernel") == 9
+    assert layer("block3_3/norm2/scale") == 19
+    assert Tiny10.layer_of("conv3/kernel") == Tiny10.layer_of("norm3/scale") == 3

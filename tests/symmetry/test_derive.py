@@ -1,0 +1,264 @@
+"""Derived permutation specs: what a person would count, and never one that changes the function."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from handwritten import mlp_spec, resnet20_spec, tiny10_spec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from programs import Program
+from tolerance import HALF_THE_DIGITS, assert_close
+from zoo import CASES, FEATURES, Shape, random_arrays
+
+from mcomb import PermutationSpec, check_spec, combine, match_weights, permutation_spec
+from mcomb.lab.models import MLP, ResNet20, Tiny10, classifier
+
+
+def index_shapes(spec: PermutationSpec) -> list[tuple[int, ...]]:
+    return sorted(perm.shape for perm in spec.identity().values())
+
+
+def up_to_names(spec: PermutationSpec) -> dict[str, tuple[int | None, ...]]:
+    """The axes of a spec of whole axes, its permutations numbered in the order in which they are met."""
+    numbers: dict[str, int] = {}
+    return {
+        leaf: tuple(None if perm is None else numbers.setdefault(perm, len(numbers)) for perm in spec.axes[leaf])
+        for leaf in sorted(spec.axes)
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_architecture_has_the_permutations_a_person_would_count(name):
+    with jax.numpy_rank_promotion("allow"):
+        case = CASES[name]()
+        spec = permutation_spec(case.fn, case.params, case.input)
+        assert index_shapes(spec) == sorted(case.perm_shapes)
+        check_spec(case.fn, random_arrays(case.params), spec, random_arrays(case.input))
+
+
+@pytest.mark.parametrize(
+    ("model", "handwritten", "count"),
+    [(MLP, mlp_spec, 3), (Tiny10, tiny10_spec, 8), (ResNet20, resnet20_spec, 12)],
+)
+def test_derived_specs_are_the_handwritten_ones(model, handwritten, count):
+    images = Shape((1, 32, 32, 3), jnp.float32)
+    params = jax.eval_shape(model(1, 10).init, jax.random.key(0), images)["params"]
+    spec = permutation_spec(classifier(model(1, 10), (0.1, 0.2, 0.3), (1.0, 2.0, 3.0)), params, images)
+    assert len(spec.sizes) == count
+    assert up_to_names(spec) == up_to_names(handwritten(params))
+
+
+def test_a_spec_is_derived_from_shapes_alone():
+    images = Shape((1, 32, 32, 3), jnp.float32)
+    params = jax.eval_shape(ResNet20(32, 10).init, jax.random.key(0), images)["params"]
+    fn = classifier(ResNet20(32, 10), (0.1, 0.2, 0.3), (1.0, 2.0, 3.0))
+    arrays = len(jax.live_arrays())
+    spec = permutation_spec(fn, params, images)
+    assert len(jax.live_arrays()) - arrays <= 2  # the mean and the deviation of the pixels
+    assert max(spec.sizes.values()) == 2048
+
+
+@settings(deadline=None, max_examples=20, derandomize=True)
+@given(st.integers(0, 2**32), st.integers(3, 9))
+def test_random_programs_compute_the_same_after_derived_permutations(seed, steps):
+    program = Program(seed, steps)
+    params, x = program.params(), random_arrays(program.input, seed)
+    spec = permutation_spec(program, params, x)
+    run = jax.jit(program)
+    with jax.default_matmul_precision("highest"):
+        expected = run(params, x)
+        for draw in range(3):
+            permuted = spec.apply(spec.random(jax.random.key(draw)), params)
+            assert_close(run(permuted, x), expected, HALF_THE_DIGITS)
+
+
+# What is between two dense layers, and freezes the hidden units.
+POSITIONAL = {
+    "cumsum": lambda h, p: jnp.cumsum(h, -1),
+    "sort": lambda h, p: jnp.sort(h, -1),
+    "rev": lambda h, p: h[..., ::-1],
+    "iota": lambda h, p: h * jnp.where(jax.lax.iota(jnp.int32, 6) > 2, 1, 2).reshape(1, 1, 6),
+    "a constant": lambda h, p: h * np.arange(6.0).reshape(1, 1, 6),
+    "fft": lambda h, p: jnp.fft.fft(h).real,
+    "argmax": lambda h, p: h + h.argmax(-1, keepdims=True),
+    "gather": lambda h, p: jnp.take(h, np.array([0, 2, 1, 3, 5, 4]), -1),
+    "dynamic_slice": lambda h, p: jnp.tile(jax.lax.dynamic_slice_in_dim(h, p["i"], 2, 2), (1, 1, 3)),
+    "scatter": lambda h, p: h.at[..., p["i"]].set(0),
+    "slice": lambda h, p: jnp.repeat(h[..., ::2], 2, -1),
+    "reduce_window_max": lambda h, p: jax.lax.reduce_window(h, -jnp.inf, jax.lax.max, (1, 1, 3), (1, 1, 1), "SAME"),
+    "top_k": lambda h, p: jax.lax.top_k(h, 6)[0],
+    "conv_general_dilated": lambda h, p: jax.lax.conv(h.reshape(10, 1, 6), p["k"], (1,), "SAME").reshape(2, 5, 6),
+    "random_bits": lambda h, p: h * jax.random.bernoulli(jax.random.key(0), 0.5, h.shape),
+}
+
+
+@pytest.mark.parametrize("primitive", POSITIONAL)
+def test_operations_that_tell_units_apart_freeze_them_and_say_so(primitive):
+    def fn(params, x):
+        hidden = POSITIONAL[primitive](jnp.tanh(x @ params["up"]), params)
+        return hidden @ params["down"]
+
+    params = {"up": Shape((8, 6), jnp.float32), "down": Shape((6, 2), jnp.float32)}
+    params |= {"i": Shape((), jnp.int32), "k": Shape((1, 1, 3), jnp.float32)}
+    spec = permutation_spec(fn, params, FEATURES)
+    assert spec.axes["up"] == (None, None)
+    reasons = {frozen.reason for frozen in spec.frozen if (frozen.leaf, frozen.axis) == ("up", 1)}
+    assert {reason.split(" in ")[0] for reason in reasons} == {primitive}
+
+
+def test_what_is_written_to_a_mutable_array_is_frozen():
+    def fn(params, x):
+        written = jax.new_ref(jnp.zeros((2, 5, 6)))
+        written[...] = jnp.tanh(x @ params["up"])
+        return written[...] @ params["down"]
+
+    params = {"up": Shape((8, 6), jnp.float32), "down": Shape((6, 2), jnp.float32)}
+    spec = permutation_spec(fn, params, FEATURES)
+    assert not spec.sizes
+    assert {frozen.reason.split()[0] for frozen in spec.frozen if frozen.axis == 1} >= {"swap"}
+
+
+def test_printing_freezes_nothing():
+    def fn(params, x):
+        hidden = x @ params
+        jax.debug.print("{}", hidden)
+        return (hidden**3).sum(-1)
+
+    assert len(permutation_spec(fn, Shape((8, 6), jnp.float32), FEATURES).sizes) == 1
+
+
+def test_frozen_axes_name_the_module_they_were_frozen_in():
+    case = CASES["VGG"]()
+    spec = permutation_spec(case.fn, case.params, case.input)
+    reasons = {(frozen.leaf, frozen.axis): frozen.reason for frozen in spec.frozen}
+    assert reasons["params/conv1/kernel", 0] == "conv_general_dilated in VGG/conv1"
+    assert reasons["params/conv0/kernel", 2] == "input 0"
+    assert reasons["params/head/bias", 0] == "the output"
+
+
+def test_an_operation_outside_of_modules_is_named_by_its_line():
+    spec = permutation_spec(lambda p, x: jnp.fft.fft(x @ p).real.sum(), Shape((8, 6), jnp.float32), FEATURES)
+    assert "test_derive.py" in {frozen.reason for frozen in spec.frozen if frozen.axis == 1}.pop()
+
+
+def test_unused_parameters_are_frozen():
+    params = {"used": Shape((8, 6), jnp.float32), "unused": Shape((6, 7), jnp.float32)}
+    spec = permutation_spec(lambda p, x: jnp.tanh(x @ p["used"]).sum(-1), params, FEATURES)
+    assert spec.axes == {"unused": (None, None), "used": (None, "used")}
+
+
+def test_units_inside_heads_are_shared_where_a_parameter_is():
+    def fn(params, x):
+        q, k = (jnp.einsum("btc,chd->bthd", x, params[name]) * params["scale"][None, None, None] for name in "qk")
+        return jnp.einsum("bqhd,bkhd,h->bqk", q, k, params["mix"])
+
+    kernel = Shape((8, 2, 4), jnp.float32)
+    params = {"q": kernel, "k": kernel, "scale": Shape((4,), jnp.float32), "mix": Shape((2,), jnp.float32)}
+    spec = permutation_spec(fn, params, FEATURES)
+    assert index_shapes(spec) == [(2,), (4,)]
+    check_spec(fn, random_arrays(params), spec, random_arrays(FEATURES))
+
+
+def test_heads_that_are_multiplied_with_all_heads_share_the_order_of_their_units():
+    def fn(params, x):
+        q = jnp.einsum("btc,chd->bthd", x, params)
+        return jnp.exp(jnp.einsum("bthd,btgd->bthg", q, q)).sum((-2, -1))
+
+    spec = permutation_spec(fn, Shape((8, 2, 4), jnp.float32), FEATURES)
+    assert index_shapes(spec) == [(2,), (4,)]
+    check_spec(fn, random_arrays(Shape((8, 2, 4), jnp.float32)), spec, random_arrays(FEATURES))
+
+
+def test_what_a_scan_carries_is_in_one_order_at_all_steps():
+    def fn(params, x):
+        def step(carry, layer):
+            carry = jnp.tanh(x.sum((0, 1)) @ layer + carry)
+            return carry, (carry**3).sum()
+
+        return jax.lax.scan(step, jnp.zeros(4), params)[1]
+
+    params = Shape((3, 8, 4), jnp.float32)
+    spec = permutation_spec(fn, params, FEATURES)
+    assert index_shapes(spec) == [(4,)]
+    check_spec(fn, random_arrays(params), spec, random_arrays(FEATURES))
+
+
+def test_what_all_steps_of_a_scan_share_is_in_one_order_at_all_steps():
+    def fn(params, x):
+        def step(carry, scale):
+            return carry + jnp.tanh(carry * scale @ params["up"]) @ params["down"], None
+
+        return jax.lax.scan(step, x, params["scales"])[0]
+
+    shapes = {"up": (8, 4), "down": (4, 8), "scales": (3, 1, 1, 8)}
+    params = {name: Shape(shape, jnp.float32) for name, shape in shapes.items()}
+    spec = permutation_spec(fn, params, FEATURES)
+    assert index_shapes(spec) == [(4,)]
+    check_spec(fn, random_arrays(params), spec, random_arrays(FEATURES))
+
+
+def test_layers_mapped_one_by_one_may_themselves_be_in_any_order():
+    def fn(params, x):
+        hidden = jax.lax.map(lambda layer: jnp.tanh(x @ layer).sum(-1), params)
+        return hidden.sum(0)
+
+    spec = permutation_spec(fn, Shape((3, 8, 4), jnp.float32), FEATURES)
+    assert index_shapes(spec) == [(3,), (3, 4)]
+    check_spec(fn, random_arrays(Shape((3, 8, 4), jnp.float32)), spec, random_arrays(FEATURES))
+
+
+def test_a_permutation_is_not_batched_over_a_segment_that_does_not_cover_it():
+    def fn(params, x):
+        return (jnp.tanh(jnp.einsum("btc,chd->bthd", x, params)[:, :, :2]).sum(-1) ** 3).sum(-1)
+
+    params = Shape((8, 5, 4), jnp.float32)
+    spec = permutation_spec(fn, params, FEATURES)
+    assert index_shapes(spec) == [(2,), (4,), (4, 3)]  # the last are not used: each position has an order of its own
+    check_spec(fn, random_arrays(params), spec, random_arrays(FEATURES))
+
+
+@jax.custom_vjp
+def doubled(x):
+    return 2 * x
+
+
+doubled.defvjp(lambda x: (2 * x, None), lambda _, g: (2 * g,))
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        jax.jit,
+        jax.checkpoint,
+        lambda layer: jax.jit(jax.vmap(layer, (None, 0))),
+        lambda layer: lambda p, x: jax.lax.cond(x.sum() > 0, layer, lambda p, x: -layer(p, x), p, x),
+        lambda layer: lambda p, x: jax.lax.fori_loop(0, 3, lambda i, v: v + layer(p, v), x),
+        lambda layer: lambda p, x: doubled(jax.nn.relu(jax.nn.softplus(layer(p, x)))),
+    ],
+)
+def test_the_jaxprs_inside_equations_are_interpreted(transform):
+    @transform
+    def layer(params, x):
+        return doubled(jax.nn.relu(x @ params["up"])) @ params["down"]
+
+    def fn(params, x):
+        return layer(params, x @ params["stem"]) @ params["head"]
+
+    shapes = {"stem": (8, 6), "up": (6, 4), "down": (4, 6), "head": (6, 2)}
+    params = {name: Shape(shape, jnp.float32) for name, shape in shapes.items()}
+    spec = permutation_spec(fn, params, FEATURES)
+    assert len(spec.sizes) in (2, 3)
+    assert spec.axes["up"][0] == "stem"
+    check_spec(fn, random_arrays(params), spec, random_arrays(FEATURES))
+
+
+def test_a_network_of_ones_own_is_aligned_and_combined():
+    case = CASES["transformer encoder"]()
+    a = random_arrays(case.params)
+    spec = permutation_spec(case.fn, a, case.input)
+    b = spec.apply(spec.random(jax.random.key(1)), a)
+    aligned = spec.apply(match_weights(spec, a, b).perms, b)
+    jax.tree.map(partial(assert_close, factor=1), combine(a, aligned, 0.5), a)

@@ -1,0 +1,224 @@
+"""Intermediates: every permutation has arrays, they move as they should, and a re-evaluated function is itself."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from handwritten import mlp_spec, resnet20_spec, tiny10_spec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from programs import Program
+from tolerance import HALF_THE_DIGITS, assert_close
+from zoo import CASES, FEATURES, Shape, random_arrays, spec_of
+
+from mcomb import PermutationSpec, permutation_spec
+from mcomb.lab.models import ResNet20
+from mcomb.symmetry.intermediates import ArrayId, list_intermediates, unit_activations, with_intermediates
+
+
+def activations(spec, fn, params, x):
+    """For each permutation the arrays in which its units are active."""
+    return unit_activations(spec, list_intermediates(spec, fn, params, x))
+
+
+def evaluate(fn, arrays, params, x):
+    """The function's result and the values of these intermediates."""
+    result, values = jax.jit(with_intermediates(fn, {array.id for array in arrays}))(params, x)
+    return result, [values[array.id] for array in arrays]
+
+
+def check(fn, spec, params, x):
+    """Every permutation has arrays; a permuted network's arrays are the permuted arrays; the result stays."""
+    intermediates = list_intermediates(spec, fn, params, x)
+    active = unit_activations(spec, intermediates)
+    assert list(active) == list(spec.sizes)
+    assert all(name in array.names for name, arrays in active.items() for array in arrays)
+    permuted = [array for equation in intermediates.equations for array in equation.results if array.names]
+    perms = spec.random(jax.random.key(1))
+    with_arrays = with_intermediates(fn, {array.id for array in permuted})
+    run = jax.jit(lambda params: (fn(params, x), *with_arrays(params, x)))  # compiled once for both
+    with jax.default_matmul_precision("highest"):
+        (expected, result, before), (_, _, after) = map(run, (params, spec.apply(perms, params)))
+    assert_close(result, expected, 16)
+    for array in permuted:
+        old, new = np.asarray(before[array.id]), after[array.id]
+        if np.isfinite(old).all():
+            assert_close(new, spec.permute_array(perms, array.layouts, old), HALF_THE_DIGITS)
+    return active
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_in_every_architecture_each_permutation_has_arrays_that_move_with_it(name):
+    with jax.numpy_rank_promotion("allow"):
+        case = CASES[name]()
+        spec = permutation_spec(case.fn, case.params, case.input)
+        active = check(case.fn, spec, random_arrays(case.params), random_arrays(case.input))
+        assert all(array.depends_on_inputs for arrays in active.values() for array in arrays)
+
+
+@settings(deadline=None, max_examples=10, derandomize=True)
+@given(st.integers(0, 2**32), st.integers(3, 9))
+def test_in_random_programs_each_permutation_has_arrays_that_move_with_it(seed, steps):
+    program = Program(seed, steps)
+    spec = permutation_spec(program, program.params(), program.input)
+    check(program, spec, program.params(), random_arrays(program.input, seed))
+
+
+def test_a_spec_written_by_hand_gets_the_arrays_of_the_derived_one_under_its_own_names(network):
+    _, model, params, images = network
+    written = {"MLP": mlp_spec, "Tiny10": tiny10_spec, "ResNet20": resnet20_spec}[type(model).__name__](params)
+    derived = spec_of(model, params, images)
+    names = {
+        name: own_name
+        for leaf, layouts in written.axes.items()
+        for own_name, name in zip(layouts, derived.axes[leaf], strict=True)
+    }
+
+    def fn(params, x):
+        return model.apply({"params": params}, x)
+
+    own, expected = (activations(spec, fn, params, images) for spec in (written, derived))
+    for name, arrays in expected.items():
+        assert [array.id for array in own[names[name]]] == [array.id for array in arrays]
+
+
+def test_the_streams_of_a_residual_network_are_active_after_every_block():
+    images = Shape((1, 32, 32, 3), jnp.float32)
+    model = ResNet20(1, 10)
+    params = jax.eval_shape(model.init, jax.random.key(0), images)["params"]
+    active = activations(resnet20_spec(params), lambda params, x: model.apply({"params": params}, x), params, images)
+    # The stem and three blocks; three blocks; two blocks and the pooled features.
+    counts = {name: len(arrays) for name, arrays in active.items()}
+    assert counts == dict.fromkeys(active, 1) | {"P1": 4, "P2": 3, "P3": 3}
+    assert [len(array.layouts) for array in active["P3"]] == [4, 4, 2]
+
+
+def mlp(params, x):
+    hidden = jax.nn.relu(x @ params["w1"] + params["b1"].reshape(1, -1))
+    return jax.nn.relu(hidden @ params["w2"]) @ params["w3"]
+
+
+MLP_PARAMS = {"w1": Shape((5, 4), jnp.float32), "b1": Shape((4,), jnp.float32)}
+MLP_PARAMS |= {"w2": Shape((4, 4), jnp.float32), "w3": Shape((4, 2), jnp.float32)}
+MLP_INPUT = Shape((6, 5), jnp.float32)
+
+
+def test_a_coarser_spec_may_unite_permutations_and_leave_some_out():
+    axes = {"w1": (None, "P"), "b1": ("P",), "w2": ("P", "P"), "w3": ("P", None)}
+    tied = PermutationSpec.from_axes(MLP_PARAMS, axes)
+    assert len(activations(tied, mlp, MLP_PARAMS, MLP_INPUT)["P"]) == 2
+    one = PermutationSpec.from_axes(MLP_PARAMS, axes | {"w2": ("P", None), "w3": (None, None)})
+    assert len(activations(one, mlp, MLP_PARAMS, MLP_INPUT)["P"]) == 1
+
+
+def test_the_activations_of_an_mlp_are_what_its_weights_see():
+    params, x = random_arrays(MLP_PARAMS), random_arrays(MLP_INPUT)
+    spec = permutation_spec(mlp, params, x)
+    first, second = (evaluate(mlp, arrays, params, x)[1] for arrays in activations(spec, mlp, params, x).values())
+    hidden = np.maximum(x @ params["w1"] + params["b1"], 0)
+    assert_close(first, [hidden], 8)
+    assert_close(second, [np.maximum(hidden @ params["w2"], 0)], 8)
+
+
+def test_arrays_say_what_they_depend_on():
+    spec = permutation_spec(mlp, MLP_PARAMS, MLP_INPUT)
+    depends = {
+        equation.eqn.primitive.name: (result.depends_on_inputs, result.depends_on_params)
+        for equation in list_intermediates(spec, mlp, MLP_PARAMS, MLP_INPUT).equations
+        for result in equation.results
+    }
+    params_only = {name: (False, True) for name in depends if name in ("reshape", "broadcast_in_dim")}
+    assert depends == params_only | dict.fromkeys(("dot_general", "add", "max"), (True, True))
+    assert "reshape" in depends
+
+
+def test_units_between_parameters_are_found_in_the_parameters():
+    def low_rank(params, x):
+        return x @ (params["u"] @ params["v"])
+
+    params = {"u": Shape((8, 3), jnp.float32), "v": Shape((3, 2), jnp.float32)}
+    spec = permutation_spec(low_rank, params, FEATURES)
+    intermediates = list_intermediates(spec, low_rank, params, FEATURES)
+    (arrays,) = unit_activations(spec, intermediates).values()
+    assert arrays == [intermediates.params["u"], intermediates.params["v"]]
+    check(low_rank, spec, random_arrays(params), random_arrays(FEATURES))
+
+
+def test_units_that_are_only_summed_are_found_before_the_sum():
+    def summed(params, x):
+        return jnp.tanh(x @ params).sum(-1)
+
+    params = Shape((8, 3), jnp.float32)
+    spec = permutation_spec(summed, params, FEATURES)
+    (arrays,) = activations(spec, summed, params, FEATURES).values()
+    _, (hidden,) = evaluate(summed, arrays, random_arrays(params), random_arrays(FEATURES))
+    assert_close(hidden, np.tanh(random_arrays(FEATURES) @ random_arrays(params)), 8)
+
+
+def test_arrays_inside_scans_come_with_all_their_steps():
+    def nested(params, x):
+        def outer(carry, kernels):
+            def inner(carry, _):
+                hidden = jnp.tanh(carry @ kernels["up"])
+                return carry + hidden @ kernels["down"], None
+
+            return jax.lax.scan(inner, carry, length=2)[0], None
+
+        return jax.lax.scan(outer, x, params, reverse=True)[0]
+
+    params = random_arrays({"up": Shape((3, 8, 4), jnp.float32), "down": Shape((3, 4, 8), jnp.float32)})
+    x = random_arrays(FEATURES)
+    spec = permutation_spec(nested, params, x)
+    (arrays,) = activations(spec, nested, params, x).values()
+    result, (hidden,) = evaluate(nested, arrays, params, x)
+    expected = np.zeros((3, 2, 2, 5, 4), np.float32)
+    for layer in (2, 1, 0):
+        for i in range(2):
+            expected[layer, i] = np.tanh(x @ params["up"][layer])
+            x = x + expected[layer, i] @ params["down"][layer]
+    assert_close(hidden, expected, 64)
+    assert_close(result, x, 64)
+
+
+def test_edits_are_seen_by_everything_after_them():
+    params, x = random_arrays(MLP_PARAMS), random_arrays(MLP_INPUT)
+    intermediates = list_intermediates(permutation_spec(mlp, params, x), mlp, params, x)
+    (biased,) = (e.results[0].id for e in intermediates.equations if e.eqn.primitive.name == "add")
+    scale = np.array([[1.0, -2.0, 0.5, 3.0]], np.float32)
+    result, values = jax.jit(with_intermediates(mlp, [biased], {biased: lambda value: value * scale}))(params, x)
+    scaled = params | {"w1": params["w1"] * scale, "b1": params["b1"] * scale[0]}
+    assert_close(result, mlp(scaled, x), 16)
+    assert_close(values[biased], x @ scaled["w1"] + scaled["b1"], 8)
+    doubled, _ = with_intermediates(mlp, [], {intermediates.params["w3"].id: lambda value: 2 * value})(params, x)
+    assert_close(doubled, 2 * mlp(params, x), 8)
+
+
+def test_a_function_with_intermediates_can_be_mapped_sharded_and_differentiated():
+    mesh = Mesh(np.array(jax.local_devices()), "device")
+    params, x = random_arrays(MLP_PARAMS), random_arrays(Shape((2 * mesh.size, 6, 5), jnp.float32))
+    spec = permutation_spec(mlp, params, x[0])
+    (array,) = next(iter(activations(spec, mlp, params, x[0]).values()))
+    fn = with_intermediates(mlp, [array.id])
+    one_by_one = jax.jit(fn)
+    expected = jax.tree.map(lambda *rows: np.stack(rows), *(one_by_one(params, row) for row in x))
+    mapped = {
+        "vmap": jax.vmap(fn, (None, 0)),
+        "lax.map": lambda params, x: jax.lax.map(lambda row: fn(params, row), x),
+    }
+    mapped["shard_map"] = jax.shard_map(
+        mapped["lax.map"], mesh=mesh, in_specs=(P(), P("device")), out_specs=P("device"), check_vma=False
+    )
+    for run in mapped.values():
+        jax.tree.map(partial(assert_close, factor=8), jax.jit(run)(params, x), expected)
+    gradient = jax.jit(jax.grad(lambda params: fn(params, x[0])[0].sum()))(params)
+    expected = jax.jit(jax.grad(lambda params: mlp(params, x[0]).sum()))(params)
+    jax.tree.map(partial(assert_close, factor=8), gradient, expected)
+
+
+def test_an_array_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match="list its arrays with arguments of these shapes"):
+        with_intermediates(mlp, [ArrayId((99,), 0)])(random_arrays(MLP_PARAMS), random_arrays(MLP_INPUT))

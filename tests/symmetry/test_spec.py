@@ -1,0 +1,262 @@
+"""The group algebra of permutations, batched ones included; specs written by hand; the check; matching."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tolerance import assert_close
+from zoo import CASES, random_arrays, spec_of
+
+from mcomb import Blocks, PermutationSpec, Segments, check_spec, match_weights, permutation_spec
+from mcomb.base import UserError, named_leaves
+
+# Three layers of attention in a stack, as a scan has them: each has its order of heads, each head of dimensions.
+ATTENTION = PermutationSpec(
+    axes={
+        "query": ("layer", "stream", "heads", "dims"),
+        "fused": ("layer", "stream", Blocks(("heads", "dims"))),
+        "both": (Segments(("stream", 2, Blocks((2, "stream")))), None),
+        "loop": ("stream", "stream"),
+        "still": (None,),
+    },
+    sizes={"dims": 4, "stream": 5, "heads": 2},
+    batched_over={"heads": ("layer",), "dims": ("layer", "heads")},
+    fixed={"layer": 3},
+)
+SHAPES = {"query": (3, 5, 2, 4), "fused": (3, 5, 8), "both": (17, 3), "loop": (5, 5), "still": (7,)}
+KEYS = st.integers(0, 2**31).map(jax.random.key)
+
+
+def leaves(seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {name: rng.standard_normal(shape, np.float32) for name, shape in SHAPES.items()}
+
+
+def assert_equal(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@settings(deadline=None, max_examples=30)
+@given(KEYS, KEYS)
+def test_applying_a_composition_is_applying_one_after_the_other(first, second):
+    p, q = ATTENTION.random(first), ATTENTION.random(second)
+    assert_equal(ATTENTION.apply(ATTENTION.compose(p, q), leaves()), ATTENTION.apply(p, ATTENTION.apply(q, leaves())))
+
+
+@settings(deadline=None, max_examples=30)
+@given(KEYS, KEYS, KEYS)
+def test_permutations_form_a_group(a, b, c):
+    p, q, r = (ATTENTION.random(key) for key in (a, b, c))
+    compose, invert, identity = ATTENTION.compose, ATTENTION.invert, ATTENTION.identity()
+    assert_equal(compose(p, compose(q, r)), compose(compose(p, q), r))
+    assert_equal(compose(p, identity), p)
+    assert_equal(compose(identity, p), p)
+    assert_equal(compose(p, invert(p)), identity)
+    assert_equal(compose(invert(p), p), identity)
+
+
+def test_a_batched_permutation_moves_with_the_axes_it_is_batched_over():
+    x, perms = leaves(), ATTENTION.random(jax.random.key(3))
+    moved = ATTENTION.apply(perms, x)
+    for layer, head, dim in np.ndindex(3, 2, 4):
+        old = perms["heads"][layer, head], perms["dims"][layer, head, dim]
+        np.testing.assert_array_equal(moved["query"][layer, :, head, dim], x["query"][layer, perms["stream"], *old])
+        assert_equal(moved["fused"][layer, :, 4 * head + dim], x["fused"][layer, perms["stream"], 4 * old[0] + old[1]])
+
+
+def test_segments_move_each_by_itself():
+    x, perms = leaves(), ATTENTION.random(jax.random.key(3))
+    moved, stream = ATTENTION.apply(perms, x)["both"], perms["stream"]
+    assert_equal(
+        moved,
+        np.concatenate([x["both"][:5][stream], x["both"][5:7], x["both"][7:12][stream], x["both"][12:][stream]]),
+    )
+
+
+def test_apply_is_the_same_on_device_compiled_and_on_the_host():
+    x, perms = leaves(), ATTENTION.random(jax.random.key(3))
+    host = ATTENTION.apply(perms, x)
+    assert all(isinstance(leaf, np.ndarray) for leaf in host.values())
+    assert_equal(ATTENTION.apply(perms, jax.tree.map(jnp.asarray, x)), host)
+    assert_equal(jax.jit(ATTENTION.apply)(perms, x), host)
+
+
+def test_leaves_that_stay_are_not_copied():
+    x = leaves()
+    assert ATTENTION.apply(ATTENTION.identity(), x)["still"] is x["still"]
+
+
+def test_every_leaf_of_a_batched_permutation_must_have_its_batch_axes_once():
+    axes = {"query": ("stream", "heads", "dims"), "bias": ("dims",)}
+    spec = PermutationSpec(axes, {"stream": 5, "heads": 2, "dims": 4}, {"dims": ("heads",)})
+    with pytest.raises(UserError, match="dims differs along heads, which bias has 0 times"):
+        spec.validate({"query": np.zeros((5, 2, 4)), "bias": np.zeros(4)})
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ({"kernel": (None, "P")}, "says nothing of bias"),
+        ({"kernel": (None, "P"), "bias": ("P",), "scale": ("P",)}, "names scale, which the parameters lack"),
+        ({"kernel": ("P",), "bias": (None,)}, r"gives kernel 1 axes, but its shape is \(3, 4\)"),
+        ({"kernel": ("P", "P"), "bias": ("P",)}, "axis 0 of bias has 4 entries, but permutation P has 3"),
+        ({"kernel": (Blocks((2, "P")), "P"), "bias": ("P",)}, "axis 0 of kernel has 3 entries, but its layout"),
+        ({"kernel": (Segments((2, "Q")), None), "bias": (None,)}, "axis 0 of kernel: the size of permutation Q"),
+    ],
+)
+def test_a_spec_that_does_not_fit_names_the_leaf(axes, message):
+    with pytest.raises(UserError, match=message):
+        PermutationSpec.from_axes({"kernel": np.zeros((3, 4)), "bias": np.zeros(4)}, axes)
+
+
+def test_a_spec_is_written_by_hand_with_plain_names():
+    params = {"kernel": np.zeros((3, 4)), "bias": np.zeros(4)}
+    spec = PermutationSpec.from_axes(params, {"kernel": (None, "P"), "bias": ("P",)})
+    assert spec.sizes == {"P": 4}
+    assert spec.axes_of("P") == [("kernel", 1), ("bias", 0)]
+
+
+PLAIN_SHAPES = {"a": (4, 3), "b": (3,), "c": (3, 5, 4), "d": (5, 5)}
+PLAIN_AXES = {"a": ("X", "Y"), "b": ("Y",), "c": ("Y", "Z", "X"), "d": ("Z", "Z")}
+PARAMS = {name: np.random.default_rng(0).standard_normal(shape) for name, shape in PLAIN_SHAPES.items()}
+PLAIN = PermutationSpec.from_axes(PARAMS, PLAIN_AXES)
+
+
+def test_applying_takes_the_named_units_on_every_axis():
+    p = PLAIN.identity() | {"Y": np.array([2, 0, 1])}
+    moved = PLAIN.apply(p, PARAMS)
+    assert_equal(moved["a"], PARAMS["a"][:, [2, 0, 1]])
+    assert_equal(moved["b"], PARAMS["b"][[2, 0, 1]])
+    assert_equal(moved["c"], PARAMS["c"][[2, 0, 1]])
+    assert_equal(moved["d"], PARAMS["d"])
+
+
+@pytest.mark.parametrize(("spec", "params"), [(PLAIN, PARAMS), (ATTENTION, leaves())])
+def test_identity_changes_nothing(spec, params):
+    assert_equal(spec.apply(spec.identity(), params), params)
+
+
+@settings(max_examples=20, deadline=None)
+@given(KEYS)
+def test_random_gives_permutations(key):
+    for spec in (PLAIN, ATTENTION):
+        assert_equal({name: np.sort(perm, axis=-1) for name, perm in spec.random(key).items()}, spec.identity())
+
+
+def test_a_spec_is_checked_against_other_parameters_too():
+    with pytest.raises(UserError, match="axis 0 of b has 4 entries"):
+        PLAIN.validate(PARAMS | {"b": np.zeros(4)})
+
+
+def test_every_hidden_unit_of_every_network_moves_and_the_function_stays(network):
+    _, model, params, images = network
+    spec = spec_of(model, params, images)
+    permuted = spec.apply(spec.random(jax.random.key(3)), params)
+    apply = jax.jit(model.apply)
+    before, after = (apply({"params": tree}, images) for tree in (params, permuted))
+    assert_close(after, before, 64)
+    moved = named_leaves(jax.tree.map(lambda x, y: not np.array_equal(x, y), params, permuted))
+    assert all(move for name, move in moved.items() if name != "logits/bias")
+
+
+def mlp(params, x):
+    hidden = jnp.tanh(x @ params["up"] + params["bias"][None])
+    return {"logits": hidden @ params["down"], "sum": hidden.sum(1)}
+
+
+MLP = {
+    "up": np.eye(3, 6, dtype=np.float32),
+    "bias": np.arange(6, dtype=np.float32),
+    "down": np.ones((6, 2), np.float32),
+}
+
+
+def test_the_check_passes_a_sound_spec_and_names_the_output_that_another_changes():
+    x = np.arange(12, dtype=np.float32).reshape(4, 3)
+    check_spec(mlp, MLP, permutation_spec(mlp, MLP, x), x)
+    wrong = PermutationSpec.from_axes(MLP, {"up": (None, "P"), "bias": (None,), "down": ("P", None)})
+    with pytest.raises(UserError, match=r"output logits differs by .* where its largest entry is"):
+        check_spec(mlp, MLP, wrong, x)
+
+
+def test_the_check_tests_the_given_permutations_too():
+    x = np.ones((4, 3), np.float32)
+    wrong = PermutationSpec.from_axes(MLP, {"up": (None, "P"), "bias": (None,), "down": ("P", None)})
+    with pytest.raises(UserError, match="another function"):
+        check_spec(mlp, MLP, wrong, x, perms={"P": np.arange(6)[::-1]}, draws=0)
+    check_spec(mlp, MLP, wrong, x, perms=wrong.identity(), draws=0)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_the_check_allows_for_the_precision_of_the_parameters(dtype):
+    params = {name: jnp.asarray(leaf, dtype) for name, leaf in MLP.items()}
+    x = jax.random.normal(jax.random.key(0), (4, 3), dtype)
+    check_spec(mlp, params, permutation_spec(mlp, params, x), x)
+
+
+@pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit])
+def test_the_check_allows_for_the_precision_inside(wrap):
+    def fn(params, x):
+        hidden = wrap(lambda p, x: x.astype(jnp.bfloat16) @ p.astype(jnp.bfloat16))(params["up"], x)
+        return (hidden @ params["down"].astype(jnp.bfloat16)).astype(jnp.float32)
+
+    rng = np.random.default_rng(0)
+    params = {
+        name: rng.standard_normal(shape, np.float32) for name, shape in {"up": (9, 300), "down": (300, 2)}.items()
+    }
+    x = rng.standard_normal((4, 9), np.float32)
+    check_spec(fn, params, permutation_spec(fn, params, x), x)
+
+
+def test_the_table_shows_permutations_and_what_is_frozen():
+    case = CASES["VGG"]()
+    spec = permutation_spec(case.fn, case.params, case.input)
+    assert str(spec).splitlines() == [
+        "permutation   size  acts on",
+        "params/conv0  4     params/conv0/bias[0] params/conv0/kernel[3] params/conv1/kernel[2]",
+        "params/conv1  5     params/conv1/bias[0] params/conv1/kernel[3] params/dense/kernel[0: 4×·]",
+        "params/dense  7     params/dense/bias[0] params/dense/kernel[1] params/head/kernel[0]",
+        "",
+        "frozen by                          axes",
+        "conv_general_dilated in VGG/conv0  params/conv0/kernel[0,1]",
+        "input 0                            params/conv0/kernel[2]",
+        "conv_general_dilated in VGG/conv1  params/conv1/kernel[0,1]",
+        "reduce_window_max in VGG           params/dense/kernel[0]",
+        "the output                         params/head/bias[0] params/head/kernel[1]",
+    ]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "decoder with tied embeddings",
+        "query, key and value in one",
+        "VGG",
+        "DenseNet",
+        "grouped convolution",
+        "scanned transformer",
+        "LSTM",
+        "NNX",
+    ],
+)
+def test_matching_undoes_a_permutation_of_every_kind(name):
+    with jax.numpy_rank_promotion("allow"):
+        case = CASES[name]()
+        a = random_arrays(case.params)
+        spec = permutation_spec(case.fn, a, case.input)
+    b = spec.apply(spec.random(jax.random.key(1)), a)
+    matching = match_weights(spec, a, b)
+    assert_equal(spec.compose(matching.perms, spec.random(jax.random.key(1))), spec.identity())
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 2**31), st.integers(0, 2**31))
+def test_matching_never_lowers_the_inner_product_and_reports_its_permutations_one(seed_a, seed_b):
+    a, b = leaves(seed_a), leaves(seed_b)
+    matching = match_weights(ATTENTION, a, b)
+    assert list(matching.trace) == sorted(matching.trace)
+    moved = ATTENTION.apply(matching.perms, b)
+    products = np.concatenate([np.ravel(a[name].astype(np.float64) * moved[name]) for name in a])
+    assert_close(matching.objective, products.sum(), 4, scale=np.abs(products).sum())
