@@ -92,7 +92,8 @@ def layer_weights(spec: PermutationSpec, params: Params, perm: str) -> np.ndarra
 def compare(x: np.ndarray, y: np.ndarray) -> Results:
     """Whether two samples have the same magnitude and distribution: a ratio, a distance, and a judgement."""
     rng = np.random.default_rng(0)
-    alike, distance = same_distribution(*(rng.choice(values, min(len(values), VALUES), False) for values in (x, y)))
+    some_x, some_y = (rng.choice(values, min(len(values), VALUES), replace=False) for values in (x, y))
+    alike, distance = same_distribution(some_x, some_y)
     return {"magnitude": float(np.linalg.norm(y) / np.linalg.norm(x)), "distance": distance, "alike": alike}
 
 

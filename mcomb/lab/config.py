@@ -38,7 +38,7 @@ class Config:
         None
     )
     data_dir: Annotated[
-        Path | None, Flag("CIFAR-10's archive or folder (default: $MCOMB_DATA_DIR, else TFDS)", identity=False)
+        Path | None, Flag("CIFAR-10's archive or folder (default: $MCOMB_DATA_DIR, else downloaded)", identity=False)
     ] = None
     out: Annotated[Path, Flag("root folder of all runs", identity=False)] = Path("runs")
     steps_per_call: Annotated[

@@ -1,6 +1,7 @@
-"""Datasets as uint8 arrays: scikit-learn's digits, and CIFAR-10 from a local copy or from TFDS."""
+"""Datasets as uint8 arrays: scikit-learn's digits, and CIFAR-10 from a local copy, from TFDS or downloaded."""
 
 import hashlib
+import importlib.util
 import os
 import pickle
 import tarfile
@@ -11,11 +12,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pooch
 from jaxtyping import Int32, UInt8
 
 from mcomb.base import UserError
+from mcomb.files import lock, make_writable
+from mcomb.progress import progress_bar
 
 DATA_VARIABLE = "MCOMB_DATA_DIR"
+URL_VARIABLE = "MCOMB_CIFAR10_URL"
+CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
+CIFAR10_BYTES = 170_052_171  # of the archive, until the server says how many it sends
+TIMEOUT = 60  # seconds without a byte
+REMEDY = (
+    f"run it again, name a mirror with {URL_VARIABLE}, give the official archive with --data-dir or {DATA_VARIABLE}, "
+    "or use the embedded data with --setup mlp-digits"
+)
 
 # SHA-256 of the binary archive's members, MD5 of the pickled ones (the only checksum published for those).
 CIFAR10_BINARY = {
@@ -85,9 +97,9 @@ def load_digits(data_dir: Path | None = None) -> Splits:
 
 
 def load_cifar10(data_dir: Path | None = None) -> Splits:
-    """CIFAR-10 from `data_dir`, else from the folder that MCOMB_DATA_DIR names, else from TFDS."""
+    """CIFAR-10 from `data_dir`, else from the folder that MCOMB_DATA_DIR names, else from TFDS or the internet."""
     local = data_dir or (Path(os.environ[DATA_VARIABLE]) if os.environ.get(DATA_VARIABLE) else None)
-    return _cifar10_local(local) if local else _cifar10_tfds()
+    return _read_archive(local) if local else _read_tfds() or _download_archive()
 
 
 DIGITS = Dataset(
@@ -108,7 +120,7 @@ CIFAR10 = Dataset(
 )
 
 
-def _cifar10_local(path: Path) -> Splits:
+def _read_archive(path: Path) -> Splits:
     places = [place for place in (path / name for name in CIFAR10_PLACES) if place.exists()]
     source = places[0] if places else path
     batches: dict[str, Split] = {}
@@ -145,7 +157,7 @@ def _archive_members(archive: Path) -> Iterator[tuple[str, bytes]]:
                 if name in CIFAR10_MEMBERS and (content := tar.extractfile(member)):
                     yield name, content.read()
     except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
-        raise UserError(f"{archive} cannot be read ({error}): download it again") from error
+        raise UserError(f"{archive} cannot be read ({_reason(error)}): download it again") from error
 
 
 def _parse(name: str, content: bytes) -> Split:
@@ -160,22 +172,19 @@ def _parse(name: str, content: bytes) -> Split:
     return Split(images, labels.astype(np.int32))
 
 
-def _cifar10_tfds() -> Splits:
+def _read_tfds() -> Splits | None:
+    """What TFDS has prepared, or prepares where TensorFlow is installed, as on Colab; None if it does neither."""
     try:
         import tensorflow_datasets as tfds
 
         builder = tfds.builder("cifar10", file_format="array_record")
-        builder.download_and_prepare()
-        train, test = (_in_archive_order(builder.as_data_source(split)) for split in ("train", "test"))
-    except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(
-            f"CIFAR-10 is not here and TFDS cannot get it ({reason}): "
-            f"give the official archive with --data-dir or {DATA_VARIABLE}, "
-            'or `pip install -e ".[tfds]"` on a machine with internet, '
-            "or run the embedded data with --setup mlp-digits"
-        ) from error
-    return Splits(train, test)
+        if not Path(builder.data_dir).is_dir():
+            if importlib.util.find_spec("tensorflow") is None:
+                return None
+            builder.download_and_prepare()
+        return Splits(*(_in_archive_order(builder.as_data_source(split)) for split in ("train", "test")))
+    except Exception:  # whatever is wrong with it, the archive will do
+        return None
 
 
 def _in_archive_order(examples: Iterable[Mapping[str, Any]]) -> Split:
@@ -183,3 +192,35 @@ def _in_archive_order(examples: Iterable[Mapping[str, Any]]) -> Split:
     ordered = sorted(examples, key=lambda example: example["id"])
     images, labels = ([example[name] for example in ordered] for name in ("image", "label"))
     return Split(np.stack(images), np.array(labels, np.int32))
+
+
+def _download_archive() -> Splits:
+    """The official archive, downloaded once and kept in the user's cache folder, from CIFAR10_URL or a mirror."""
+    url = os.environ.get(URL_VARIABLE) or CIFAR10_URL
+    archive = Path(pooch.os_cache("mcomb")) / CIFAR10_PLACES[0]
+    with lock(make_writable(archive.parent) / ".cifar10.lock", "downloading CIFAR-10"):
+        if archive.is_file():
+            try:
+                return _read_archive(archive)
+            except UserError as error:
+                print(f"{error}: downloading it again", flush=True)
+                archive.unlink()
+        print(f"downloading CIFAR-10 from {url} to {archive}", flush=True)
+        pooch.get_logger().setLevel("ERROR")  # it would tell us to record a checksum: each member has one
+        try:
+            with progress_bar(CIFAR10_BYTES, "B", "CIFAR-10") as bar:
+                download = pooch.HTTPDownloader(progressbar=bar, chunk_size=2**16, timeout=TIMEOUT)
+                pooch.retrieve(url, known_hash=None, fname=archive.name, path=archive.parent, downloader=download)
+        except Exception as error:
+            raise UserError(f"CIFAR-10 cannot be downloaded from {url} ({_reason(error)}): {REMEDY}") from error
+        try:
+            return _read_archive(archive)
+        except UserError as error:
+            archive.unlink()
+            problem = str(error).rpartition(": ")[0]
+            raise UserError(f"what {url} sent is not CIFAR-10 ({problem}): {REMEDY}") from error
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what an error says."""
+    return next(iter(str(error).strip().splitlines()), "").rstrip(":") or type(error).__name__
