@@ -58,7 +58,9 @@ class MatchingConfig:
     batch_size: Annotated[int, Flag("images in a batch", at_least=1)] = 20
     learning_rate: Annotated[float, Flag("peak learning rate", at_least=0)] = 0.01
     repeats: Annotated[int, Flag("calls of each matcher", at_least=1)] = 1
-    data_dir: Annotated[Path | None, Flag("CIFAR-10's archive or folder (default: $MCOMB_DATA_DIR, else downloaded)")] = None
+    data_dir: Annotated[
+        Path | None, Flag("CIFAR-10's archive or folder (default: $MCOMB_DATA_DIR, else downloaded)")
+    ] = None
     out: Annotated[Path, Flag("root folder of trained networks")] = Path("runs")
 
 

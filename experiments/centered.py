@@ -9,8 +9,9 @@ like it, more where it did not. The paper: combinations of aligned networks work
 import numpy as np
 
 from mcomb.combination import centered, mix
+from mcomb.lab.barriers import barrier
 from mcomb.lab.experiment import main, sweep
-from mcomb.lab.results import Results, barrier
+from mcomb.lab.results import Results
 from mcomb.lab.verdicts import Verdict, works
 
 S_MAX = 0.25

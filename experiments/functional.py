@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments import bernoulli, hyperplane, linear, subcube, uniform
-from mcomb.evaluation import MATCHES
+from mcomb.evaluation import AGREES_WITH
 from mcomb.lab.config import SweepConfig, convert_config
 from mcomb.lab.experiment import Experiment, Parts, main
 from mcomb.lab.figures import STYLE, save
@@ -37,7 +37,7 @@ def measure(run: Run) -> Results:
     counts = {name: part["curves"]["aligned"]["test"]["agreement"] for name, part in run.parts.items()}
     at_a = np.array(counts["linear"])[0, 0]  # λ = 0 is A itself: where B says otherwise, A is alone
     return {
-        "matches": MATCHES,
+        "matches": AGREES_WITH,
         "sweeps": {n: {"parameter": part["parameter"], "counts": counts[n]} for n, part in run.parts.items()},
         "differing": int(at_a[0].sum()),
         "images": int(at_a.sum()),

@@ -14,10 +14,11 @@ import numpy as np
 
 from mcomb.base import UserError
 from mcomb.combination import linear, mix
+from mcomb.lab.barriers import barrier
 from mcomb.lab.cli import Flag
 from mcomb.lab.config import LineConfig
 from mcomb.lab.experiment import main, sweep
-from mcomb.lab.results import METRICS, Results, barrier
+from mcomb.lab.results import METRICS, Results
 from mcomb.lab.verdicts import Verdict, clearly_less, judge_sweep, works
 
 
@@ -29,7 +30,7 @@ class LinearConfig(LineConfig):
 
     def __post_init__(self) -> None:
         first, last = self.range
-        if first > 0 or last < 1:
+        if not (first <= 0 and last >= 1):  # nor if one is not a number
             raise UserError(
                 f"--range {first:g} {last:g} leaves out a part of [0, 1]: begin at 0 or before, end at 1 or after"
             )

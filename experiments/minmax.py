@@ -6,9 +6,10 @@ The paper: 'Min' has low accuracy, so not every point of the cube is a good netw
 """
 
 from mcomb.combination import minmax
+from mcomb.lab.barriers import barrier
 from mcomb.lab.config import LineConfig
 from mcomb.lab.experiment import main, sweep
-from mcomb.lab.results import METRICS, Results, barrier
+from mcomb.lab.results import METRICS, Results
 from mcomb.lab.verdicts import LIMITS, Verdict, cost
 
 

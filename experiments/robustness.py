@@ -22,12 +22,13 @@ from matplotlib.figure import Figure
 
 from mcomb.base import Params, named_leaves
 from mcomb.combination import combine
+from mcomb.lab.barriers import barrier
 from mcomb.lab.cli import Flag
 from mcomb.lab.config import CombinationConfig
 from mcomb.lab.experiment import Experiment, main
 from mcomb.lab.figures import COLOURS, LEVELS, LINES, STYLE, save, wrap
 from mcomb.lab.measure import Run, Task
-from mcomb.lab.results import METRICS, SPLITS, Results, barrier
+from mcomb.lab.results import METRICS, SPLITS, Results
 from mcomb.lab.verdicts import Verdict, same_distribution, works
 from mcomb.matching.activations import correlations
 from mcomb.symmetry.intermediates import list_intermediates, unit_activations, with_intermediates

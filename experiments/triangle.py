@@ -19,12 +19,13 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from mcomb.combination import blend
+from mcomb.lab.barriers import barrier
 from mcomb.lab.cli import Flag
 from mcomb.lab.config import CombinationConfig
 from mcomb.lab.experiment import Experiment, Parts, main
 from mcomb.lab.figures import STYLE, save, wrap
 from mcomb.lab.measure import Run, Task
-from mcomb.lab.results import METRICS, Results, barrier
+from mcomb.lab.results import METRICS, Results
 from mcomb.lab.verdicts import Verdict, works
 
 PLACES = ("in the interior", "on an edge", "at a corner", "outside the triangle")

@@ -8,19 +8,19 @@ For two sets of parameters `a` and `b` of any network that JAX can trace, as `fn
     between = mcomb.combine(a, aligned, 0.5)
 """
 
-from mcomb.matching.activations import match_activations
-from mcomb.matching.many import Alignment, align_many
 from mcomb.checkpoint import read_checkpoint, write_checkpoint
 from mcomb.combination import bernoulli, centered, combine, hyperplane, linear, mix, subcube, uniform
-from mcomb.symmetry.derive import permutation_spec
 from mcomb.evaluation import Metrics, Score, evaluate, score
 from mcomb.matching import match
-from mcomb.symmetry.check import check_spec
-from mcomb.symmetry.spec import Blocks, PermutationSpec, Segments
-from mcomb.repair import repaired
-from mcomb.matching.straight_through import match_straight_through
+from mcomb.matching.activations import match_activations
 from mcomb.matching.core import Matching
+from mcomb.matching.many import Alignment, align_many
+from mcomb.matching.straight_through import match_straight_through
 from mcomb.matching.weights import match_weights
+from mcomb.repair import repaired
+from mcomb.symmetry.check import check_spec
+from mcomb.symmetry.derive import permutation_spec
+from mcomb.symmetry.spec import Blocks, PermutationSpec, Segments
 
 __all__ = [
     "Alignment",

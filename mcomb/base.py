@@ -1,4 +1,4 @@
-"""What every module shares: types, errors meant for people, named random streams, names of leaves."""
+"""What every module shares: types, errors shown to the user, random keys by name, names of leaves."""
 
 import zlib
 from collections.abc import Callable

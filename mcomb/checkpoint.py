@@ -1,33 +1,50 @@
-"""Parameter trees in orbax folders, read and written."""
+"""Parameter trees read and written: orbax folders, and safetensors files."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from safetensors.numpy import load_file, save_file
 
 from mcomb.base import Params, UserError, named_leaves
+from mcomb.files import atomic
 
 T = TypeVar("T")
+SAFETENSORS = ".safetensors"
 
 
-def write_checkpoint(folder: str | Path, params: Params) -> None:
-    """Writes a parameter tree to an orbax folder, atomically."""
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(Path(folder).absolute(), params)
+def write_checkpoint(path: str | Path, params: Params, metadata: Mapping[str, str] | None = None) -> None:
+    """Writes a parameter tree, atomically: to a file if it is named `.safetensors`, else to an orbax folder.
 
-
-def read_checkpoint(folder: str | Path, target: Params | None = None) -> Params:
-    """The parameters in an orbax folder: a saved tree, a tree with a `params` entry, or a training run's newest.
-
-    With `target`, a tree of arrays or shapes, the result has its structure, and a difference is an error
-    that names the leaf.
+    Only a file holds metadata.
     """
-    folder = Path(folder)
-    tree_folder = _find_tree(folder)
-    tree = reading(folder, lambda: restore_tree(tree_folder))
+    path = Path(path)
+    if path.suffix == SAFETENSORS:
+        leaves = {name: np.asarray(leaf) for name, leaf in named_leaves(params).items()}
+        with atomic(path) as temporary:
+            save_file(leaves, temporary, dict(metadata or {}))
+        return
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path.absolute(), params)
+
+
+def read_checkpoint(path: str | Path, target: Params | None = None) -> Params:
+    """The parameters in a safetensors file, or in an orbax folder: a saved tree, or a training run's newest.
+
+    Of a tree with a `params` entry, that entry. With `target`, a tree of arrays or shapes, the result has its structure
+    and dtypes, and a difference is an error that names the leaf.
+    """
+    path = Path(path)
+    if path.suffix == SAFETENSORS:
+        tree = _read_safetensors(path)
+    else:
+        tree_folder = _find_tree(path)
+        tree = reading(path, lambda: restore_tree(tree_folder))
     if isinstance(tree, dict) and "params" in tree:
         tree = tree["params"]
     if target is None:
@@ -38,10 +55,34 @@ def read_checkpoint(folder: str | Path, target: Params | None = None) -> Params:
             problem = f"has no {name}" if name not in found else f"has {name}, which the model does not"
         elif found[name].shape != wanted[name].shape:
             problem = f"has {name} of shape {found[name].shape} where the model has {wanted[name].shape}"
+        elif not _casts(found[name].dtype, wanted[name].dtype):
+            problem = f"has {name} of dtype {found[name].dtype} where the model has {wanted[name].dtype}"
         else:
             continue
-        raise UserError(f"checkpoint {folder} {problem}: give one of the same setup and width")
-    return jax.tree.unflatten(jax.tree.structure(target), [found[name] for name in wanted])
+        raise UserError(f"checkpoint {path} {problem}: give one of the same setup and width")
+    same = {name: found[name].dtype == leaf.dtype for name, leaf in wanted.items()}
+    leaves = [found[name] if same[name] else jnp.asarray(found[name], leaf.dtype) for name, leaf in wanted.items()]
+    return jax.tree.unflatten(jax.tree.structure(target), leaves)
+
+
+def _casts(dtype: Any, to: Any) -> bool:
+    """Whether weights may change to another dtype as they are read: the same, or from float to float."""
+    return dtype == to or all(jax.dtypes.issubdtype(one, np.floating) for one in (dtype, to))
+
+
+def _read_safetensors(path: Path) -> Params:
+    """The tree of a file whose names are those of leaves, such as `conv1/kernel`."""
+    if not path.is_file():
+        raise UserError(f"there is no file {path}: give one that is there")
+    leaves = reading(path, lambda: load_file(path))
+    tree: dict[str, Any] = {}
+    for name, leaf in leaves.items():
+        *modules, last = name.split("/")
+        inner = tree
+        for module in modules:
+            inner = inner.setdefault(module, {})
+        inner[last] = leaf
+    return tree
 
 
 def saved_steps(folder: Path) -> list[int]:

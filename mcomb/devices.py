@@ -52,3 +52,9 @@ def footprint(apply: Apply, params: Params, inputs: Array) -> int:
     jaxpr = jax.make_jaxpr(apply)(params, inputs).jaxpr
     largest = max(size([var.aval for var in (*eqn.invars, *eqn.outvars)]) for eqn in jaxpr.eqns)
     return 2 * size(jax.tree.leaves(params)) + 2 * largest
+
+
+def describe_devices() -> str:
+    """The number and kind of this process's devices, such as `2 × cpu`."""
+    devices = jax.local_devices()
+    return f"{len(devices)} × {devices[0].device_kind}"

@@ -16,7 +16,6 @@ from mcomb.devices import AXIS, BATCH, choose_vmap_size, device_mesh, in_batches
 from mcomb.objectives import classify
 
 AGREES_WITH = ("A only", "B only", "both", "neither")
-MATCHES = AGREES_WITH
 
 
 class Metrics(NamedTuple):

@@ -15,8 +15,8 @@ from jaxtyping import Float, PRNGKeyArray
 
 from mcomb.base import Apply, Array, Params
 from mcomb.combination import Draw
+from mcomb.dead_units import varies
 from mcomb.devices import BATCH, replicate
-from mcomb.statistics import varies
 from mcomb.symmetry.intermediates import ArrayId, Equation, Intermediate, list_intermediates, with_intermediates
 from mcomb.symmetry.spec import PermutationSpec, axis_names
 

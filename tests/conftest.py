@@ -14,21 +14,35 @@ import numpy as np
 import pytest
 
 from mcomb.lab.data import DATA_VARIABLE, DIGITS
+from mcomb.lab.figures import STYLE
 from mcomb.lab.setups import SETUPS
 
 DEVICES = os.environ.setdefault("MCOMB_TESTS_DEVICES", "2")
-# These programs are tiny and run once: compiling them thoroughly would take most of the time.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
-# What one test or one of the commands it starts has compiled, the others need not.
+# These programs are tiny and run once: compiling them thoroughly would take most of the time. Flags that are set
+# already come last and win, such as --xla_cpu_max_isa=AVX2 for the arithmetic of an older CPU.
+QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 if "MCOMB_TESTS_COMPILED" not in os.environ:  # set by the first process, and inherited by pytest's workers
+    os.environ["XLA_FLAGS"] = f"{QUICK} {os.environ.get('XLA_FLAGS', '')}"
+    # What one test or one of the commands it starts has compiled, the others need not.
     os.environ["MCOMB_TESTS_COMPILED"] = tempfile.mkdtemp(prefix="mcomb-tests-")
     atexit.register(shutil.rmtree, os.environ["MCOMB_TESTS_COMPILED"], ignore_errors=True)
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["MCOMB_TESTS_COMPILED"]
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 jax.config.update("jax_compilation_cache_dir", os.environ["MCOMB_TESTS_COMPILED"])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", int(DEVICES))
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "standard")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_figures():
+    """Figures of fewer dots, whose letters are not looked for in large fonts: they are drawn in half the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(STYLE, "savefig.dpi", 80)
+        patch.setitem(STYLE, "pdf.fonttype", 3)
+        yield
 
 
 @pytest.fixture
@@ -53,9 +67,9 @@ def cifar_archive():
     return Path(place)
 
 
-@pytest.fixture(params=SETUPS)
+@pytest.fixture(params={setup.model: name for name, setup in SETUPS.items()}.values())
 def network(request):
-    """An untrained network of each setup at width 1: its setup, model, parameters, and a few images."""
+    """An untrained network of each model at width 1: its setup, module, parameters, and a few images."""
     setup = SETUPS[request.param]
     model = setup.module(1)
     images = np.random.default_rng(0).integers(0, 255, (6, *setup.dataset.image)).astype(np.float32) / 255

@@ -1,4 +1,3 @@
-import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +11,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mcomb import read_checkpoint, write_checkpoint
 from mcomb.base import UserError
-from mcomb.checkpoint import Checkpoints
-from mcomb.lab.setups import SETUPS
-from mcomb.lab.training import initial_state
 
+ROOT = Path(__file__).parent.parent
 PARAMS = {"dense": {"kernel": jnp.arange(6.0).reshape(2, 3), "bias": jnp.ones(3)}}
-RECIPE = SETUPS["mlp-digits"].recipe
 
 
 def assert_same(a, b):
@@ -43,16 +39,16 @@ def test_other_peoples_orbax_folders_are_read(tmp_path):
 
 def test_what_several_devices_wrote_one_device_reads(tmp_path):
     mesh = Mesh(np.array(jax.devices()), "d")
-    sharded = jax.device_put({"k": jnp.arange(8.0)}, NamedSharding(mesh, PartitionSpec("d")))
-    write_checkpoint(tmp_path / "net", sharded)
+    values = jnp.arange(4.0 * mesh.size)
+    write_checkpoint(tmp_path / "net", jax.device_put({"k": values}, NamedSharding(mesh, PartitionSpec("d"))))
     code = (
         "import jax, mcomb\n"
         "assert jax.device_count() == 1\n"
         f"print(mcomb.read_checkpoint({str(tmp_path / 'net')!r})['k'].tolist())"
     )
     env = {"JAX_NUM_CPU_DEVICES": "1", "JAX_PLATFORMS": "cpu", "PATH": "/usr/bin"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
-    assert done.stdout.strip() == str(np.arange(8.0).tolist())
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, env=env)
+    assert done.stdout.strip() == str(values.tolist())
 
 
 def test_another_width_is_an_error_that_names_the_leaf(tmp_path):
@@ -82,28 +78,3 @@ def test_a_truncated_checkpoint_is_a_clear_error(tmp_path):
         path.write_bytes(path.read_bytes()[:5_000])
     with pytest.raises(UserError, match=r"cannot be read .*: replace it, or move it away"):
         read_checkpoint(tmp_path / "net")
-
-
-def test_a_training_run_is_restored_with_its_optimiser_and_step(tmp_path):
-    state = initial_state(PARAMS, RECIPE, 1000)
-    later = jax.tree.map(lambda x: x + 1, state)
-    Checkpoints(tmp_path / "run", {"seed": 0}).save(7, later)
-    reopened = Checkpoints(tmp_path / "run", {"seed": 0})
-    assert reopened.epoch == 7
-    assert_same(reopened.restore(state), later)
-    assert_same(read_checkpoint(tmp_path / "run"), later.params)
-
-
-def test_a_run_keeps_only_its_newest_checkpoint(tmp_path):
-    state = initial_state(PARAMS, RECIPE, 1000)
-    for epoch in (5, 10):
-        Checkpoints(tmp_path, {}).save(epoch, state)
-    assert [path.name for path in tmp_path.iterdir()] == ["10"]
-
-
-def test_a_run_with_another_config_is_refused(tmp_path):
-    config = dataclasses.asdict(RECIPE)
-    Checkpoints(tmp_path, config).save(1, initial_state(PARAMS, RECIPE, 1000))
-    Checkpoints(tmp_path, config)
-    with pytest.raises(UserError, match=r"was trained with learning_rate = 0\.1, not 0\.3"):
-        Checkpoints(tmp_path, config | {"learning_rate": 0.3})

@@ -12,8 +12,9 @@ ROOT = Path(__file__).parent.parent
 # Lowest first: a module may import those of its own line and of the lines before.
 LIBRARY = (
     ("mcomb.base", "mcomb.progress"),
-    ("mcomb.devices", "mcomb.files", "mcomb.objectives", "mcomb.statistics", "mcomb.checkpoint", "mcomb.combination"),
-    ("mcomb.symmetry", "mcomb.minibatches", "mcomb.evaluation"),
+    ("mcomb.devices", "mcomb.files", "mcomb.fingerprints", "mcomb.locks", "mcomb.objectives", "mcomb.dead_units"),
+    ("mcomb.checkpoint", "mcomb.combination"),
+    ("mcomb.symmetry", "mcomb.gradient_descent", "mcomb.evaluation"),
     ("mcomb.matching", "mcomb.repair"),
     ("mcomb.lab",),
     ("experiments",),
@@ -25,7 +26,7 @@ ORDERS = {
     "mcomb.matching": ("core", "weights", "many", "activations", "straight_through", ""),
     "mcomb.lab": (
         *("versions", "cli", "data", "models", "augmentation", "training", "setups", "config", "results"),
-        *("store", "measure", "verdicts", "figures", "experiment", ""),
+        *("barriers", "training_checkpoints", "store", "identity", "measure", "verdicts", "figures", "experiment", ""),
     ),
 }
 

@@ -1,11 +1,18 @@
-"""The README's library example is run as it stands."""
+"""The README's library example is run as it stands, and all commands there and in docs/ are understood."""
 
+import importlib
 import re
+import shlex
 from pathlib import Path
 
 import jax
+import pytest
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+from mcomb.lab import cli
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+TEXTS = [README, *(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))]
 
 
 def test_the_example_aligns_and_combines_a_network_of_ones_own(capsys):
@@ -24,3 +31,30 @@ def test_the_example_aligns_and_combines_a_network_of_ones_own(capsys):
 def test_the_two_commands_are_there_once_for_everyone():
     assert README.count("pip install -e . && python -m experiments.uniform --setup mlp-digits\n") == 1
     assert README.count('pip install -e ".[test]" && pytest\n') == 1
+
+
+def commands():
+    """Every command of ours, in blocks and inside sentences, but for those with a word to fill in."""
+    lines, fenced = [], r"```\w*\n(.*?)```"
+    for text in TEXTS:
+        lines += [line for block in re.findall(fenced, text, re.S) for line in block.splitlines()]
+        lines += [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", re.sub(fenced, "", text, flags=re.S))]
+    found = re.findall(r"python -m ((?:experiments|benchmarks)\.\w+[^#&|\n]*)", "\n".join(lines))
+    return sorted({line.strip() for line in found if not re.search(r"\b[A-Z]{3,}\b|…", line)})
+
+
+@pytest.mark.parametrize("line", commands())
+def test_a_command_is_one_that_its_program_takes(line):
+    name, *words = shlex.split(line)
+    module = importlib.import_module(name)
+    kinds = [vars(module)["EXPERIMENT"].config] if hasattr(module, "EXPERIMENT") else []
+    kinds += [kind for kind in vars(module).values() if getattr(kind, "__module__", None) == name and is_config(kind)]
+    cli.parse(kinds[0], "", words)
+
+
+def is_config(kind):
+    return isinstance(kind, type) and kind.__name__.endswith("Config")
+
+
+def test_the_first_command_is_among_those_that_are_checked():
+    assert "experiments.uniform --setup mlp-digits" in commands()

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import re
 import sys
 import types
 import typing
@@ -45,6 +46,8 @@ def parse(config: type[C], description: str, argv: list[str] | None = None, epil
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    # Argparse takes -1e-05 for a flag: it knows no exponents.
+    parser._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
     hints = typing.get_type_hints(config)
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         flag = flags(config)[field.name]

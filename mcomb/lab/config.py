@@ -27,9 +27,10 @@ class Config:
     seed_a: Annotated[int | None, Flag("seed of network A (default: from --seed)", at_least=0)] = None
     seed_b: Annotated[int | None, Flag("seed of network B (default: from --seed)", at_least=0)] = None
     seed_c: Annotated[int | None, Flag("seed of network C (default: from --seed)", at_least=0)] = None
-    checkpoint_a: Annotated[Path | None, Flag("orbax folder to take network A from instead of training")] = None
-    checkpoint_b: Annotated[Path | None, Flag("orbax folder to take network B from instead of training")] = None
-    checkpoint_c: Annotated[Path | None, Flag("orbax folder to take network C from instead of training")] = None
+    checkpoint_a: Annotated[Path | None, Flag("orbax folder or safetensors file of network A")] = None
+    checkpoint_b: Annotated[Path | None, Flag("orbax folder or safetensors file of network B")] = None
+    checkpoint_c: Annotated[Path | None, Flag("orbax folder or safetensors file of network C")] = None
+    pretrained: Annotated[bool, Flag("take the networks that come with the repository instead of training")] = False
     epochs: Annotated[int | None, Flag("training epochs; 0 leaves networks untrained [setup]", at_least=0)] = None
     batch_size: Annotated[int | None, Flag("training images in a batch [setup]", at_least=1)] = None
     learning_rate: Annotated[float | None, Flag("peak learning rate [setup]", at_least=0)] = None

@@ -16,7 +16,8 @@ import pooch
 from jaxtyping import Int32, UInt8
 
 from mcomb.base import UserError
-from mcomb.files import lock, make_writable
+from mcomb.files import make_writable
+from mcomb.locks import lock
 from mcomb.progress import progress_bar
 
 DATA_VARIABLE = "MCOMB_DATA_DIR"

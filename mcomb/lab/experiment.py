@@ -1,7 +1,5 @@
 """An experiment from its flags to its results, its figure and its verdict."""
 
-import hashlib
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,23 +9,16 @@ from typing import Any
 import numpy as np
 
 from mcomb.combination import Draw
-from mcomb.files import lock, make_writable, write_json
-from mcomb.lab import cli, figures, versions
-from mcomb.lab.config import (
-    CHECKPOINT_FLAGS,
-    RECIPE_FLAGS,
-    Config,
-    LineConfig,
-    SweepConfig,
-    command,
-    identity_flags,
-    recipe_dict,
-)
+from mcomb.files import make_writable, write_json
+from mcomb.lab import cli, figures
+from mcomb.lab.config import Config, LineConfig, SweepConfig, command
+from mcomb.lab.identity import read_finished, result_identity
 from mcomb.lab.measure import Run
-from mcomb.lab.results import Results, Rows, environment, read_finished, table
+from mcomb.lab.results import Results, Rows, environment, table
 from mcomb.lab.setups import SETUPS
-from mcomb.lab.store import KeptMatching, Network, NotKeptError, Store, describe_devices
+from mcomb.lab.store import KeptMatching, Network, NotKeptError, Store
 from mcomb.lab.verdicts import Verdict, judge_sweep, why_no_verdict
+from mcomb.locks import lock
 
 Parts = Mapping[str, tuple["Experiment", Config]]
 """Other experiments, by name, whose results one is built on."""
@@ -65,11 +56,13 @@ def run(experiment: Experiment, config: Config) -> Results:
     """The results of an experiment, measured where they are not yet, left in the run's folder and drawn."""
     start = time.monotonic()
     store = Store(config)
+    for letter in experiment.networks:
+        store.given(letter)  # what is wrong with it is said before a folder is made
     folder = make_writable(store.folder(experiment.name))
     print(f"results go to {folder}", flush=True)
     parts = {name: run(*part) for name, part in experiment.parts(config).items()}
     networks, matchings = _networks_and_matchings(experiment, store)
-    identity = _identity(experiment, store, networks, matchings, parts)
+    identity = result_identity(experiment.name, store, networks, matchings, parts)
     with lock(folder / ".lock", f"running {experiment.name} in {folder}"):
         results = read_finished(folder, identity)
         if results is None:
@@ -107,7 +100,7 @@ def read_results(experiment: Experiment, config: Config) -> Results | None:
         folder = store.folder(experiment.name)
         if not (folder / "results.json").is_file():  # a look at the networks would be for nothing
             return None
-        identity = _identity(experiment, store, *_networks_and_matchings(experiment, store), parts)
+        identity = result_identity(experiment.name, store, *_networks_and_matchings(experiment, store), parts)
     except NotKeptError:
         return None
     results = read_finished(folder, identity, say=False)
@@ -126,37 +119,6 @@ def _networks_and_matchings(experiment: Experiment, store: Store) -> tuple[dict[
         b, a = networks[name[0]], networks[name.split()[2][0]]
         matchings[name] = store.matching(a, b, matcher, orders)
     return networks, matchings
-
-
-def _identity(
-    experiment: Experiment,
-    store: Store,
-    networks: Mapping[str, Network],
-    matchings: Mapping[str, KeptMatching],
-    parts: Mapping[str, Results],
-) -> Results:
-    """Everything that a result is made from: with the same identity it would come out the same."""
-    config, skipped = store.config, (*RECIPE_FLAGS, *CHECKPOINT_FLAGS)
-    chosen = {name: getattr(config, name) for name in identity_flags(config) if name not in skipped}
-    identity = {
-        "experiment": experiment.name,
-        "config": chosen | {"recipe": recipe_dict(config)},
-        "version": versions.MEASUREMENT,
-        "networks": {letter: network.fingerprint for letter, network in networks.items()},
-        "matchings": {name: kept.fingerprint for name, kept in matchings.items()},
-        "parts": {name: identity_hash(results) for name, results in parts.items()},
-    }
-    if networks:
-        # A combination's sums are grouped by device, and rounded accordingly.
-        identity |= {"data": store.data_fingerprint, "devices": describe_devices()}
-    return json.loads(json.dumps(identity, default=str))
-
-
-def identity_hash(results: Results) -> str:
-    """A short hash of what results were made from."""
-    names = ("experiment", "config", "version", "networks", "matchings", "parts", "data", "devices")
-    text = json.dumps({name: results.get(name) for name in names}, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _title(experiment: Experiment, config: Config, with_networks: bool) -> str:

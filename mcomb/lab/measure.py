@@ -13,8 +13,9 @@ from mcomb.base import Apply, Params, stream
 from mcomb.combination import Draw
 from mcomb.devices import BATCH, choose_vmap_size, replicate
 from mcomb.evaluation import Metrics, Score, evaluate, score
+from mcomb.lab.barriers import barriers
 from mcomb.lab.data import Split
-from mcomb.lab.results import METRICS, VARIANTS, Results, Rows, barriers
+from mcomb.lab.results import METRICS, VARIANTS, Results, Rows
 from mcomb.lab.store import KeptMatching, Network, Store
 from mcomb.matching.core import objective
 from mcomb.progress import progress_bar

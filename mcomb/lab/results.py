@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from mcomb.files import atomic
 
@@ -57,41 +56,6 @@ class Rows:
             file.flush()
             os.fsync(file.fileno())
         self.rows |= new
-
-
-def read_finished(folder: Path, identity: Mapping[str, Any], say: bool = True) -> Results | None:
-    """The results in a folder, if everything that made them is the same; if not, says what has changed."""
-    path = folder / "results.json"
-    if not path.is_file():
-        return None
-    results = json.loads(path.read_text())
-    changed = [name for name, value in identity.items() if results.get(name) != value]
-    if changed and say:
-        old = "version" not in results
-        why = "is from before results knew what made them" if old else f"was made from other {', '.join(changed)}"
-        print(f"{path} {why}: measuring anew", flush=True)
-    return None if changed else results
-
-
-def barrier(metric: str, values: Any, a: float, b: float) -> float:
-    """The empirical barrier of a sample (the paper's section 3): its worst network against the mean of A and B."""
-    return float(np.max(values)) - (a + b) / 2 if metric == "loss" else (a + b) / 2 - float(np.min(values))
-
-
-def barriers(ends: Iterable[Mapping[str, Any]], curves: Mapping[str, Any], between: Any = ...) -> Results:
-    """The barriers of every curve between two networks' scores, for each split and metric.
-
-    `between` picks the points of a curve that count.
-    """
-    first, last = ends
-
-    def of_curve(curve: Mapping[str, Any], split: str, metric: str) -> float:
-        return barrier(metric, np.array(curve[split][metric])[between], first[split][metric], last[split][metric])
-
-    return {
-        variant: {split: {metric: of_curve(curve, split, metric) for metric in METRICS} for split in SPLITS}
-        for variant, curve in curves.items()
-    }
 
 
 def environment() -> Results:

@@ -1,4 +1,4 @@
-"""What is kept on disk for one setup and width: trained networks and matchings, each made once.
+"""The cache on disk of trained networks and matchings, and the names of all folders of a run.
 
     out/<setup>/width-<w>/networks/<network>/      orbax checkpoints
                           matchings/<b>-to-<a>.npz, and <b>-to-<a>,matcher=<m>.npz
@@ -8,37 +8,35 @@ A name carries whatever was set differently from its default, as in `uniform,see
 that want the same network or matching, one makes it while the others wait.
 """
 
-import json
 import time
-import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 
 from mcomb.base import Apply, Params, UserError
-from mcomb.checkpoint import read_checkpoint, reading, restore_tree, saved_steps
-from mcomb.files import atomic, fingerprint, lock, make_writable
+from mcomb.checkpoint import read_checkpoint
+from mcomb.files import atomic, make_writable
+from mcomb.fingerprints import fingerprint
 from mcomb.lab import versions
-from mcomb.lab.config import RECIPE_FLAGS, Config, identity_flags, recipe, recipe_dict
+from mcomb.lab.config import CHECKPOINT_FLAGS, RECIPE_FLAGS, Config, identity_flags, recipe, recipe_dict
 from mcomb.lab.data import Splits
-from mcomb.lab.results import environment
 from mcomb.lab.setups import SETUPS, Setup
 from mcomb.lab.training import initial_state, train
+from mcomb.lab.training_checkpoints import TrainingCheckpoints
+from mcomb.locks import lock
 from mcomb.matching import match
 from mcomb.matching.core import Matching
 from mcomb.matching.weights import match_weights
-from mcomb.minibatches import State
 from mcomb.symmetry.check import check_spec
 from mcomb.symmetry.spec import PermutationSpec
 
+PRETRAINED = Path(__file__).parents[2] / "pretrained"  # in a clone
 MATCHING_IMAGES = 10_000  # of the train split, for matchers to see: more would change little and cost much
 
 
@@ -104,16 +102,33 @@ class Store:
         """The permutation symmetries of the networks."""
         return self.setup.spec(self.config.width)
 
-    @cached_property
-    def given(self) -> dict[str, Network]:
-        """The networks that are given as checkpoints, by letter."""
-        found = {}
-        for letter in "ABC":
-            folder = getattr(self.config, f"checkpoint_{letter.lower()}")
-            if folder:
-                params = read_checkpoint(folder, self.setup.shapes(self.config.width))
-                found[letter] = Network(f"{folder.name}-{fingerprint(params)}", params, fingerprint(params))
-        return found
+    @cache  # noqa: B019 (a store lives as long as its run)
+    def given(self, letter: str) -> Network | None:
+        """Network A, B or C if it is given: by a checkpoint, or as one of those that come with the repository."""
+        path = getattr(self.config, f"checkpoint_{letter.lower()}")
+        if path is None and not self.config.pretrained:
+            return None
+        name = path.stem if path else f"pretrained-{self.seed(letter)}"
+        params = read_checkpoint(path or self._pretrained(letter), self.setup.shapes(self.config.width))
+        return Network(f"{name}-{fingerprint(params)}", params, fingerprint(params))
+
+    def seed(self, letter: str) -> int:
+        """The seed of network A, B or C."""
+        chosen = getattr(self.config, f"seed_{letter.lower()}")
+        return 3 * self.config.seed + "ABC".index(letter) if chosen is None else chosen
+
+    def _pretrained(self, letter: str) -> Path:
+        """The file of a network that comes with the repository."""
+        if changed := [name for name in RECIPE_FLAGS if getattr(self.config, name) is not None]:
+            raise UserError(f"pretrained networks are as they are: leave out --{changed[0].replace('_', '-')}")
+        path = pretrained_path(self.config.setup, self.config.width, self.seed(letter))
+        if not path.is_file():
+            there = sorted(str(file.relative_to(PRETRAINED)) for file in PRETRAINED.rglob("*.safetensors"))
+            raise UserError(
+                f"there is no pretrained {path.relative_to(PRETRAINED)}: leave out --pretrained, or choose from those "
+                f"in {PRETRAINED} ({', '.join(there) or 'none: a clone has them'})"
+            )
+        return path
 
     def folder(self, experiment: str) -> Path:
         """Where an experiment's results go; given networks are named with their fingerprints."""
@@ -122,17 +137,13 @@ class Store:
             value, default = getattr(self.config, name), getattr(type(self.config), name)
             if value not in (default, getattr(self.setup.recipe, name, default)) and name not in ("setup", "width"):
                 flag = name.replace("_", "-")
-                if isinstance(value, Path):
-                    value = self.given[name[-1].upper()].name
-                parts.append(flag if value is True else f"{flag}={_in_a_name(value)}")
+                given = self.given(name[-1].upper()) if name in CHECKPOINT_FLAGS else None
+                parts.append(flag if value is True else f"{flag}={_in_a_name(given.name if given else value)}")
         return self.home / ",".join(parts)
 
     def network(self, letter: str) -> Network:
-        """Network A, B or C: the given checkpoint, or the one trained from its seed."""
-        if letter in self.given:
-            return self.given[letter]
-        seed = getattr(self.config, f"seed_{letter.lower()}", None)
-        return self.train_network(3 * self.config.seed + "ABC".index(letter) if seed is None else seed)
+        """Network A, B or C: the one that is given, or the one trained from its seed."""
+        return self.given(letter) or self.train_network(self.seed(letter))
 
     def train_network(self, seed: int) -> Network:
         """The network of a seed, trained as far as it is not yet."""
@@ -154,7 +165,7 @@ class Store:
         params = read_checkpoint(folder, self.setup.shapes(self.config.width))
         return Network(name, params, fingerprint(params))
 
-    def _train(self, seed: int, checkpoints: "TrainingCheckpoints") -> None:
+    def _train(self, seed: int, checkpoints: TrainingCheckpoints) -> None:
         data, recipe = self.data.train, self.recipe
         state = initial_state(self.setup.init(self.config.width, seed), recipe, len(data.labels))
         if checkpoints.epoch is not None:
@@ -215,75 +226,16 @@ class Store:
         self.seconds[what] = self.seconds.get(what, 0.0) + time.monotonic() - start
 
 
+def pretrained_path(setup: str, width: int, seed: int) -> Path:
+    """Where a network that comes with the repository is."""
+    return PRETRAINED / setup / f"width-{width}" / f"seed-{seed}.safetensors"
+
+
 def _in_a_name(value: Any) -> str:
     """A flag's value as a part of a folder's name."""
     if isinstance(value, tuple):
         return "..".join(map(_in_a_name, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-class TrainingCheckpoints:
-    """The newest checkpoint of one training: `folder/<epoch>/{params,optimizer,config}`.
-
-    Its config has what the training was made from, which must not change, and a record of how it was trained.
-    """
-
-    def __init__(self, folder: Path, made_from: Mapping[str, Any]):
-        """Opens a training's folder; one that was made from something else is an error."""
-        self.folder, self.made_from = folder, json.loads(json.dumps(made_from))
-        self.epoch = max(saved_steps(folder), default=None)
-        self.devices: list[str] = []  # all kinds and numbers of devices that it was trained on
-        if self.epoch is None:
-            return
-        self.newest = folder / str(self.epoch)
-        saved = reading(folder, lambda: json.loads((self.newest / "config" / "metadata").read_text()))
-        self.step = saved["step"]
-        self.devices = saved.get("devices", [])
-        version = saved.get("version", 1)
-        if version != versions.TRAINING:
-            raise UserError(
-                f"{folder} was trained by version {version} of the training code, and this is version "
-                f"{versions.TRAINING}: move it away or give another --out"
-            )
-        for name, value in self.made_from.items():
-            if saved.get(name) != value:
-                raise UserError(
-                    f"{folder} was trained with {name} = {saved.get(name)}, not {value}: "
-                    "move it away or give another --out"
-                )
-
-    def save(self, epoch: int, state: State) -> None:
-        """Writes the state after an epoch, atomically, and then drops the one before."""
-        if describe_devices() not in self.devices:
-            self.devices.append(describe_devices())
-        record = {
-            "step": int(state.step),
-            "version": versions.TRAINING,
-            "devices": self.devices,
-            "environment": environment(),
-        }
-        options = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False)
-        with ocp.CheckpointManager(self.folder.absolute(), options=options) as manager:
-            manager.save(
-                epoch,
-                args=ocp.args.Composite(
-                    params=ocp.args.StandardSave(state.params),
-                    optimizer=ocp.args.StandardSave(state.optimizer),
-                    config=ocp.args.JsonSave(self.made_from | record),
-                ),
-            )
-
-    def restore(self, target: State) -> State:
-        """The newest state, in the structure of `target`."""
-        params = read_checkpoint(self.newest, target.params)
-        optimizer = reading(self.newest, lambda: restore_tree(self.newest / "optimizer", target.optimizer))
-        return State(params, optimizer, jnp.array(self.step, jnp.int32))
-
-
-def describe_devices() -> str:
-    """The number and kind of this process's devices, such as `2 × cpu`."""
-    devices = jax.local_devices()
-    return f"{len(devices)} × {devices[0].device_kind}"
 
 
 MATCHING_FIELDS = tuple(field.name for field in fields(Matching) if field.name != "perms")
@@ -313,8 +265,8 @@ def _read_matching(path: Path, made_from: list[str], spec: PermutationSpec, say:
             values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
             matching = Matching({name: kept[key] for name, key in perms.items()}, **values)
             return KeptMatching(matching, kept["seconds"].item(), fingerprint(matching.perms))
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
-        problem = f"cannot be read ({error})"
+    except Exception as error:  # a damaged zip file makes for any kind of error
+        problem = f"cannot be read ({type(error).__name__})"
     if say:
         print(f"{path} {problem}: matching anew", flush=True)
     return None

@@ -13,12 +13,12 @@ import numpy as np
 import optax
 from jaxtyping import Float, Int32, PRNGKeyArray
 
-from mcomb import minibatches
+from mcomb import gradient_descent
 from mcomb.base import Apply, Array, Diverged, Params, UserError, stream
 from mcomb.devices import replicate
+from mcomb.gradient_descent import Loss, State, all_finite, fit, shuffled_rows, steps_per_call
 from mcomb.lab.augmentation import Augmentation, augment
 from mcomb.lab.data import Split
-from mcomb.minibatches import Loss, State, all_finite, fit, shuffled_rows, steps_per_call
 from mcomb.objectives import classify
 from mcomb.progress import progress_bar
 
@@ -81,7 +81,7 @@ def training_loss(apply: Apply, augmentation: Augmentation) -> Loss:
 
 def initial_state(params: Params, recipe: Recipe, images: int) -> State:
     """The state of a training on so many images before its first step."""
-    return minibatches.initial_state(params, make_optimizer(recipe, images // recipe.batch_size))
+    return gradient_descent.initial_state(params, make_optimizer(recipe, images // recipe.batch_size))
 
 
 def train(

@@ -1,8 +1,9 @@
 """Verdicts: whether results agree with the paper. A run that went wrong must not earn one.
 
-A verdict is only given on networks that are trained and matched (`why_no_verdict`). Barriers are then judged by the
-part of the networks' advantage over guessing that they cost: 0.1 of accuracy is little for networks that reach 0.95
-and all there is for networks that reach 0.2 where guessing reaches 0.1.
+A verdict is only given on networks that are trained and matched (`why_no_verdict`). A barrier is then judged relative
+to how much better than guessing the networks are (`cost`): a drop of 0.1 in accuracy is small for networks at 0.95, but
+it is everything for networks at 0.2 where guessing has 0.1. An experiment with a claim of its own has its thresholds in
+its own `judge`.
 """
 
 import math

@@ -1,6 +1,6 @@
-"""The versions of the algorithms: raised by hand whenever one of them comes to give other numbers.
+"""The versions of the algorithms. Raise one by hand when a change of the code alters its numbers.
 
-What is kept on disk records the version that made it, and is not taken for the work of another.
+Networks, matchings and results record the version that made them, and those of another version are not used.
 """
 
 TRAINING = 1

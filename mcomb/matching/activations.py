@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
 from mcomb.base import Apply, Array, Params, UserError
+from mcomb.dead_units import varies
 from mcomb.devices import AXIS, BATCH, device_mesh, in_batches, replicate
 from mcomb.matching.core import Matching, objective, solve_assignment
-from mcomb.statistics import varies
 from mcomb.symmetry.intermediates import list_intermediates, unit_activations, with_intermediates
 from mcomb.symmetry.spec import Layout, Perms, PermutationSpec
 

@@ -15,9 +15,9 @@ from mcomb.base import Apply, Array, Diverged, Params, UserError, named_leaves, 
 from mcomb.combination import combine
 from mcomb.devices import replicate
 from mcomb.evaluation import score
+from mcomb.gradient_descent import Loss, all_finite, fit, initial_state, shuffled_rows
 from mcomb.matching.core import Matching, objective
 from mcomb.matching.weights import match_weights
-from mcomb.minibatches import Loss, all_finite, fit, initial_state, shuffled_rows
 from mcomb.objectives import classify
 from mcomb.progress import progress_bar
 from mcomb.symmetry.spec import Perms, PermutationSpec

@@ -25,8 +25,8 @@ Perms = dict[str, Int[Array, "..."]]
 class Blocks:
     """The layout of an axis that is the row-major product of its factors, as flattening leaves it.
 
-    Blocks((49, "P")) is the axis of 7×7 positions with the channels of P flattened: each of its 49 blocks is in P's
-    order. Blocks(("heads", "dims")) moves the blocks, and the positions within them.
+    Blocks((49, "P")) is the axis of a flattened 7×7 image with the channels of P, which permutes each of its 49 blocks.
+    In Blocks(("heads", "dims")) the blocks are permuted by "heads", and the positions in each block by "dims".
     """
 
     factors: tuple["str | int | Blocks | Segments", ...]
@@ -77,7 +77,10 @@ class PermutationSpec:
 
     @classmethod
     def from_axes(cls, params: Params, axes: Axes) -> "PermutationSpec":
-        """The spec that `axes` describes, each permutation's size taken from an axis whose layout is its name."""
+        """The spec that `axes` describes, each permutation's size taken from an axis whose layout is its name.
+
+        PermutationSpec.from_axes(params, {"up": (None, "P"), "bias": ("P",), "down": ("P", None)})
+        """
         leaves = named_leaves(params)
         sizes: dict[str, int] = {}
         for name, layouts in axes.items():

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from mcomb.base import UserError
 from experiments.report_page import STYLE, Entry, duration, number, render
+from mcomb.base import UserError
 
 VOID = {"img", "meta"}
 HOSTILE = """<b>"x" & 'y'</b>"""
@@ -179,9 +179,7 @@ def test_whatever_results_say_is_text():
 
 def test_the_header_counts_the_verdicts():
     text = Page(FULL).text("header")
-    assert (
-        "Of 3 experiments, 1 agrees with the paper, 1 does not, 1 has no claim to compare. 2 are still to run." in text
-    )
+    assert "Of 3 experiments, 1 agrees with the paper, 1 does not, 1 has no verdict. 2 are still to run." in text
     assert "mlp-digits at width 32" in text
     assert "No experiment has been run yet." in Page(render("Nothing", [], [])).text("header")
 
@@ -191,15 +189,15 @@ def test_verdicts_are_words_and_marks():
     assert cells[:3] == [
         ["uniform", "✓agrees"],
         ["bernoulli", "✗does not agree"],
-        ["three_models", "○no claim to compare"],
+        ["three_models", "○no verdict"],
     ]
-    assert [Page(FULL).text("dd").count(words) for words in ("does not agree", "no claim to compare")] == [1, 1]
+    assert [Page(FULL).text("dd").count(words) for words in ("does not agree", "no verdict")] == [1, 1]
 
 
 def test_the_summary_has_the_aligned_test_barriers_beside_the_papers():
     found = rows(FULL)
     assert ["uniform", "✓agrees", "0.052", "0.044", "0.011", "0.012"] in found
-    assert ["three_models", "○no claim to compare", "–", "–", "–", "–"] in found
+    assert ["three_models", "○no verdict", "–", "–", "–", "–"] in found
 
 
 def test_a_section_has_the_barriers_of_every_curve_over_the_papers():

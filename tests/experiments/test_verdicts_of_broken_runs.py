@@ -25,7 +25,7 @@ from experiments import (
     uniform,
     width,
 )
-from mcomb.files import fingerprint
+from mcomb.fingerprints import fingerprint
 from mcomb.lab import cli
 from mcomb.lab.experiment import add_verdict, run
 from mcomb.lab.store import Store

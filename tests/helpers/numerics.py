@@ -1,6 +1,7 @@
 """Comparisons with tolerances that follow from rounding, never absolute constants."""
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -38,9 +39,9 @@ def inner_product_scale(a: Any, b: Any) -> float:
     return float(np.sqrt(inner_product(a, a) * inner_product(b, b)))
 
 
-def assert_never_falls(values: Any) -> None:
-    """Fails if a number is smaller than the one before it."""
-    assert all(later >= earlier for earlier, later in itertools.pairwise(values))
+def assert_never_falls(values: Sequence[float], slack: float = 0.0) -> None:
+    """Fails if a number is smaller than the one before it, by more than `slack`."""
+    assert all(later >= earlier - slack for earlier, later in itertools.pairwise(values)), values
 
 
 def _floats(tree: Any) -> list[np.ndarray]:

@@ -1,18 +1,31 @@
 import hashlib
+import importlib.util
 import io
 import pickle
 import sys
 import tarfile
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from mcomb import data
 from mcomb.base import UserError
+from mcomb.lab import data
+from mcomb.lab.data import CIFAR10, DIGITS, load_cifar10, load_digits
+
+
+def statistics(images):
+    """The mean and the standard deviation of each channel, from sums of whole numbers."""
+    count, first, second = images[..., 0].size, 0, 0
+    for part in np.array_split(images, max(1, len(images) // 1000)):
+        pixels = part.reshape(-1, part.shape[-1]).astype(np.int64)
+        first, second = first + pixels.sum(0), second + (pixels**2).sum(0)
+    mean = first / count
+    return mean, np.sqrt(second / count - mean**2)
 
 
 def test_digits_are_the_same_real_images_every_time(digits):
-    again = data.digits()
+    again = load_digits()
     assert digits.train.images.shape == (1400, 8, 8, 1)
     assert digits.test.images.shape == (397, 8, 8, 1)
     assert digits.train.images.dtype == np.uint8
@@ -26,19 +39,40 @@ def test_digits_split_shares_no_image(digits):
     assert not any(row.tobytes() in rows for row in digits.test.images)
 
 
+def test_what_is_known_of_digits_without_loading_them_is_what_is_loaded(digits):
+    assert DIGITS.image == digits.train.images.shape[1:] == digits.test.images.shape[1:]
+    assert DIGITS.classes == len(set(digits.train.labels)) == 1 + max(digits.train.labels)
+    mean, std = statistics(digits.train.images)
+    rounding = 8 * np.finfo(float).eps * (1 + float(mean[0] / std[0]) ** 2)  # the variance is a difference of squares
+    np.testing.assert_allclose(DIGITS.mean, mean, rtol=rounding)
+    np.testing.assert_allclose(DIGITS.std, std, rtol=rounding)
+
+
 def test_first_takes_the_first_images_or_all(digits):
     np.testing.assert_array_equal(digits.test.first(5).images, digits.test.images[:5])
+    np.testing.assert_array_equal(digits.test.first(5).labels, digits.test.labels[:5])
     assert len(digits.test.first(None).labels) == 397
 
 
-def test_real_cifar10_is_read_whole(cifar_archive):
-    dataset = data.cifar10(cifar_archive)
-    assert dataset.train.images.shape == (50_000, 32, 32, 3)
-    np.testing.assert_array_equal(np.bincount(dataset.train.labels), [5000] * 10)
-    np.testing.assert_array_equal(np.bincount(dataset.test.labels), [1000] * 10)
-    assert dataset.train.labels[:10].tolist() == [6, 9, 9, 4, 1, 1, 2, 7, 8, 3]
-    np.testing.assert_allclose(dataset.train.images.mean((0, 1, 2)), dataset.mean, atol=0.1)
-    np.testing.assert_allclose(dataset.train.images.std((0, 1, 2)), dataset.std, atol=0.1)
+@pytest.fixture(scope="module")
+def cifar10(cifar_archive):
+    return CIFAR10.load(cifar_archive)
+
+
+def test_real_cifar10_is_read_whole(cifar10):
+    assert cifar10.train.images.shape == (50_000, 32, 32, 3)
+    assert cifar10.test.images.shape == (10_000, 32, 32, 3)
+    np.testing.assert_array_equal(np.bincount(cifar10.train.labels), [5000] * 10)
+    np.testing.assert_array_equal(np.bincount(cifar10.test.labels), [1000] * 10)
+    assert cifar10.train.labels[:10].tolist() == [6, 9, 9, 4, 1, 1, 2, 7, 8, 3]
+
+
+def test_what_is_known_of_cifar10_without_loading_it_is_what_is_loaded(cifar10):
+    assert cifar10.train.images.shape[1:] == CIFAR10.image
+    assert 1 + cifar10.train.labels.max() == CIFAR10.classes
+    for known, found in zip((CIFAR10.mean, CIFAR10.std), statistics(cifar10.train.images), strict=True):
+        assert [f"{value / 255:.4f}" for value in found] == [f"{value / 255:.4f}" for value in known]
+        np.testing.assert_allclose(known, found, rtol=0, atol=255 * 0.5e-4)  # four digits are all there is
 
 
 @pytest.fixture
@@ -77,11 +111,11 @@ def test_archive_folder_and_their_parent_give_the_same_images(small_cifar, tmp_p
     kind = "binary" if folder.endswith("bin") else "python"
     archive = packed / f"cifar-10-{kind}.tar.gz"
     write_archive(archive, folder, small_cifar[folder])
-    first = data.cifar10(archive)
+    first = load_cifar10(archive)
     assert first.train.labels.tolist() == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3 + [4] * 3
     assert first.test.labels.tolist() == [5] * 3
     for place in (packed, unpacked, unpacked / folder):
-        np.testing.assert_array_equal(data.cifar10(place).train.images, first.train.images)
+        np.testing.assert_array_equal(load_cifar10(place).train.images, first.train.images)
 
 
 def test_both_layouts_hold_the_same_pixels(small_cifar, tmp_path):
@@ -89,21 +123,21 @@ def test_both_layouts_hold_the_same_pixels(small_cifar, tmp_path):
         (tmp_path / folder).mkdir()
         for name, content in members.items():
             (tmp_path / folder / name).write_bytes(content)
-    binary, python = (data.cifar10(tmp_path / folder) for folder in small_cifar)
+    binary, python = (load_cifar10(tmp_path / folder) for folder in small_cifar)
     np.testing.assert_array_equal(binary.test.images, python.test.images)
 
 
 def test_the_environment_variable_names_the_copy(small_cifar, tmp_path, monkeypatch):
     write_archive(tmp_path / "any.tar.gz", "x", small_cifar["cifar-10-batches-bin"])
     monkeypatch.setenv(data.DATA_VARIABLE, str(tmp_path / "any.tar.gz"))
-    assert len(data.cifar10().train.labels) == 15
+    assert len(load_cifar10().train.labels) == 15
 
 
 def test_a_damaged_member_is_named(small_cifar, tmp_path):
     members = small_cifar["cifar-10-batches-bin"] | {"data_batch_3.bin": b"damaged"}
     write_archive(tmp_path / "a.tar.gz", "x", members)
     with pytest.raises(UserError, match=r"data_batch_3\.bin is damaged"):
-        data.cifar10(tmp_path / "a.tar.gz")
+        load_cifar10(tmp_path / "a.tar.gz")
 
 
 class Bomb:
@@ -115,7 +149,7 @@ def test_a_pickle_with_a_wrong_checksum_is_never_opened(small_cifar, tmp_path):
     members = small_cifar["cifar-10-batches-py"] | {"test_batch": pickle.dumps(Bomb())}
     write_archive(tmp_path / "a.tar.gz", "x", members)
     with pytest.raises(UserError, match="test_batch is damaged"):
-        data.cifar10(tmp_path / "a.tar.gz")
+        load_cifar10(tmp_path / "a.tar.gz")
 
 
 def test_a_truncated_archive_is_a_clear_error(small_cifar, tmp_path):
@@ -123,22 +157,73 @@ def test_a_truncated_archive_is_a_clear_error(small_cifar, tmp_path):
     write_archive(path, "x", small_cifar["cifar-10-batches-bin"])
     path.write_bytes(path.read_bytes()[:-2000])
     with pytest.raises(UserError, match="cannot be read"):
-        data.cifar10(path)
+        load_cifar10(path)
 
 
 def test_a_place_without_the_data_is_a_clear_error(small_cifar, tmp_path):
     with pytest.raises(UserError, match="nothing of it was found"):
-        data.cifar10(tmp_path / "nowhere")
+        load_cifar10(tmp_path / "nowhere")
     some = dict(list(small_cifar["cifar-10-batches-bin"].items())[:2])
     write_archive(tmp_path / "a.tar.gz", "x", some)
     with pytest.raises(UserError, match=r"only data_batch_1\.bin, data_batch_2\.bin"):
-        data.cifar10(tmp_path / "a.tar.gz")
+        load_cifar10(tmp_path / "a.tar.gz")
 
 
-def test_without_a_copy_and_without_tfds_three_ways_on_are_named(monkeypatch):
+def shuffled_examples(split, name, seed):
+    """A split as TFDS gives it: examples with ids, in an order of its own."""
+    rows = enumerate(zip(split.images, split.labels, strict=True))
+    examples = [{"id": b"%s_%05d" % (name, i), "image": image, "label": int(label)} for i, (image, label) in rows]
+    return [examples[i] for i in np.random.default_rng(seed).permutation(len(examples))]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_examples_of_tfds_are_brought_into_the_archives_order(digits, seed):
+    examples = shuffled_examples(digits.train, b"train", seed)
+    assert [example["label"] for example in examples] != digits.train.labels.tolist()
+    found = data._in_archive_order(examples)
+    np.testing.assert_array_equal(found.images, digits.train.images)
+    np.testing.assert_array_equal(found.labels, digits.train.labels)
+    assert (found.images.dtype, found.labels.dtype) == (np.uint8, np.int32)
+
+
+@pytest.fixture
+def tfds(small_cifar, tmp_path, monkeypatch):
+    """A TFDS that can prepare CIFAR-10, no local copy, and what the archive has."""
+    write_archive(tmp_path / "a.tar.gz", "x", small_cifar["cifar-10-batches-bin"])
+    local = load_cifar10(tmp_path / "a.tar.gz")
+    fake = SimpleNamespace(prepared=tmp_path / "prepared", local=local)
+    fake.builder = lambda name, file_format: SimpleNamespace(
+        data_dir=str(fake.prepared / name / file_format),
+        download_and_prepare=lambda: (fake.prepared / name / file_format).mkdir(parents=True),
+        as_data_source=lambda split: shuffled_examples(getattr(local, split), split.encode(), 0),
+    )
     monkeypatch.delenv(data.DATA_VARIABLE, raising=False)
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", fake)
+    fake.downloads = []
+    monkeypatch.setattr(data, "_download_archive", lambda: fake.downloads.append(local) or local)
+    return fake
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_tfds_gives_what_the_archive_gives_once_it_is_prepared(prepared, tfds, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if prepared else name)
+    folder = tfds.prepared / "cifar10" / "array_record"
+    if prepared:
+        folder.mkdir(parents=True)
+    found = load_cifar10()
+    assert folder.is_dir()
+    assert not tfds.downloads
+    for split in ("train", "test"):
+        np.testing.assert_array_equal(getattr(found, split).images, getattr(tfds.local, split).images)
+        np.testing.assert_array_equal(getattr(found, split).labels, getattr(tfds.local, split).labels)
+
+
+def test_a_tfds_that_cannot_prepare_or_fails_is_passed_over_for_the_archive(tfds, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert load_cifar10() is tfds.local
+    assert not tfds.prepared.exists()
+    monkeypatch.setattr(tfds, "builder", lambda name, file_format: 1 / 0)
+    assert load_cifar10() is tfds.local
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
-    with pytest.raises(UserError) as caught:
-        data.cifar10()
-    for way in ("--data-dir", '".[tfds]"', "--setup mlp-digits"):
-        assert way in str(caught.value)
+    assert load_cifar10() is tfds.local
+    assert len(tfds.downloads) == 3

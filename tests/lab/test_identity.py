@@ -21,7 +21,8 @@ from mcomb.lab.config import convert_config
 from mcomb.lab.data import Split, Splits
 from mcomb.lab.experiment import read_results, run
 from mcomb.lab.setups import SETUPS
-from mcomb.lab.store import Store, TrainingCheckpoints
+from mcomb.lab.store import Store
+from mcomb.lab.training_checkpoints import TrainingCheckpoints
 
 CONFIG = linear.LinearConfig(setup="mlp-digits", width=1, epochs=2, points=3, train_images=50, test_images=50)
 
@@ -99,7 +100,7 @@ def test_another_number_of_devices_makes_another_result_of_the_same_networks(con
         first = jax.local_devices()[:1]
         monkeypatch.setattr(jax, "local_devices", lambda: first)
     else:
-        monkeypatch.setattr("mcomb.lab.experiment.describe_devices", lambda: "2 × cpu")
+        monkeypatch.setattr("mcomb.lab.identity.describe_devices", lambda: "2 × cpu")
     assert read_results(linear.EXPERIMENT, config) is None
     after = run(linear.EXPERIMENT, config)
     assert after["devices"] != before["devices"]

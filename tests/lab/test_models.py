@@ -1,6 +1,7 @@
 import flax.linen as nn
 import jax
 import numpy as np
+import pytest
 
 from mcomb.base import named_leaves
 from mcomb.lab.models import MLP, ResNet20, Tiny10, classifier
@@ -45,11 +46,18 @@ def test_resnet20_has_twenty_layers_and_two_strided_shortcuts():
 
 def test_width_multiplies_the_units_of_every_layer():
     for model, image in ((MLP, (8, 8, 1)), (Tiny10, (32, 32, 3)), (ResNet20, (32, 32, 3))):
-        narrow, wide = shapes(model(1), image), shapes(model(3), image)
+        narrow, wide = shapes(model(1, 10), image), shapes(model(3, 10), image)
         for name in narrow:
             out = 1 if name.startswith("logits") else 3
             assert wide[name].shape[-1] == out * narrow[name].shape[-1]
     assert shapes(MLP(32, 10), (8, 8, 1))["dense1/kernel"].shape == (64, 512)
+
+
+@pytest.mark.parametrize(("model", "image"), [(MLP, (8, 8, 1)), (Tiny10, (32, 32, 3)), (ResNet20, (32, 32, 3))])
+def test_only_the_logits_depend_on_the_number_of_classes(model, image):
+    ten, seven = shapes(model(1, 10), image), shapes(model(1, 7), image)
+    assert {name for name in ten if ten[name] != seven[name]} == {"logits/kernel", "logits/bias"}
+    assert seven["logits/kernel"].shape[-1] == 7
 
 
 def test_classifier_normalises_each_channel():
@@ -58,7 +66,7 @@ def test_classifier_normalises_each_channel():
             return x.reshape(len(x), -1)
 
     pixels = np.array([10, 40], np.uint8).reshape(1, 1, 1, 2)
-    np.testing.assert_allclose(classifier(Same(), (4.0, 20.0), (2.0, 10.0))({}, pixels), [[3, 2]])
+    np.testing.assert_array_equal(classifier(Same(), (4.0, 20.0), (2.0, 10.0))({}, pixels), [[3, 2]])
 
 
 def test_layers_are_in_the_order_of_the_forward_pass(network):

@@ -1,33 +1,20 @@
 import json
 
-import jax.numpy as jnp
+import jax
 import pytest
 
-from mcomb.base import UserError
-from mcomb.lab.results import Rows, atomic, barrier, barriers, fingerprint, environment, table, writable
-
-
-def test_barriers_compare_the_worst_sample_with_the_mean_of_the_ends():
-    assert barrier("loss", [[0.5, 0.9], [0.7, 0.6]], 0.2, 0.4) == pytest.approx(0.9 - 0.3)
-    assert barrier("accuracy", [[0.5, 0.9], [0.7, 0.6]], 0.8, 1.0) == pytest.approx(0.9 - 0.5)
+from mcomb.lab.identity import read_finished
+from mcomb.lab.results import Rows, columns, environment, table
 
 
 def results():
-    models = {m: {s: {"loss": 0.1, "accuracy": 0.9} for s in ("train", "test")} for m in "AB"}
-    curve = {s: {"loss": [[0.2], [0.3]], "accuracy": [[0.8], [0.7]]} for s in ("train", "test")}
-    curves = {"naive": curve, "aligned": curve}
-    return {"models": models, "curves": curves, "barriers": barriers(models, curves), "paper": None}
-
-
-def test_every_curve_has_barriers():
-    found = results()["barriers"]
-    assert found.keys() == {"naive", "aligned"}
-    assert found["naive"]["test"] == {"loss": pytest.approx(0.2), "accuracy": pytest.approx(0.2)}
+    level = {split: {"loss": 0.1, "accuracy": 0.9} for split in ("train", "test")}
+    return {"models": {"A": level, "B": level}, "barriers": {"naive": level, "aligned": level}, "paper": None}
 
 
 def test_the_table_has_the_papers_numbers_where_there_are_some():
     assert "paper" not in table(results())
-    text = table(results() | {"paper": {"loss": 0.044, "accuracy": 0.012}})
+    text = table(results() | {"paper": {"loss": 0.044, "accuracy": 0.012, "width": 32}})
     assert "0.044" in text
     assert "0.012" in text
     lines = text.splitlines()
@@ -41,33 +28,12 @@ def test_the_table_has_the_papers_numbers_where_there_are_some():
     ]
 
 
-def test_a_file_is_written_whole_or_not_at_all(tmp_path):
-    target = tmp_path / "x.json"
-    target.write_text("old")
-
-    def fail_half_way():
-        with atomic(target) as temporary:
-            temporary.write_text("half")
-            raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        fail_half_way()
-    assert target.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [target]
-    with atomic(target) as temporary:
-        temporary.write_text("new")
-    assert target.read_text() == "new"
-    assert list(tmp_path.iterdir()) == [target]
-
-
-def test_a_folder_that_cannot_be_written_is_named(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"cannot write to .*file/runs .*: give another --out"):
-        writable(tmp_path / "file" / "runs")
+def test_columns_are_aligned_words_to_the_left_and_numbers_to_the_right():
+    assert columns([("", "a"), ("long", "1.5"), ("x", "22.25")]) == "          a\nlong    1.5\nx     22.25"
 
 
 def row(name, loss=0.5):
-    return {"of": name, "loss": loss}
+    return {"name": name, "loss": loss}
 
 
 def test_rows_outlive_the_process(tmp_path):
@@ -81,29 +47,59 @@ def test_rows_outlive_the_process(tmp_path):
 def test_rows_of_another_run_are_dropped(tmp_path):
     Rows(tmp_path, {"seed": 0}).add([row("a")])
     assert "a" not in Rows(tmp_path, {"seed": 1})
+    assert "a" not in Rows(tmp_path, {"seed": 0})  # for good: they are no longer on the disk
 
 
-@pytest.mark.parametrize("cut", [1, 5, 12])
+def test_a_row_that_is_added_again_replaces_the_first(tmp_path):
+    Rows(tmp_path, {}).add([row("a"), row("a", 0.25)])
+    Rows(tmp_path, {}).add([row("a", 0.75)])
+    assert Rows(tmp_path, {})["a"]["loss"] == 0.75
+
+
+LAST = len(json.dumps(row("b"))) + 1
+
+
+@pytest.mark.parametrize("cut", range(1, LAST + 1))
 def test_a_torn_last_row_is_forgotten_and_the_file_stays_readable(tmp_path, cut):
     Rows(tmp_path, {}).add([row("a"), row("b")])
     path = tmp_path / "samples.jsonl"
     path.write_text(path.read_text()[:-cut])
     rows = Rows(tmp_path, {})
     assert "a" in rows
+    assert ("b" in rows) == (cut == 1)  # only the end of its line is missing
     if "b" not in rows:
         rows.add([row("b")])
-    assert [json.loads(line).get("of") for line in path.read_text().splitlines()] == [None, "a", "b"]
+    assert [json.loads(line).get("name") for line in path.read_text().splitlines()] == [None, "a", "b"]
 
 
-def test_digests_tell_networks_apart():
-    a = {"x": jnp.arange(4.0), "y": jnp.ones(2)}
-    assert fingerprint(a) == fingerprint({"x": jnp.arange(4.0), "y": jnp.ones(2)})
-    assert fingerprint(a) != fingerprint({"x": jnp.arange(4.0), "y": jnp.zeros(2)})
-    assert fingerprint(a) != fingerprint({"x": jnp.arange(4.0), "z": jnp.ones(2)})
+@pytest.mark.parametrize("content", ["", "\n", "no JSON", '{"seed": 0', "\n".join(['{"seed": 1}', '{"name": "a"}'])])
+def test_a_file_of_rows_that_is_something_else_is_begun_anew(tmp_path, content):
+    (tmp_path / "samples.jsonl").write_text(content)
+    rows = Rows(tmp_path, {"seed": 0})
+    assert "a" not in rows
+    rows.add([row("a")])
+    assert "a" in Rows(tmp_path, {"seed": 0})
+
+
+IDENTITY = {"experiment": "linear", "config": {"seed": 0}, "networks": {"A": "x"}, "version": 1}
+
+
+def test_finished_results_are_read_only_if_all_that_made_them_is_the_same(tmp_path, capsys):
+    assert read_finished(tmp_path, IDENTITY) is None
+    stored = IDENTITY | {"seconds": 3.5}
+    (tmp_path / "results.json").write_text(json.dumps(stored))
+    assert read_finished(tmp_path, IDENTITY) == stored
+    assert capsys.readouterr().out == ""
+    other = IDENTITY | {"networks": {"A": "y"}, "version": 2}
+    assert read_finished(tmp_path, other, say=False) is None
+    assert capsys.readouterr().out == ""
+    assert read_finished(tmp_path, other) is None
+    said = capsys.readouterr().out
+    assert said == f"{tmp_path / 'results.json'} was made from other networks, version: measuring anew\n"
 
 
 def test_the_environment_says_what_a_result_depends_on():
     found = environment()
-    assert found["packages"]["jax"]
-    assert found["devices"] == ["cpu:cpu", "cpu:cpu"]
-    json.dumps(found)
+    assert found["packages"]["jax"] == jax.__version__
+    assert found["devices"] == ["cpu:cpu"] * len(jax.devices())
+    assert json.loads(json.dumps(found)) == found

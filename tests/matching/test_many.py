@@ -111,6 +111,22 @@ def test_each_matching_starts_from_the_networks_current_permutations(monkeypatch
     assert last == {tuple(np.concatenate(list(perms.values())).tolist()) for perms in alignment.perms}
 
 
+def test_the_first_round_matches_each_network_to_those_before_it_only(monkeypatch):
+    calls = []
+
+    def record(spec, target, network, **options):
+        matching = match_weights(spec, target, network, **options)
+        calls.append((target, network, spec.apply(matching.perms, network)))
+        return matching
+
+    monkeypatch.setattr(many, "match_weights", record)
+    spec, networks = unrelated_networks("VGG", 3)
+    align_many(spec, networks, reference=None)
+    (first, _, aligned), (second, *_) = calls[:2]
+    assert any(jax.tree.all(jax.tree.map(np.array_equal, first, network)) for network in networks)
+    assert_equal(second, jax.tree.map(np.add, first, aligned))
+
+
 def test_arguments_are_left_alone_and_equal_seeds_give_equal_results():
     spec, networks = unrelated_networks("VGG", 3)
     before = jax.tree.map(np.copy, networks)

@@ -1,16 +1,14 @@
-"""Derived permutation specs: what a person would count, and never one that changes the function."""
+"""Derived permutation specs: the permutations that a person would count, and the reasons for what is frozen.
 
-from functools import partial
+That they leave the function as it is, in all architectures and in random programs, is tested in `test_intermediates`.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from handwritten import mlp_spec, resnet20_spec, tiny10_spec
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from programs import Program
-from tolerance import HALF_THE_DIGITS, assert_close
+from numerics import assert_close
 from zoo import CASES, FEATURES, Shape, random_arrays
 
 from mcomb import PermutationSpec, check_spec, combine, match_weights, permutation_spec
@@ -36,7 +34,6 @@ def test_every_architecture_has_the_permutations_a_person_would_count(name):
         case = CASES[name]()
         spec = permutation_spec(case.fn, case.params, case.input)
         assert index_shapes(spec) == sorted(case.perm_shapes)
-        check_spec(case.fn, random_arrays(case.params), spec, random_arrays(case.input))
 
 
 @pytest.mark.parametrize(
@@ -59,20 +56,6 @@ def test_a_spec_is_derived_from_shapes_alone():
     spec = permutation_spec(fn, params, images)
     assert len(jax.live_arrays()) - arrays <= 2  # the mean and the deviation of the pixels
     assert max(spec.sizes.values()) == 2048
-
-
-@settings(deadline=None, max_examples=20, derandomize=True)
-@given(st.integers(0, 2**32), st.integers(3, 9))
-def test_random_programs_compute_the_same_after_derived_permutations(seed, steps):
-    program = Program(seed, steps)
-    params, x = program.params(), random_arrays(program.input, seed)
-    spec = permutation_spec(program, params, x)
-    run = jax.jit(program)
-    with jax.default_matmul_precision("highest"):
-        expected = run(params, x)
-        for draw in range(3):
-            permuted = spec.apply(spec.random(jax.random.key(draw)), params)
-            assert_close(run(permuted, x), expected, HALF_THE_DIGITS)
 
 
 # What is between two dense layers, and freezes the hidden units.
@@ -261,4 +244,4 @@ def test_a_network_of_ones_own_is_aligned_and_combined():
     spec = permutation_spec(case.fn, a, case.input)
     b = spec.apply(spec.random(jax.random.key(1)), a)
     aligned = spec.apply(match_weights(spec, a, b).perms, b)
-    jax.tree.map(partial(assert_close, factor=1), combine(a, aligned, 0.5), a)
+    assert_close(combine(a, aligned, 0.5), a, roundings=1)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tolerance import assert_close
+from numerics import assert_close, assert_equal, inner_product, inner_product_scale
 from zoo import CASES, random_arrays, spec_of
 
 from mcomb import Blocks, PermutationSpec, Segments, check_spec, match_weights, permutation_spec
@@ -32,10 +32,6 @@ KEYS = st.integers(0, 2**31).map(jax.random.key)
 def leaves(seed: int = 0) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     return {name: rng.standard_normal(shape, np.float32) for name, shape in SHAPES.items()}
-
-
-def assert_equal(a, b):
-    jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
 @settings(deadline=None, max_examples=30)
@@ -156,7 +152,7 @@ def test_every_hidden_unit_of_every_network_moves_and_the_function_stays(network
     permuted = spec.apply(spec.random(jax.random.key(3)), params)
     apply = jax.jit(model.apply)
     before, after = (apply({"params": tree}, images) for tree in (params, permuted))
-    assert_close(after, before, 64)
+    assert_close(after, before, roundings=64)
     moved = named_leaves(jax.tree.map(lambda x, y: not np.array_equal(x, y), params, permuted))
     assert all(move for name, move in moved.items() if name != "logits/bias")
 
@@ -187,6 +183,14 @@ def test_the_check_tests_the_given_permutations_too():
     with pytest.raises(UserError, match="another function"):
         check_spec(mlp, MLP, wrong, x, perms={"P": np.arange(6)[::-1]}, draws=0)
     check_spec(mlp, MLP, wrong, x, perms=wrong.identity(), draws=0)
+
+
+@pytest.mark.parametrize("name", ["NNX", "Equinox", "decoder with tied embeddings"])
+def test_the_check_takes_the_trees_of_every_library(name):
+    with jax.numpy_rank_promotion("allow"):
+        case = CASES[name]()
+        spec = permutation_spec(case.fn, case.params, case.input)
+        check_spec(case.fn, random_arrays(case.params), spec, random_arrays(case.input))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
@@ -258,5 +262,4 @@ def test_matching_never_lowers_the_inner_product_and_reports_its_permutations_on
     matching = match_weights(ATTENTION, a, b)
     assert list(matching.trace) == sorted(matching.trace)
     moved = ATTENTION.apply(matching.perms, b)
-    products = np.concatenate([np.ravel(a[name].astype(np.float64) * moved[name]) for name in a])
-    assert_close(matching.objective, products.sum(), 4, scale=np.abs(products).sum())
+    assert_close(matching.objective, inner_product(a, moved), roundings=4, scale=inner_product_scale(a, moved))

@@ -61,12 +61,12 @@ def fit(
     step, if a loss is infinite or not a number.
     """
     mesh = device_mesh()
-    divided, everywhere = NamedSharding(mesh, PartitionSpec(None, AXIS)), NamedSharding(mesh, PartitionSpec())
+    by_row = NamedSharding(mesh, PartitionSpec(None, AXIS))
     # Copies, so that donating the state never eats the caller's arrays.
-    state = jax.jit(partial(jax.tree.map, jnp.copy), out_shardings=everywhere)(state)
+    state = jax.jit(partial(jax.tree.map, jnp.copy))(replicate(state))
     key = replicate(key)
     for rows, given in batches:
-        args = jax.device_put(rows, divided), replicate(given), key
+        args = jax.device_put(rows, by_row), replicate(given), key
         state, reports = _update(state, *args, loss=loss, optimizer=optimizer, mesh=mesh)
         # One call in flight: with several virtual CPU devices more can starve the all-reduce.
         losses, report = jax.device_get(reports)

@@ -1,0 +1,20 @@
+"""Fingerprints: short hashes by which networks, matchings and data are told apart."""
+
+import hashlib
+from typing import Any
+
+import jax
+import numpy as np
+
+from mcomb.base import named_leaves
+
+
+def fingerprint(tree: Any) -> str:
+    """A short hash of a tree's leaves: their names, shapes, dtypes and values."""
+    state = hashlib.blake2b(digest_size=8)
+    for name, leaf in named_leaves(tree).items():
+        is_key = jax.dtypes.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key)
+        array = np.ascontiguousarray(jax.random.key_data(leaf) if is_key else leaf)
+        state.update(f"{name}:{array.dtype.name}{np.shape(leaf)}".encode())
+        state.update(array.reshape(-1).view(np.uint8).data)
+    return state.hexdigest()

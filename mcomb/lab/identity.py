@@ -1,0 +1,58 @@
+"""The identity of a result: everything that it was made from. A kept result is used only if all of it is the same."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mcomb.devices import describe_devices
+from mcomb.lab import versions
+from mcomb.lab.config import CHECKPOINT_FLAGS, RECIPE_FLAGS, identity_flags, recipe_dict
+from mcomb.lab.results import Results
+from mcomb.lab.store import KeptMatching, Network, Store
+
+
+def result_identity(
+    experiment: str,
+    store: Store,
+    networks: Mapping[str, Network],
+    matchings: Mapping[str, KeptMatching],
+    parts: Mapping[str, Results],
+) -> Results:
+    """Everything that a result is made from: with the same identity it would come out the same."""
+    config, skipped = store.config, (*RECIPE_FLAGS, *CHECKPOINT_FLAGS)
+    chosen = {name: getattr(config, name) for name in identity_flags(config) if name not in skipped}
+    identity = {
+        "experiment": experiment,
+        "config": chosen | {"recipe": recipe_dict(config)},
+        "version": versions.MEASUREMENT,
+        "networks": {letter: network.fingerprint for letter, network in networks.items()},
+        "matchings": {name: kept.fingerprint for name, kept in matchings.items()},
+        "parts": {name: identity_hash(results) for name, results in parts.items()},
+    }
+    if networks:
+        # A combination's sums are grouped by device, and rounded accordingly.
+        identity |= {"data": store.data_fingerprint, "devices": describe_devices()}
+    return json.loads(json.dumps(identity, default=str))
+
+
+def identity_hash(results: Results) -> str:
+    """A short hash of what results were made from."""
+    names = ("experiment", "config", "version", "networks", "matchings", "parts", "data", "devices")
+    text = json.dumps({name: results.get(name) for name in names}, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def read_finished(folder: Path, identity: Mapping[str, Any], say: bool = True) -> Results | None:
+    """The results in a folder, if everything that made them is the same; if not, says what has changed."""
+    path = folder / "results.json"
+    if not path.is_file():
+        return None
+    results = json.loads(path.read_text())
+    changed = [name for name, value in identity.items() if results.get(name) != value]
+    if changed and say:
+        old = "version" not in results
+        why = "is from before results knew what made them" if old else f"was made from other {', '.join(changed)}"
+        print(f"{path} {why}: measuring anew", flush=True)
+    return None if changed else results

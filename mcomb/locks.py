@@ -1,0 +1,25 @@
+"""Locks between processes."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+
+@contextmanager
+def lock(path: Path, doing: str) -> Iterator[None]:
+    """Holds the lock file `path`; while another process holds it, says what that one is `doing` and waits.
+
+    The operating system frees the lock of a process that ends, however it ends.
+    """
+    file_lock = FileLock(path)
+    try:
+        file_lock.acquire(blocking=False)
+    except Timeout:
+        print(f"another process is {doing}: waiting for it to finish", flush=True)
+        file_lock.acquire()
+    try:
+        yield
+    finally:
+        file_lock.release()

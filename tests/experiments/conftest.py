@@ -1,0 +1,71 @@
+"""Experiments end to end, on the real digits with small networks."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+
+from mcomb.lab import cli
+from mcomb.lab.experiment import run
+from mcomb.lab.store import Store
+
+# As many images of both splits: one compilation serves both.
+SMALL = ["--setup", "mlp-digits", "--width", "2", "--epochs", "40", "--train-images", "397"]
+
+
+@pytest.fixture(scope="session")
+def out(tmp_path_factory):
+    """One root for all, so that networks, matchings and results are made once, by the worker that is first."""
+    own = tmp_path_factory.getbasetemp()
+    return str((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "runs")
+
+
+@pytest.fixture
+def config_of(out):
+    """The config of an experiment with the small networks and these flags."""
+
+    def of(module, *flags):
+        return cli.parse(module.EXPERIMENT.config, "", [*SMALL, *flags, "--out", out])
+
+    return of
+
+
+@pytest.fixture
+def results(config_of):
+    """Runs an experiment with flags and returns what it left on disk, with its verdict."""
+
+    def of(module, *flags):
+        config, name = config_of(module, *flags), module.EXPERIMENT.name
+        returned = run(module.EXPERIMENT, config)
+        folder = Store(config).folder(name)
+        assert (folder / f"{name}.png").stat().st_size > 5_000
+        assert (folder / f"{name}.pdf").read_bytes().startswith(b"%PDF")
+        assert returned["finding"]
+        stored = json.loads((folder / "results.json").read_text())
+        assert stored["command"].startswith(f"python -m experiments.{name} --setup mlp-digits --width 2")
+        return stored | {"agrees": returned["agrees"], "finding": returned["finding"]}
+
+    return of
+
+
+@pytest.fixture
+def curve():
+    """One curve of results as an array."""
+
+    def of(results, variant, metric="loss", split="test"):
+        return np.array(results["curves"][variant][split][metric])
+
+    return of
+
+
+@pytest.fixture
+def is_score():
+    """Whether combinations score what a network scores by itself, up to the rounding of a mean over 397 images."""
+
+    def of(values, network, metric, split="test"):
+        expected = network[split][metric]
+        slack = 397 * np.finfo(np.float32).eps * max(1.0, expected) if metric == "loss" else 0.0
+        return bool(np.all(np.abs(np.asarray(values) - expected) <= slack))
+
+    return of

@@ -1,0 +1,20 @@
+import numpy as np
+
+from experiments import functional
+
+
+def test_labels_are_counted_for_five_sweeps(results):
+    found = results(functional, "--points", "3", "--samples", "2")
+    assert list(found["sweeps"]) == ["bernoulli", "subcube", "hyperplane", "uniform", "linear"]
+    for sweep in found["sweeps"].values():
+        counts = np.array(sweep["counts"])
+        assert counts.shape[2:] == (4, 2)
+        assert (counts.sum((2, 3)) == 397).all()
+    ends = np.array(found["sweeps"]["linear"]["counts"])
+    a_only, b_only, both, neither = ends[0, 0].sum(1)
+    assert b_only == neither == 0
+    assert found["differing"] == a_only > 0
+    assert found["images"] == 397
+    assert ends[2, 0].sum(1).tolist() == [0, a_only, both, 0]
+    assert found["parts"].keys() == found["sweeps"].keys()
+    assert f"{a_only} of 397 test images" in found["finding"]

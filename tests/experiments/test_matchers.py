@@ -1,0 +1,68 @@
+import pytest
+
+from experiments import linear, matchers, uniform
+from mcomb.lab import store as stores
+from mcomb.lab.store import Store
+
+FLAGS = ("--points", "3", "--samples", "2")
+NAMES = ["naive", "weights", "weights best of 2", "activations", "ste"]
+
+
+@pytest.fixture
+def found(results):
+    return results(matchers, *FLAGS, "--orders", "2")
+
+
+def test_matchers_are_compared_by_the_networks_that_each_would_give_a_sweep(found, results):
+    assert list(found["reached"]) == NAMES
+    assert found["matchings"].keys() == {f"B to A, {name}" for name in NAMES[1:]}
+    assert list(found["barriers"]) == [f"{sweep}, {name}" for sweep in ("linear", "uniform") for name in NAMES]
+    for matcher in ("weights", "ste"):
+        line = results(linear, *FLAGS[:2], "--matcher", matcher)
+        cube = results(uniform, *FLAGS, "--matcher", matcher)
+        assert found["barriers"][f"linear, {matcher}"] == line["barriers"]["aligned"]
+        assert found["barriers"][f"uniform, {matcher}"] == cube["barriers"]["aligned"]
+        assert found["barriers"]["uniform, naive"] == cube["barriers"]["naive"]
+        assert found["matchings"][f"B to A, {matcher}"] == line["matchings"]["B to A"]
+        assert ("matched by ste" in line["title"]) == (matcher == "ste")
+
+
+def test_every_matcher_beats_none_and_the_best_of_several_orders_is_the_best(found):
+    reached = {name: it["objective"] for name, it in found["reached"].items()}
+    assert max(found["tried"]) == reached["weights best of 2"] >= reached["weights"]
+    assert reached["weights"] == found["tried"][0]
+    assert all(reached[name] > reached["naive"] for name in NAMES[1:])
+    assert all((it["seconds"] > 0) == (name != "naive") for name, it in found["reached"].items())
+
+
+def test_a_matching_is_kept_for_each_matcher_with_the_time_it_took(found, results, config_of, monkeypatch):
+    kept = {path.name for path in Store(config_of(linear)).home.glob("matchings/*")}
+    pair = "seed-1,epochs=40-to-seed-0,epochs=40"
+    ways = ("", ",orders=2", ",matcher=activations", ",matcher=ste")
+    assert {f"{pair}{way}.npz" for way in ways} <= kept
+    for name in ("match", "match_weights"):
+        monkeypatch.setattr(stores, name, lambda *args, **options: pytest.fail("matched again"))
+    again = results(matchers, *FLAGS, "--orders", "2", "--train-images", "50")  # what is evaluated changes no matching
+    assert again["barriers"] != found["barriers"]
+    assert again["reached"] == found["reached"]
+    assert again["matchings"] == found["matchings"]
+
+
+def test_a_finding_has_the_barriers_of_every_matcher_and_the_spread_of_orders():
+    values = {"naive": 0.6, "weights": 0.02, "activations": 0.03, "ste": 0.05}
+    barriers = {
+        f"{sweep}, {name}": {"test": {"loss": value, "accuracy": value}}
+        for sweep in ("linear", "uniform")
+        for name, value in values.items()
+    }
+    agrees, finding = matchers.EXPERIMENT.judge({"barriers": barriers, "tried": [99.0, 100.0]})
+    assert agrees
+    assert finding.count("naive 0.600 / 60.0%, weights 0.020 / 2.0%, activations 0.030 / 3.0%, ste 0.050 / 5.0%") == 2
+    assert "1.00% above the worst" in finding
+
+
+def test_the_table_has_what_each_matcher_reaches_and_takes(found):
+    *_, head, naive, _, _, _, ste = matchers.tables(found).splitlines()
+    assert head.split() == ["inner", "product", "seconds"]
+    assert naive.split() == ["naive", f"{found['reached']['naive']['objective']:.2f}", "0.0"]
+    assert ste.split()[0] == "ste"

@@ -1,0 +1,90 @@
+"""The sweeps from A to B: what they draw, where they begin and end, and what they say."""
+
+import numpy as np
+import pytest
+
+from experiments import bernoulli, centered, hyperplane, linear, minmax, stitching, subcube, uniform
+from mcomb.lab.results import METRICS
+
+FEW = ("--points", "3", "--samples", "2")
+
+
+@pytest.mark.parametrize("module", [subcube, hyperplane, bernoulli])
+def test_sampled_sweeps_run_from_a_to_b(module, results, curve, is_score):
+    found = results(module, *FEW)
+    for variant in ("naive", "aligned"):
+        for metric in METRICS:
+            values = curve(found, variant, metric)
+            assert values.shape == (3, 2)
+            for end, letter in ((0, "A"), (2, "B")):
+                assert is_score(values[end], found["models"][letter], metric)
+    assert curve(found, "naive")[1, 0] != curve(found, "naive")[1, 1]
+    assert found["barriers"]["aligned"]["test"]["loss"] < found["barriers"]["naive"]["test"]["loss"]
+
+
+def test_the_line_may_go_beyond_its_ends(results, curve, is_score):
+    inside = results(linear, *FEW[:2])
+    beyond = results(linear, "--points", "13", "--range", "-1", "2")
+    assert inside["parameter"]["values"] == [0, 0.5, 1]
+    assert beyond["parameter"]["values"] == np.linspace(-1, 2, 13).tolist()
+    for variant in ("naive", "aligned"):
+        for at, same in ((4, 0), (6, 1), (8, 2)):
+            network = {"test": {"loss": curve(inside, variant)[same, 0]}}
+            assert is_score(curve(beyond, variant)[at], network, "loss")
+    assert curve(beyond, "naive")[0, 0] > curve(beyond, "naive")[4, 0]
+    assert "Up to 0.25 beyond the ends" in beyond["finding"]
+
+
+def test_a_barrier_counts_no_point_beyond_the_ends(results, curve):
+    beyond = results(linear, "--points", "13", "--range", "-1", "2")
+    for variant in ("naive", "aligned"):
+        loss = curve(beyond, variant)[:, 0]
+        mean = np.mean([beyond["models"][letter]["test"]["loss"] for letter in "AB"])
+        assert beyond["barriers"][variant]["test"]["loss"] == pytest.approx(loss[4:9].max() - mean)
+        assert loss.max() > loss[4:9].max()
+
+
+def test_a_line_with_no_point_just_beyond_its_ends_cannot_tell(results):
+    beyond = results(linear, "--points", "4", "--range", "-1", "2")
+    assert beyond["parameter"]["values"] == [-1, 0, 1, 2]
+    assert beyond["agrees"] is None
+    assert "Give more --points" in beyond["finding"]
+
+
+def test_stitching_goes_layer_by_layer_from_a_to_b(results, curve, is_score):
+    found = results(stitching)
+    assert found["parameter"]["values"] == [0, 1, 2, 3, 4]
+    for end, letter in ((0, "A"), (4, "B")):
+        assert is_score(curve(found, "aligned")[end], found["models"][letter], "loss")
+    assert found["barriers"]["aligned"]["test"]["accuracy"] < found["barriers"]["naive"]["test"]["accuracy"]
+
+
+def test_the_box_around_a_starts_at_a(results, curve, is_score):
+    found = results(centered, *FEW)
+    assert is_score(curve(found, "aligned")[0], found["models"]["A"], "loss")
+    assert curve(found, "naive")[2].mean() > curve(found, "aligned")[2].mean()
+
+
+def test_min_is_worse_than_max(results, curve):
+    found = results(minmax, *FEW[:2])
+    accuracy = curve(found, "aligned", "accuracy")[:, 0]
+    assert accuracy[0] > accuracy[-1]
+    assert f"{accuracy[-1]:.1%}" in found["finding"]
+
+
+@pytest.mark.parametrize("module", [uniform, subcube, hyperplane, bernoulli, stitching, linear])
+def test_a_finding_has_the_barriers_of_both_curves(module):
+    level = {split: {"loss": 0.1, "accuracy": 0.95} for split in ("train", "test")}
+    barriers = {"naive": {"loss": 1.5, "accuracy": 0.6}, "aligned": {"loss": 0.033, "accuracy": 0.02}}
+    made_up = {
+        "config": {"setup": "mlp-digits", "width": 32},
+        "ends": ["A", "B"],
+        "models": {"A": level, "B": level},
+        "guessing": {split: {"loss": 2.3, "accuracy": 0.1, "images": 10_000} for split in ("train", "test")},
+        "barriers": {name: {"test": barrier} for name, barrier in barriers.items()},
+        "parameter": {"values": [0, 0.5, 1]},
+    }
+    agrees, finding = module.EXPERIMENT.judge(made_up)
+    assert agrees
+    for number in ("0.033", "2.0%", "1.500", "60.0%"):
+        assert number in finding

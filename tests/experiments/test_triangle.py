@@ -1,0 +1,70 @@
+import numpy as np
+import pytest
+
+from experiments import triangle
+from mcomb.lab.results import METRICS
+
+
+def test_the_triangle_has_the_networks_at_its_corners(results, is_score):
+    found = results(triangle, "--grid", "4")
+    shares = np.array(found["shares"])
+    assert len(shares) == 15
+    for corner, letter in (([0, 0], "A"), ([1, 0], "B"), ([0, 1], "C")):
+        (i,) = np.flatnonzero((shares == corner).all(1))
+        for metric in METRICS:
+            assert is_score(found["points"]["test"][metric][i], found["models"][letter], metric)
+    accuracy, loss = (np.array(found["points"]["test"][metric]) for metric in ("accuracy", "loss"))
+    best = found["best"]["index"]
+    assert accuracy[best] == accuracy.max()
+    assert loss[best] == loss[accuracy == accuracy.max()].min()
+    assert found["best"]["shares"] == found["shares"][best]
+    assert found["best"]["place"] == triangle.locate(found["shares"][best])
+    assert found["best"]["place"] in found["finding"]
+
+
+def test_the_triangle_can_be_left(results):
+    found = results(triangle, "--grid", "2", "--beyond", "0.5")
+    shares = np.array(found["shares"])
+    assert shares.min() == -0.5
+    assert (1 - shares.sum(1)).min() == -0.5
+    assert len(shares) == 21  # a triangle of 5 steps
+
+
+def test_several_triangles_say_where_the_best_of_each_lies(results, monkeypatch):
+    parts = triangle.other_triples(triangle.TriangleConfig(seed=4, triples=3, grid=7))
+    assert list(parts) == ["seed 5", "seed 6"]
+    assert {(config.seed, config.triples, config.grid) for _, config in parts.values()} == {(5, 1, 7), (6, 1, 7)}
+    found = results(triangle, "--grid", "4")
+    many = found | {
+        "config": found["config"] | {"triples": 3},
+        "places": {"on an edge": 2, "in the interior": 1},
+    }
+    said = triangle.judge(many).finding
+    assert said.endswith("Of 3 triangles, the best network of 1 in the interior, 2 on an edge.")
+    assert "triangles" not in triangle.judge(found).finding
+
+
+@pytest.mark.parametrize(
+    ("shares", "place"),
+    [
+        ([0.0, 0.0], "at a corner"),
+        ([0.0, 1.0], "at a corner"),
+        ([0.5, 0.5], "on an edge"),
+        ([0.0, 0.3], "on an edge"),
+        ([0.2, 0.3], "in the interior"),
+        ([-0.1, 0.3], "outside the triangle"),
+        ([0.9, 0.3], "outside the triangle"),
+    ],
+)
+def test_places_on_the_triangle_are_named(shares, place):
+    assert triangle.locate(shares) == place
+
+
+@pytest.mark.parametrize("steps", [3, 7, 20])
+def test_every_point_of_the_grid_is_where_it_is_said_to_be(steps):
+    """Shares are float32: those of an edge do not add up to one exactly."""
+    places = [triangle.locate(shares) for shares in triangle.grid(steps, 0.0).tolist()]
+    assert places.count("at a corner") == 3
+    assert places.count("on an edge") == 3 * (steps - 1)
+    assert places.count("in the interior") == (steps - 1) * (steps - 2) // 2
+    assert "outside the triangle" not in places

@@ -1,0 +1,145 @@
+"""A typed dataclass is the whole command line."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import pytest
+
+from mcomb.base import Diverged, UserError
+from mcomb.lab import cli
+from mcomb.lab.cli import Flag
+
+
+@dataclass(frozen=True)
+class Example:
+    """One flag of every kind."""
+
+    kind: Annotated[str, Flag("which one", choices=("this", "that"))] = "this"
+    count: Annotated[int, Flag("how many", at_least=1)] = 3
+    rate: Annotated[float | None, Flag("how fast [setup]", at_least=0)] = None
+    most_of: Annotated[int | None, Flag("at most (default: all)", at_least=1)] = None
+    where: Annotated[Path, Flag("the place", identity=False)] = Path("here")
+    interval: Annotated[tuple[float, float], Flag("from and to")] = (0.0, 1.0)
+    sizes: Annotated[tuple[int, ...], Flag("any number of them", at_least=1)] = (1, 2, 4)
+    loud: Annotated[bool, Flag("say more")] = False
+
+
+def parse(*words):
+    return cli.parse(Example, "An example.", list(words), "The end.")
+
+
+def test_without_flags_every_field_has_its_default():
+    assert parse() == Example()
+
+
+@pytest.mark.parametrize(
+    ("words", "changes"),
+    [
+        ("--kind that", {"kind": "that"}),
+        ("--count 5", {"count": 5}),
+        ("--rate 0.5", {"rate": 0.5}),
+        ("--rate 0", {"rate": 0.0}),
+        ("--most-of 7", {"most_of": 7}),
+        ("--where there/now", {"where": Path("there/now")}),
+        ("--interval -1 2.5", {"interval": (-1.0, 2.5)}),
+        ("--sizes 8", {"sizes": (8,)}),
+        ("--sizes 8 4 2", {"sizes": (8, 4, 2)}),
+        ("--loud", {"loud": True}),
+        ("--count 5 --loud --count 6", {"count": 6, "loud": True}),
+    ],
+)
+def test_a_flag_sets_its_field_in_the_fields_own_type(words, changes):
+    found = parse(*words.split())
+    assert found == Example(**changes)
+    for name in changes:
+        assert type(getattr(found, name)) is type(getattr(Example(**changes), name))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--kind other", ["--kind", "'other'", "'this', 'that'"]),
+        ("--count 0", ["--count", "0 is less than 1"]),
+        ("--count many", ["--count", "whole number", "'many'"]),
+        ("--count 2.5", ["--count", "whole number", "'2.5'"]),
+        ("--rate fast", ["--rate", "number", "'fast'"]),
+        ("--rate -0.5", ["--rate", "-0.5 is less than 0"]),
+        ("--rate nan", ["--rate", "nan is less than 0"]),
+        ("--sizes 2 0", ["--sizes", "0 is less than 1"]),
+        ("--sizes", ["--sizes", "at least one argument"]),
+        ("--interval 1", ["--interval", "2 arguments"]),
+        ("--cuont 1", ["--cuont"]),
+        ("--coun 1", ["--coun"]),  # no abbreviations: they would change their meaning with every new flag
+        ("--loud yes", ["yes"]),
+    ],
+)
+def test_a_wrong_flag_is_one_sentence_that_names_it_and_the_help(words, told):
+    with pytest.raises(UserError) as caught:
+        parse(*words.split())
+    text = str(caught.value)
+    assert "\n" not in text
+    assert text.endswith(": see --help")
+    for word in told:
+        assert word in text
+
+
+def test_help_has_a_line_for_every_flag_with_its_default(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        parse("--help")
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    lines = " ".join(text.split())
+    assert "An example." in text
+    assert text.rstrip().endswith("The end.")
+    for said in (
+        "--kind {this,that} which one (default: this)",
+        "--count N how many (default: 3)",
+        "--rate X how fast (default: the setup's)",
+        "--most-of N at most (default: all)",
+        "--where PATH the place (default: here)",
+        "--interval X X from and to (default: 0 1)",
+        "--sizes N [N ...] any number of them (default: 1 2 4)",
+        "--loud say more",
+    ):
+        assert said in lines
+
+
+def test_every_field_is_a_flag_with_what_its_annotation_says():
+    found = cli.flags(Example)
+    assert list(found) == [field.name for field in dataclasses.fields(Example)]
+    assert found["count"] == Flag("how many", at_least=1)
+    assert [name for name, flag in found.items() if not flag.identity] == ["where"]
+
+
+def stopping(error):
+    def main():
+        raise error
+
+    return main
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (UserError("no such file: give another"), 2, "error: no such file: give another\n"),
+        (Diverged("the loss is not a number"), 1, "error: the loss is not a number\n"),
+        (KeyboardInterrupt(), 130, "error: interrupted: the same command goes on from here\n"),
+    ],
+)
+def test_what_a_person_can_mend_is_one_line_and_an_exit_code(error, code, said, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.run(stopping(error))
+    assert stopped.value.code == code
+    assert capsys.readouterr() == ("", said)
+
+
+def test_a_bug_keeps_its_traceback():
+    with pytest.raises(ZeroDivisionError):
+        cli.run(stopping(ZeroDivisionError()))
+
+
+def test_a_program_that_ends_well_is_left_alone(capsys):
+    cli.run(lambda: print("done"))
+    assert capsys.readouterr() == ("done\n", "")

@@ -1,0 +1,112 @@
+import dataclasses
+import shlex
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experiments import linear, matchers, triangle, width
+from mcomb.base import UserError
+from mcomb.lab import cli
+from mcomb.lab.config import (
+    Config,
+    SweepConfig,
+    command,
+    convert_config,
+    identity_flags,
+    recipe,
+    recipe_dict,
+)
+from mcomb.lab.setups import SETUPS
+
+CONFIGS = [SweepConfig]
+CONFIGS += [module.EXPERIMENT.config for module in (linear, matchers, triangle, width)]
+
+
+def parsed(kind, line):
+    words = shlex.split(line)
+    assert words[:3] == ["python", "-m", "experiments.name"]
+    return cli.parse(kind, "", words[3:])
+
+
+def test_the_command_of_a_config_says_only_what_is_not_the_default():
+    words = "--setup mlp-digits --width 3 --matcher ste --learning-rate 0.05 --points 5 --range -1.0 2.0"
+    config = cli.parse(linear.LinearConfig, "", words.split())
+    assert config.learning_rate == 0.05
+    assert command("linear", config) == f"python -m experiments.linear {words}"
+    assert command("linear", linear.LinearConfig()) == "python -m experiments.linear"
+    assert command("linear", dataclasses.replace(linear.LinearConfig(), repair=True)).endswith("linear --repair")
+
+
+VALUES = {
+    "setup": st.sampled_from(list(SETUPS)),
+    "matcher": st.sampled_from(["weights", "activations", "ste"]),
+    "train_images": st.none() | st.integers(1, 10**6),
+    "seed": st.integers(0, 10**9),
+    "seed_b": st.none() | st.integers(0, 10**9),
+    "checkpoint_a": st.none() | st.sampled_from([Path("a b/c"), Path("it's/x,y=1"), Path("ü")]),
+    "epochs": st.none() | st.integers(0, 1000),
+    "learning_rate": st.none() | st.floats(0, 1e3),
+    "weight_decay": st.none() | st.floats(0, 1e3),
+    "out": st.sampled_from([Path("runs"), Path("/tmp/my runs")]),
+    "repair": st.booleans(),
+    "points": st.integers(2, 99),
+    "samples": st.integers(1, 99),
+    "widths": st.lists(st.integers(1, 64), min_size=1).map(tuple),
+    "beyond": st.floats(0, 10),
+    "range": st.tuples(st.integers(-99, 0).map(lambda k: k / 8), st.floats(1, 10)),
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@settings(deadline=None, max_examples=25)
+@given(data=st.data())
+def test_the_command_gives_the_config_back(kind, data):
+    names = sorted(VALUES.keys() & {field.name for field in dataclasses.fields(kind)})
+    config = kind(**{name: data.draw(VALUES[name], label=name) for name in names})
+    assert parsed(kind, command("name", config)) == config
+
+
+def test_a_config_of_another_experiment_keeps_the_flags_that_both_have():
+    config = width.WidthConfig(setup="mlp-digits", width=3, points=7, samples=2, widths=(1, 2), out=Path("x"))
+    line = convert_config(config, linear.LinearConfig, range=(-1.0, 2.0))
+    assert line == linear.LinearConfig(setup="mlp-digits", width=3, points=7, out=Path("x"), range=(-1.0, 2.0))
+    assert convert_config(line, SweepConfig, width=5).width == 5
+
+
+def test_a_comparison_of_matchers_has_no_flag_for_one():
+    with pytest.raises(UserError, match="--matcher"):
+        cli.parse(matchers.EXPERIMENT.config, "", ["--matcher", "ste"])
+    assert "matcher" not in identity_flags(matchers.MatchersConfig())
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_only_flags_that_cannot_change_a_result_are_left_out_of_its_identity(kind):
+    left_out = {field.name for field in dataclasses.fields(kind)} - set(identity_flags(kind()))
+    assert left_out == {"checkpoint_every", "data_dir", "out", "steps_per_call", "vmap_size"}
+
+
+def test_the_recipe_is_the_setups_but_for_what_flags_change():
+    usual = SETUPS["mlp-digits"].recipe
+    assert recipe(Config(setup="mlp-digits")) == usual
+    changed = recipe(Config(setup="mlp-digits", epochs=0, learning_rate=0.0, checkpoint_every=3))
+    assert changed == dataclasses.replace(usual, epochs=0, learning_rate=0.0, checkpoint_every=3)
+
+
+def test_how_often_a_training_is_saved_changes_no_network():
+    often, seldom = (recipe_dict(Config(setup="mlp-digits", checkpoint_every=epochs)) for epochs in (1, 50))
+    assert often == seldom
+    assert often != recipe_dict(Config(setup="mlp-digits", epochs=3))
+    assert often.keys() | {"checkpoint_every"} == {field.name for field in dataclasses.fields(recipe(Config()))}
+
+
+@pytest.mark.parametrize("ends", ["0.25 1", "0 0.5", "0.25 0.5", "nan 1", "0 nan"])
+def test_a_line_must_have_its_ends(ends):
+    with pytest.raises(UserError, match=rf"--range {ends} leaves out a part of \[0, 1\]"):
+        cli.parse(linear.LinearConfig, "", ["--range", *ends.split()])
+
+
+def test_a_number_may_be_negative_and_tiny():
+    config = linear.LinearConfig(range=(-1e-05, 1.0))
+    assert parsed(linear.LinearConfig, command("name", config)) == config

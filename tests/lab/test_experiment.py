@@ -1,0 +1,168 @@
+"""What every experiment does alike, on one that needs no network."""
+
+import dataclasses
+import json
+
+import pytest
+
+from mcomb.lab import experiment
+from mcomb.lab.config import Config
+from mcomb.lab.experiment import Experiment, Paper, read_results, run, setups_help
+from mcomb.lab.identity import identity_hash
+from mcomb.lab.setups import SETUPS
+from mcomb.lab.store import Store
+from mcomb.lab.verdicts import Verdict
+
+
+@pytest.fixture
+def calls():
+    return []
+
+
+@pytest.fixture
+def example(calls):
+    def measure(this):
+        calls.append("measure")
+        return {"answer": 40 + len(this.parts), "of": sorted(this.parts)}
+
+    def draw(results, folder):
+        calls.append("draw")
+        for kind in ("png", "pdf"):
+            (folder / f"{results['experiment']}.{kind}").write_text(str(results["answer"]))
+
+    return Experiment(
+        name="example",
+        title="an example",
+        claim="The answer is 40.",
+        alt="A number.",
+        networks="",
+        measure=measure,
+        draw=draw,
+        judge=lambda results: Verdict(results["answer"] == 40, f"It is {results['answer']}."),
+        paper={"mlp-digits": Paper(loss=0.5, accuracy=0.25)},
+    )
+
+
+@pytest.fixture
+def config(tmp_path):
+    return Config(setup="mlp-digits", width=2, seed=3, out=tmp_path / "runs")
+
+
+def test_results_are_measured_drawn_kept_and_judged(example, config, calls, capsys):
+    results = run(example, config)
+    folder = Store(config).folder("example")
+    assert calls == ["measure", "draw"]
+    assert {path.name for path in folder.iterdir()} - {".lock"} == {
+        *("results.json", "samples.jsonl", "example.png", "example.pdf")
+    }
+    stored = json.loads((folder / "results.json").read_text())
+    assert results == stored | {
+        "claim": "The answer is 40.",
+        "alt": "A number.",
+        "agrees": True,
+        "finding": "It is 40.",
+    }
+    assert stored["title"] == "MLP on digits: an example"
+    assert (
+        stored["command"] == f"python -m experiments.example --setup mlp-digits --width 2 --seed 3 --out {config.out}"
+    )
+    assert stored["paper"] == {"loss": 0.5, "accuracy": 0.25, "width": 32}
+    assert stored["config"]["recipe"]["epochs"] == SETUPS["mlp-digits"].recipe.epochs
+    said = capsys.readouterr().out
+    assert said.splitlines() == [f"results go to {folder}", "MLP on digits: an example", "It is 40."]
+
+
+def test_a_second_run_measures_and_draws_nothing(example, config, calls):
+    first, second = (run(example, config) for _ in range(2))
+    assert calls == ["measure", "draw"]
+    assert first == second == read_results(example, config)
+
+
+@pytest.mark.parametrize("kind", ["png", "pdf"])
+@pytest.mark.parametrize("again", [run, read_results])
+def test_a_figure_that_is_missing_is_drawn_again_from_the_results(example, config, calls, kind, again):
+    run(example, config)
+    path = Store(config).folder("example") / f"example.{kind}"
+    path.unlink()
+    again(example, config)
+    assert calls == ["measure", "draw", "draw"]
+    assert path.read_text() == "40"
+
+
+def test_a_verdict_is_given_anew_on_old_results(example, config, calls):
+    run(example, config)
+    stricter = dataclasses.replace(example, judge=lambda results: Verdict(False, "No."), claim="It is 41.")
+    assert {name: run(stricter, config)[name] for name in ("agrees", "finding", "claim")} == {
+        "agrees": False,
+        "finding": "No.",
+        "claim": "It is 41.",
+    }
+    assert calls == ["measure", "draw"]
+
+
+def test_reading_results_makes_nothing(example, config, calls):
+    assert read_results(example, config) is None
+    with_networks = dataclasses.replace(example, networks="AB")
+    assert read_results(with_networks, config) is None
+    assert not config.out.exists()
+    assert not calls
+
+
+def test_results_that_were_never_finished_are_not_read(example, config, calls):
+    def stopped(this):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(dataclasses.replace(example, measure=stopped), config)
+    assert read_results(example, config) is None
+    assert run(example, config)["answer"] == 40
+
+
+def test_a_figure_that_cannot_be_drawn_leaves_no_results(example, config, calls):
+    """Results that are there have their figure."""
+
+    def fail(results, folder):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run(dataclasses.replace(example, draw=fail), config)
+    assert not list(config.out.rglob("results.json"))
+
+
+def test_what_an_experiment_is_built_on_is_run_before_it_and_only_once(example, config, calls):
+    part = dataclasses.replace(example, name="part")
+    whole = dataclasses.replace(
+        example, parts=lambda config: {f"seed {n}": (part, dataclasses.replace(config, seed=n)) for n in (1, 2)}
+    )
+    assert read_results(whole, config) is None
+    results = run(whole, config)
+    assert results["of"] == ["seed 1", "seed 2"]
+    assert results["answer"] == 42
+    assert calls == ["measure", "draw"] * 3
+    assert results["parts"] == {
+        f"seed {n}": identity_hash(run(part, dataclasses.replace(config, seed=n))) for n in (1, 2)
+    }
+    assert read_results(whole, config) == results == run(whole, config)
+    assert calls == ["measure", "draw"] * 3
+
+
+def test_results_of_networks_that_cannot_tell_get_no_verdict(example, config, monkeypatch):
+    monkeypatch.setattr(experiment, "why_no_verdict", lambda results: "No verdict: something is wrong.")
+    results = run(example, config)
+    assert results["agrees"] is None
+    assert results["finding"] == "No verdict: something is wrong."
+
+
+def test_results_are_told_apart_by_everything_that_made_them(example, config):
+    results = run(example, config)
+    names = ("experiment", "config", "version", "networks", "matchings", "parts", "data", "devices")
+    hashes = {identity_hash(results)} | {identity_hash(results | {name: "another"}) for name in names}
+    assert len(hashes) == 1 + len(names)
+    assert identity_hash(results | {"seconds": 1e9, "answer": 0}) == identity_hash(results)
+
+
+def test_help_ends_with_the_recipe_of_every_setup():
+    lines = setups_help().splitlines()
+    assert lines[0] == "setups:"
+    assert [line.split()[0] for line in lines[1:]] == list(SETUPS)
+    assert "  resnet20-cifar10  250 epochs, batch 100, learning rate 0.1, weight decay 0.0001" in lines

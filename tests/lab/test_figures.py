@@ -1,0 +1,75 @@
+import struct
+
+import matplotlib
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from mcomb.lab.figures import STYLE, save, sweep, wrap
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_figures():
+    """Here figures are drawn as they are."""
+
+
+def results(samples=2):
+    level = {split: {"loss": 0.1, "accuracy": 0.9} for split in ("train", "test")}
+    rng = np.random.default_rng(0)
+    curve = {split: {m: rng.random((3, samples)).tolist() for m in ("loss", "accuracy")} for split in level}
+    return {
+        "experiment": "uniform",
+        "title": "A title",
+        "ends": ["B", "C"],
+        "models": {"A": level, "B": level, "C": level},
+        "parameter": {"values": [0.0, 0.25, 0.5], "label": "s: " + "long " * 30},
+        "curves": {"naive": curve, "aligned": curve, "through A": curve, "direct": curve},
+    }
+
+
+def test_a_sweep_is_a_png_and_a_pdf_of_the_same_bytes_every_time(tmp_path):
+    folders = [tmp_path / name for name in ("first", "again")]
+    for folder in folders:
+        folder.mkdir()
+        sweep(results(), folder)
+        assert sorted(path.name for path in folder.iterdir()) == ["uniform.pdf", "uniform.png"]
+    for kind, magic in (("png", b"\x89PNG"), ("pdf", b"%PDF")):
+        first, again = ((folder / f"uniform.{kind}").read_bytes() for folder in folders)
+        assert first == again
+        assert first.startswith(magic)
+    width, height = struct.unpack(">II", (folders[0] / "uniform.png").read_bytes()[16:24])
+    assert (width, height) == (5.6 * 250, 4.3 * 250)
+
+
+def test_drawing_changes_no_setting_of_the_caller(tmp_path):
+    before = dict(matplotlib.rcParams)
+    sweep(results(samples=1), tmp_path)
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_a_figure_that_cannot_be_drawn_leaves_the_one_before(tmp_path, monkeypatch):
+    sweep(results(), tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def fail(self, path, **options):
+        path.write_bytes(b"half")
+        raise OSError
+
+    monkeypatch.setattr(Figure, "savefig", fail)
+    with pytest.raises(OSError):  # noqa: PT011
+        sweep(results(), tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_pdfs_have_their_letters_as_text(tmp_path):
+    with matplotlib.rc_context(STYLE):
+        figure = Figure()
+        figure.suptitle("Θ and λ")
+        save(figure, tmp_path, "x")
+    assert b"/Type /Font" in (tmp_path / "x.pdf").read_bytes()
+    assert b"/Type3" not in (tmp_path / "x.pdf").read_bytes()
+
+
+def test_words_are_wrapped_into_lines():
+    assert wrap("one two three", 8) == "one two\nthree"
+    assert wrap("short", 8) == "short"

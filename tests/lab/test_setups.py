@@ -1,0 +1,97 @@
+"""A setup knows all that it needs before its dataset is loaded, and takes any dataset."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from mcomb import check_spec, match_weights, score
+from mcomb.lab.data import CIFAR10, DIGITS, Dataset, Split, Splits
+from mcomb.lab.models import MLP, ResNet20, Tiny10
+from mcomb.lab.setups import SETUPS
+from mcomb.lab.training import initial_state, train
+
+
+@pytest.fixture(params=SETUPS)
+def unloaded(request):
+    """Each setup with a dataset that must not be loaded."""
+    setup = SETUPS[request.param]
+
+    def load(path):
+        pytest.fail("the dataset was loaded")
+
+    return dataclasses.replace(setup, dataset=dataclasses.replace(setup.dataset, load=load))
+
+
+def test_nothing_of_a_setup_loads_its_dataset(unloaded):
+    shapes, params = unloaded.shapes(1), unloaded.init(1, seed=0)
+    assert jax.tree.map(lambda x, y: x.shape == y.shape and x.dtype == y.dtype, shapes, params)
+    assert jax.tree.structure(shapes) == jax.tree.structure(params)
+    spec = unloaded.spec(1)
+    assert set(spec.axes) == {"/".join(key.key for key in path) for path, _ in jax.tree.leaves_with_path(params)}
+    assert spec.sizes
+    images = np.zeros((2, *unloaded.dataset.image), np.uint8)
+    assert jax.eval_shape(unloaded.apply(1), params, images).shape == (2, 10)
+
+
+def test_networks_differ_by_seed_and_are_the_same_for_the_same():
+    first, again, other = (SETUPS["mlp-digits"].init(1, seed)["logits"]["kernel"] for seed in (0, 0, 1))
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).any()
+
+
+def test_every_setup_is_of_the_model_and_the_data_in_its_name():
+    datasets = {"cifar10": CIFAR10, "digits": DIGITS}
+    models = {"resnet20": ResNet20, "tiny10": Tiny10, "mlp": MLP}
+    for name, setup in SETUPS.items():
+        model, dataset = name.split("-")
+        assert (setup.model, setup.dataset) == (models[model], datasets[dataset])
+
+
+def below_seven(split):
+    kept = split.labels < 7
+    return Split(split.images[kept], split.labels[kept])
+
+
+def test_a_dataset_of_seven_classes_is_trained_matched_and_scored(digits):
+    dataset = Dataset(
+        name="seven digits",
+        classes=7,
+        image=DIGITS.image,
+        mean=DIGITS.mean,
+        std=DIGITS.std,
+        load=lambda path: Splits(*map(below_seven, digits)),
+    )
+    recipe = dataclasses.replace(SETUPS["mlp-digits"].recipe, epochs=10)
+    setup = dataclasses.replace(SETUPS["mlp-digits"], title="seven", dataset=dataset, recipe=recipe)
+    data, apply, spec = setup.dataset.load(None), setup.apply(1), setup.spec(1)
+    networks = []
+    for seed in (0, 1):
+        start = initial_state(setup.init(1, seed), recipe, len(data.train.labels))
+        for _, state, _ in train(apply, start, data.train, recipe, seed):
+            last = jax.device_get(state.params)
+        networks.append(last)
+        assert score(apply, last, *data.test).accuracy > 0.8
+    a, b = networks
+    assert a["logits"]["bias"].shape == (7,)
+    perms = match_weights(spec, a, b).perms
+    assert any((perm != np.arange(len(perm))).any() for perm in perms.values())
+    check_spec(apply, b, spec, data.test.images[:50], perms=perms)
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_every_model_takes_seven_classes(name):
+    setup = SETUPS[name]
+    seven = dataclasses.replace(setup, dataset=dataclasses.replace(setup.dataset, classes=7))
+    images = np.zeros((2, *setup.dataset.image), np.uint8)
+    assert jax.eval_shape(seven.apply(1), seven.shapes(1), images).shape == (2, 7)
+    assert seven.spec(1).sizes == setup.spec(1).sizes
+    assert seven.shapes(1)["logits"]["bias"].shape == (7,)
+
+
+def test_a_setup_gives_one_function_for_each_width():
+    setup = SETUPS["mlp-digits"]
+    assert setup.apply(2) is setup.apply(2)
+    assert setup.spec(2) is setup.spec(2)
+    assert setup.module(2) == MLP(2, 10)

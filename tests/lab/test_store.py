@@ -1,0 +1,275 @@
+"""What is kept on disk: networks and matchings, each made once, and only what is whole is used."""
+
+import dataclasses
+import io
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numerics import assert_equal
+
+from experiments.linear import LinearConfig
+from experiments.width import WidthConfig
+from mcomb import write_checkpoint
+from mcomb.base import Diverged, UserError
+from mcomb.fingerprints import fingerprint
+from mcomb.lab import store as stores
+from mcomb.lab import training
+from mcomb.lab.config import Config, SweepConfig
+from mcomb.lab.setups import SETUPS
+from mcomb.lab.store import NotKeptError, Store
+from mcomb.matching.core import Matching
+
+CONFIG = Config(setup="mlp-digits", width=1, epochs=4)
+RECIPE = SETUPS["mlp-digits"].recipe
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """A folder with networks A and B and their matching, never changed."""
+    out = tmp_path_factory.mktemp("kept")
+    store = Store(dataclasses.replace(CONFIG, out=out))
+    store.matching(store.network("A"), store.network("B"), "weights")
+    return out
+
+
+@pytest.fixture
+def store(kept, tmp_path):
+    """A store of a copy of that folder."""
+    shutil.copytree(kept, tmp_path / "runs")
+    return Store(dataclasses.replace(CONFIG, out=tmp_path / "runs"))
+
+
+@pytest.fixture
+def no_work(monkeypatch):
+    """Training and matching fail the test."""
+    for name in ("train", "match", "match_weights"):
+        monkeypatch.setattr(stores, name, lambda *args, **options: pytest.fail("work was repeated"))
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (Config(), "uniform"),
+        (
+            SweepConfig(train_images=50, epochs=60, points=3, samples=2),
+            "uniform,train-images=50,epochs=60,points=3,samples=2",
+        ),
+        (SweepConfig(batch_size=100, learning_rate=0.1), "uniform"),  # what the recipe says anyway
+        (SweepConfig(learning_rate=0.05, weight_decay=0.0), "uniform,learning-rate=0.05,weight-decay=0"),
+        (SweepConfig(seed=1, seed_b=0, matcher="ste", repair=True), "uniform,matcher=ste,seed=1,seed-b=0,repair"),
+        (SweepConfig(out=Path("x"), data_dir=Path("y"), vmap_size=3, steps_per_call=2, checkpoint_every=1), "uniform"),
+        (LinearConfig(range=(-1.0, 2.0)), "uniform,range=-1..2"),
+        (WidthConfig(widths=(2, 1)), "uniform,widths=2..1"),
+    ],
+)
+def test_a_folders_name_has_the_flags_that_change_its_results(config, name):
+    config = dataclasses.replace(config, setup="mlp-digits", width=2)
+    assert Store(config).folder("uniform") == config.out / "mlp-digits" / "width-2" / name
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({}, "seed-0 seed-1 seed-2"),
+        ({"seed": 2}, "seed-6 seed-7 seed-8"),
+        ({"seed": 2, "seed_a": 0, "seed_c": 9}, "seed-0 seed-7 seed-9"),
+        ({"epochs": 3, "weight_decay": 0.5}, "seed-0,epochs=3,weight-decay=0.5 seed-1,epochs=3,weight-decay=0.5"),
+        ({"epochs": RECIPE.epochs, "checkpoint_every": 2, "matcher": "ste"}, "seed-0 seed-1 seed-2"),
+    ],
+)
+def test_networks_are_named_by_their_seeds_and_whatever_changes_them(changes, names, tmp_path):
+    store = Store(Config(setup="mlp-digits", width=1, out=tmp_path / "runs", **changes), make=False)
+    for letter, name in zip("ABC", names.split(), strict=False):
+        with pytest.raises(NotKeptError, match=f"^{name}$"):
+            store.network(letter)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_is_kept_is_read_and_not_made_again(store, no_work, capsys):
+    for make in (True, False):
+        again = Store(store.config, make=make)
+        a, b = (again.network(letter) for letter in "AB")
+        assert (a.name, b.name) == ("seed-0,epochs=4", "seed-1,epochs=4")
+        assert a.fingerprint == fingerprint(a.params) != b.fingerprint
+        found = again.matching(a, b, "weights")
+        assert found.seconds > 0
+        assert found.fingerprint == fingerprint(found.matching.perms)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_matching_is_read_as_it_was_found(tmp_path):
+    store = Store(dataclasses.replace(CONFIG, epochs=0, out=tmp_path))
+    a, b = (store.network(letter) for letter in "AB")
+    for matcher, orders in (("weights", 1), ("weights", 3), ("activations", 1)):
+        found, again = (store.matching(a, b, matcher, orders) for _ in range(2))
+        for field in dataclasses.fields(Matching):
+            assert_equal(getattr(again.matching, field.name), getattr(found.matching, field.name))
+        assert (again.seconds, again.fingerprint) == (found.seconds, found.fingerprint)
+    pair = "seed-1,epochs=0-to-seed-0,epochs=0"
+    kept = {path.name for path in store.home.glob("matchings/*.npz")}
+    assert kept == {f"{pair}.npz", f"{pair},orders=3.npz", f"{pair},matcher=activations.npz"}
+
+
+def matching_file(store):
+    (path,) = store.home.glob("matchings/*.npz")
+    return path
+
+
+def as_npy(content):
+    buffer = io.BytesIO()
+    np.save(buffer, np.arange(3))
+    return buffer.getvalue()
+
+
+def with_a_wrong_directory(content):
+    """One bit of the zip file's directory is wrong: it says that a member is encrypted."""
+    at = content.index(b"PK\x01\x02") + 8
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: b"",
+        lambda content: content[:100],
+        lambda content: content[: len(content) // 2],
+        lambda content: content[:-1],
+        lambda content: b"not a matching",
+        lambda content: bytes(range(256)) * 9,
+        lambda content: content.replace(b"NUMPY", b"NUMBY"),
+        with_a_wrong_directory,
+        as_npy,
+    ],
+    ids=["empty", "a start", "half", "but one", "text", "garbage", "a header", "a directory", "an array"],
+)
+def test_a_matching_file_that_is_not_whole_is_said_to_be_so_in_one_line_and_matched_anew(store, damage, capsys):
+    a, b, path = store.network("A"), store.network("B"), matching_file(store)
+    before = store.matching(a, b, "weights")
+    path.write_bytes(damage(path.read_bytes()))
+    after = store.matching(a, b, "weights")
+    assert after.fingerprint == before.fingerprint
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if str(path) in line] == [line for line in lines if "matching anew" in line]
+    assert len([line for line in lines if line.startswith(f"{path} cannot be read (")]) == 1
+    assert len(lines) == 2  # that, and that it is matching
+    assert store.matching(a, b, "weights").matching.trace == before.matching.trace
+    assert capsys.readouterr().out == ""
+
+
+def test_a_matching_file_with_a_wrong_byte_is_read_as_it_was_or_not_at_all(store, capsys):
+    path = matching_file(store)
+    whole = path.read_bytes()
+    with np.load(path) as file:
+        made_from = file["made_from"].tolist()
+    expected = stores._read_matching(path, made_from, store.spec)
+    read = 0
+    for at in range(0, len(whole), 11):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
+        if found := stores._read_matching(path, made_from, store.spec):
+            read += 1
+            assert_equal(dataclasses.asdict(found), dataclasses.asdict(expected))
+    assert read < len(whole) / 11
+    assert all("anew" in line for line in capsys.readouterr().out.splitlines())
+
+
+def change_kept(path, **changes):
+    with np.load(path) as file:
+        content = dict(file) | changes
+    np.savez(path, **{name: value for name, value in content.items() if value is not None})
+
+
+OTHER = "was made from other networks or data, or by another version: matching anew"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"made_from": ["x", "y", "version 1"]}, OTHER),
+        ({"seconds": None}, "is of an older version: matching anew"),
+        ({"perms/dense2": None}, "is of an older version: matching anew"),
+    ],
+)
+def test_a_matching_of_something_else_is_said_to_be_so_in_one_line_and_matched_anew(changes, said, store, capsys):
+    a, b, path = store.network("A"), store.network("B"), matching_file(store)
+    before = store.matching(a, b, "weights")
+    change_kept(path, **changes)
+    assert store.matching(a, b, "weights").fingerprint == before.fingerprint
+    assert capsys.readouterr().out.splitlines().count(f"{path} {said}") == 1
+
+
+def test_a_matching_that_is_none_is_refused_before_it_is_used(store):
+    b = store.network("B")
+    perms = {name: np.arange(size) for name, size in store.spec.sizes.items()}
+    assert_equal(store.permute(b, Matching(perms, 0.0, ())), b.params)
+    twice = perms | {"dense1": np.zeros_like(perms["dense1"])}
+    with pytest.raises(UserError, match="computes another function"):
+        store.permute(b, Matching(twice, 0.0, ()))
+
+
+def test_a_training_that_was_stopped_goes_on_and_ends_as_if_it_had_not_been(store, tmp_path, monkeypatch):
+    config = dataclasses.replace(store.config, out=tmp_path / "stopped", checkpoint_every=1)
+    real = stores.train
+
+    def stopping(*args, **options):
+        for epoch, state, progress in real(*args, **options):
+            yield epoch, state, progress
+            if epoch == 2:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(stores, "train", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        Store(config).network("A")
+    (folder,) = (tmp_path / "stopped").rglob("seed-0,epochs=4")
+    assert [path.name for path in folder.iterdir()] == ["2"]
+    monkeypatch.setattr(stores, "train", real)
+    assert Store(config).network("A").fingerprint == store.network("A").fingerprint
+
+
+def test_a_diverging_training_keeps_its_last_good_checkpoint(tmp_path, monkeypatch):
+    """The learning rate of the third epoch is absurd."""
+    real = training.learning_rate
+
+    def schedule(recipe, steps_per_epoch):
+        rate = real(recipe, steps_per_epoch)
+        return lambda step: rate(step) + 1e30 * (step >= 2 * steps_per_epoch)
+
+    monkeypatch.setattr(training, "learning_rate", schedule)
+    training.make_optimizer.cache_clear()
+    try:
+        with pytest.raises(Diverged, match="in epoch 3; the last good checkpoint is kept"):
+            Store(Config(setup="mlp-digits", width=1, epochs=5, checkpoint_every=1, out=tmp_path)).network("A")
+    finally:
+        training.make_optimizer.cache_clear()
+    assert [path.name for path in tmp_path.rglob("seed-0,epochs=5/*")] == ["2"]
+
+
+def test_untrained_networks_are_those_of_their_seeds(tmp_path):
+    store = Store(dataclasses.replace(CONFIG, epochs=0, out=tmp_path))
+    assert_equal(store.network("B").params, store.setup.init(1, seed=1))
+
+
+def test_a_given_checkpoint_is_the_network_and_nothing_is_trained(store, tmp_path, no_work):
+    params = store.network("A").params
+    write_checkpoint(tmp_path / "mine", params)
+    given = Store(dataclasses.replace(store.config, checkpoint_b=tmp_path / "mine")).network("B")
+    assert_equal(given.params, params)
+    assert given.name == f"mine-{fingerprint(params)}"
+
+
+def test_a_checkpoint_of_another_width_is_refused(store):
+    (folder,) = store.home.glob("networks/seed-0*")
+    wider = Store(dataclasses.replace(store.config, width=3, checkpoint_a=folder))
+    with pytest.raises(UserError, match=r"of shape \(16,\) where the model has \(48,\)"):
+        wider.network("A")
+
+
+def test_times_of_one_kind_of_work_add_up(store):
+    for _ in range(2):
+        with store.timed("sleeping"):
+            pass
+    first = store.seconds["sleeping"]
+    with store.timed("sleeping"):
+        pass
+    assert store.seconds["sleeping"] >= first > 0

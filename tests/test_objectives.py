@@ -1,0 +1,30 @@
+import jax
+import numpy as np
+import pytest
+from numerics import assert_close, assert_equal
+
+from mcomb.objectives import classify
+
+
+def log_softmax(logits):
+    shifted = np.float64(logits) - logits.max(1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+def test_the_loss_is_the_cross_entropy_and_the_label_that_of_the_largest_logit(scale):
+    """Also for logits whose exponentials overflow."""
+    rng = np.random.default_rng(0)
+    logits, labels = np.float32(scale) * rng.standard_normal((50, 7), np.float32), rng.integers(0, 7, 50)
+    outcome = classify(logits, labels)
+    assert_close(outcome.loss, -log_softmax(logits)[np.arange(50), labels], roundings=4, scale=np.abs(logits).max())
+    assert_equal(outcome.predicted, logits.argmax(1))
+    assert_equal(outcome.correct, logits.argmax(1) == labels)
+    assert 0 < outcome.correct.sum() < 50
+
+
+def test_its_gradient_is_the_predicted_probability_minus_the_label():
+    rng = np.random.default_rng(0)
+    logits, labels = rng.standard_normal((20, 5), np.float32), rng.integers(0, 5, 20)
+    gradient = jax.grad(lambda logits: classify(logits, labels).loss.sum())(logits)
+    assert_close(gradient, np.exp(log_softmax(logits)) - np.eye(5)[labels], roundings=4)
