@@ -8,9 +8,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from mcomb import read_checkpoint, write_checkpoint
-from mcomb.base import UserError
+from mcomb.base import UserError, named_leaves
 
 ROOT = Path(__file__).parent.parent
 PARAMS = {"dense": {"kernel": jnp.arange(6.0).reshape(2, 3), "bias": jnp.ones(3)}}
@@ -78,3 +80,69 @@ def test_a_truncated_checkpoint_is_a_clear_error(tmp_path):
         path.write_bytes(path.read_bytes()[:5_000])
     with pytest.raises(UserError, match=r"cannot be read .*: replace it, or move it away"):
         read_checkpoint(tmp_path / "net")
+
+
+LEAF = np.arange(12, dtype=np.float32).reshape(3, 4)
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        LEAF,
+        np.asfortranarray(LEAF),
+        LEAF.T,
+        LEAF[:, ::2],
+        np.broadcast_to(np.float32(1), (2, 3)),
+        jnp.asarray(LEAF),
+        jnp.asarray(LEAF, jnp.bfloat16),
+        LEAF.astype(np.int32),
+        np.float32(2.5),
+        np.zeros((0, 3), np.float32),
+    ],
+    ids=["plain", "fortran", "transposed", "strided", "broadcast", "jax", "bfloat16", "integer", "scalar", "empty"],
+)
+def test_a_safetensors_file_has_the_values_however_they_were_laid_out(leaf, tmp_path):
+    tree = {"dense": {"kernel": leaf, "bias": np.ones(3, np.float32)}}
+    write_checkpoint(tmp_path / "net.safetensors", tree)
+    for found in (read_checkpoint(tmp_path / "net.safetensors"), read_checkpoint(tmp_path / "net.safetensors", tree)):
+        assert_same(found, tree)
+        assert found["dense"]["kernel"].dtype == leaf.dtype
+    assert [path.name for path in tmp_path.iterdir()] == ["net.safetensors"]
+
+
+def test_a_safetensors_file_holds_what_is_said_of_the_network(tmp_path):
+    write_checkpoint(tmp_path / "net.safetensors", PARAMS, {"seed": "3"})
+    with safe_open(tmp_path / "net.safetensors", "numpy") as file:
+        assert file.metadata() == {"seed": "3"}
+        assert set(file.keys()) == {"dense/kernel", "dense/bias"}
+
+
+def test_other_peoples_safetensors_files_are_read_into_the_models_structure(tmp_path):
+    leaves = {f"params/{name}": np.asarray(leaf, np.float16) for name, leaf in named_leaves(PARAMS).items()}
+    save_file(leaves, tmp_path / "net.safetensors")
+    found = read_checkpoint(tmp_path / "net.safetensors", PARAMS)
+    assert_same(found, PARAMS)
+    assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype("float32")}
+    listed = [PARAMS["dense"]["kernel"], {"bias": PARAMS["dense"]["bias"]}]
+    write_checkpoint(tmp_path / "list.safetensors", listed)
+    assert_same(read_checkpoint(tmp_path / "list.safetensors", listed), listed)
+
+
+def test_weights_of_another_kind_of_number_are_refused(tmp_path):
+    write_checkpoint(tmp_path / "net.safetensors", jax.tree.map(lambda leaf: leaf.astype(jnp.int32), PARAMS))
+    with pytest.raises(UserError, match="has dense/bias of dtype int32 where the model has float32"):
+        read_checkpoint(tmp_path / "net.safetensors", PARAMS)
+
+
+@pytest.mark.parametrize("size", [0, 5, 50, -1])
+def test_a_truncated_safetensors_file_is_a_clear_error(size, tmp_path):
+    path = tmp_path / "net.safetensors"
+    write_checkpoint(path, PARAMS)
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(UserError, match=r"net\.safetensors cannot be read .*: replace it, or move it away"):
+        read_checkpoint(path)
+
+
+def test_a_safetensors_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"there is no file .*net\.safetensors: give one that is there"):
+        read_checkpoint(tmp_path / "net.safetensors")

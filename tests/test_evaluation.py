@@ -10,7 +10,7 @@ from mcomb import combine, evaluate, linear, mix, score, uniform
 
 KEYS = jax.random.split(jax.random.key(0), 7)
 SHARES = jnp.linspace(0, 0.5, 7)
-ROUNDINGS = 64  # of the largest loss: a mean over 53 inputs of a loss of a few products
+ROUNDINGS = 16  # of the largest loss, which is a mean over 53 inputs
 
 
 def apply(params, x):
@@ -70,18 +70,18 @@ def test_the_ends_of_a_sweep_are_the_networks_themselves():
         assert metrics.accuracy[i] == accuracy
 
 
-@pytest.mark.parametrize("batch_size", [1, 7, 100])
+@pytest.mark.parametrize("batch_size", [1, 10])
 def test_the_batch_size_changes_nothing(batch_size):
     """Also where the last batch is not full: its padding does not count."""
-    check_same(evaluate_problem(batch_size=batch_size), evaluate_problem(batch_size=53))
+    check_same(evaluate_problem(batch_size=batch_size), evaluate_problem())
 
 
-@pytest.mark.parametrize("vmap_size", [2, 3, 7])
+@pytest.mark.parametrize("vmap_size", [3, 7])
 def test_the_vmap_size_changes_nothing(vmap_size):
     check_same(evaluate_problem(vmap_size=vmap_size), evaluate_problem(vmap_size=1))
 
 
-@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("k", [1, 2])
 def test_any_number_of_combinations_is_shared_out_among_the_devices(k):
     few, all_ = evaluate_problem(k), evaluate_problem()
     check_same(few, type(few)(*(values[:k] for values in all_)))
@@ -114,7 +114,7 @@ def test_one_device_equals_all(request):
 def test_agreement_counts_every_input_by_who_agrees_and_whether_it_is_correct():
     networks, x, y = problem()
     references = np.stack([score(apply, network, x, y).predicted for network in networks])
-    counts = evaluate_problem(references=references, batch_size=8).agreement
+    counts = evaluate_problem(references=references, batch_size=10).agreement
     assert (counts.sum((1, 2)) == len(y)).all()
     for i, params in enumerate(drawn_networks()):
         predicted = score_in_float64(params, x, y)[2]

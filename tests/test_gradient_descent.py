@@ -13,7 +13,7 @@ from mcomb.gradient_descent import _update, all_finite, fit, initial_state, shuf
 
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
 KEY = jax.random.key(3)
-ROUNDINGS = 256  # of the largest parameter, after a dozen steps
+ROUNDINGS = 32  # of the largest number, after a dozen steps
 
 
 def logistic_loss(params, rows, data, key):
@@ -51,13 +51,16 @@ def run_fit(rows, *, steps=1, loss=logistic_loss, params=None, data=None):
     return jax.device_get(history[-1][0]), losses, reports
 
 
+value_and_gradient = jax.jit(jax.value_and_grad(logistic_loss, has_aux=True))
+update = jax.jit(OPTIMIZER.update)
+
+
 def run_plain_loop(rows):
     """The same by a loop that anybody would write, on one device and without padding."""
     params, data = problem()
     state, losses, reports = OPTIMIZER.init(params), [], []
-    value_and_grad, update = jax.jit(jax.value_and_grad(logistic_loss, has_aux=True)), jax.jit(OPTIMIZER.update)
     for step, batch in enumerate(rows):
-        (loss, report), gradient = value_and_grad(params, batch, data, jax.random.fold_in(KEY, step))
+        (loss, report), gradient = value_and_gradient(params, batch, data, jax.random.fold_in(KEY, step))
         updates, state = update(gradient, state, params)
         params = optax.apply_updates(params, updates)
         losses.append(loss)
@@ -65,7 +68,7 @@ def run_plain_loop(rows):
     return params, state, np.array(losses), np.array(reports)
 
 
-@pytest.mark.parametrize("steps", [1, 4, 5, 12])  # 5: the last call makes only two steps
+@pytest.mark.parametrize("steps", [1, 5])  # 5: the last call makes only two steps
 def test_it_is_a_plain_loop_whatever_the_number_of_steps_in_a_call(steps):
     rows = minibatches()
     params, optimizer_state, losses, reports = run_plain_loop(rows)
@@ -85,11 +88,11 @@ def test_padding_counts_for_nothing():
     expected = run_plain_loop(rows)[0]
     more_padding = np.pad(rows, ((0, 0), (2, 3)), constant_values=-1)
     inputs[-1], labels[-1] = 1e3, 1 - labels[-1]
-    state, *_ = run_fit(more_padding, steps=3, params=params, data=(inputs, labels))
+    state, *_ = run_fit(more_padding, params=params, data=(inputs, labels))
     assert_close(state.params, expected, roundings=ROUNDINGS)
 
 
-@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("steps", [1, 5])
 def test_one_device_equals_all(steps, request):
     on_all, losses, reports = run_fit(minibatches(), steps=steps)
     request.getfixturevalue("one_device")
@@ -112,8 +115,8 @@ def test_the_callers_arrays_survive_the_donation_of_the_state():
 
 def test_it_goes_on_from_the_step_of_its_state():
     """The key of a step depends on its number, so that a fit in two parts equals one that is not interrupted."""
-    rows, data = minibatches(), problem()[1]
-    whole, losses, _ = run_fit(rows)
+    rows, data = minibatches(10), problem()[1]
+    whole, losses, _ = run_fit(rows, steps=5)
     state = initial_state(problem()[0], OPTIMIZER)
     for part in (rows[:5], rows[5:]):
         *_, (state, last, _) = fit(logistic_loss, state, [(padded(part), data)], OPTIMIZER, KEY)
@@ -162,9 +165,9 @@ def test_the_data_may_change_from_call_to_call():
 
 
 def test_a_second_fit_compiles_nothing():
-    run_fit(minibatches(), steps=4)
+    run_fit(minibatches(), steps=5)
     compiled = _update._cache_size()
-    run_fit(minibatches(), steps=4)
+    run_fit(minibatches(), steps=5)
     assert _update._cache_size() == compiled
 
 

@@ -26,5 +26,5 @@ def test_the_loss_is_the_cross_entropy_and_the_label_that_of_the_largest_logit(s
 def test_its_gradient_is_the_predicted_probability_minus_the_label():
     rng = np.random.default_rng(0)
     logits, labels = rng.standard_normal((20, 5), np.float32), rng.integers(0, 5, 20)
-    gradient = jax.grad(lambda logits: classify(logits, labels).loss.sum())(logits)
+    gradient = jax.jit(jax.grad(lambda logits: classify(logits, labels).loss.sum()))(logits)
     assert_close(gradient, np.exp(log_softmax(logits)) - np.eye(5)[labels], roundings=4)

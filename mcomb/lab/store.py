@@ -8,6 +8,7 @@ A name carries whatever was set differently from its default, as in `uniform,see
 that want the same network or matching, one makes it while the others wait.
 """
 
+import io
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -254,7 +255,7 @@ def _read_matching(path: Path, made_from: list[str], spec: PermutationSpec, say:
         return None
     perms = {name: f"perms/{name}" for name in spec.sizes}
     try:
-        with np.load(path) as file:
+        with np.load(io.BytesIO(path.read_bytes())) as file:  # of a damaged file np.load would leave it open
             kept: dict[str, Any] = dict(file)
         if not {"made_from", "seconds", *MATCHING_FIELDS, *perms.values()} <= kept.keys():
             problem = "is of an older version"

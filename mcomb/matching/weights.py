@@ -218,7 +218,7 @@ class _Descent:
     def visit(self, name: str) -> Callable[[], _Update]:
         """Brings the permutation's scores up to date; the returned function solves its assignment problem.
 
-        The function reads nothing that later visits change, so it may run in another thread.
+        The function reads nothing that visits to other permutations change, so it may run in another thread.
         """
         previous, perms = self.last_visit.get(name), dict(self.perms)
         self.last_visit[name] = perms

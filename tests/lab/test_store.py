@@ -199,6 +199,18 @@ def test_a_matching_of_something_else_is_said_to_be_so_in_one_line_and_matched_a
     assert capsys.readouterr().out.splitlines().count(f"{path} {said}") == 1
 
 
+def test_only_a_matcher_that_sees_data_matches_anew_when_they_change(store, monkeypatch, capsys):
+    a, b = (store.network(letter) for letter in "AB")
+    for matcher in ("weights", "activations"):
+        store.matching(a, b, matcher)
+    data = store.data
+    monkeypatch.setattr(stores, "load_data", lambda setup, data_dir: (data, "another fingerprint"))
+    capsys.readouterr()
+    for matcher, anew in (("weights", 0), ("activations", 1), ("activations", 0)):
+        store.matching(a, b, matcher)
+        assert capsys.readouterr().out.count(OTHER) == anew
+
+
 def test_a_matching_that_is_none_is_refused_before_it_is_used(store):
     b = store.network("B")
     perms = {name: np.arange(size) for name, size in store.spec.sizes.items()}
@@ -256,6 +268,36 @@ def test_a_given_checkpoint_is_the_network_and_nothing_is_trained(store, tmp_pat
     given = Store(dataclasses.replace(store.config, checkpoint_b=tmp_path / "mine")).network("B")
     assert_equal(given.params, params)
     assert given.name == f"mine-{fingerprint(params)}"
+
+
+@pytest.fixture
+def pretrained(store, tmp_path, monkeypatch):
+    """A store whose networks come with the repository: A and B of this setup and width."""
+    monkeypatch.setattr(stores, "PRETRAINED", tmp_path / "pretrained")
+    for seed, letter in enumerate("AB"):
+        path = stores.pretrained_path("mlp-digits", 1, seed)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_checkpoint(path, store.network(letter).params)
+    config = dataclasses.replace(store.config, epochs=None, pretrained=True, out=tmp_path / "others")
+    return Store(config)
+
+
+def test_networks_that_come_with_the_repository_are_used_and_named(pretrained, store, no_work):
+    for seed, letter in enumerate("AB"):
+        network, expected = pretrained.network(letter), store.network(letter)
+        assert_equal(network.params, expected.params)
+        assert network.fingerprint == expected.fingerprint
+        assert network.name == f"pretrained-{seed}-{expected.fingerprint}"
+    assert pretrained.folder("linear").name == "linear,pretrained"
+    assert not pretrained.config.out.exists()
+
+
+def test_a_network_that_does_not_come_with_the_repository_is_named_beside_those_that_do(pretrained):
+    with pytest.raises(UserError, match=r"no pretrained mlp-digits/width-1/seed-2\.safetensors: .*seed-0\.safetensors"):
+        pretrained.network("C")
+    retrained = Store(dataclasses.replace(pretrained.config, learning_rate=0.5))
+    with pytest.raises(UserError, match="as they are: leave out --learning-rate"):
+        retrained.network("A")
 
 
 def test_a_checkpoint_of_another_width_is_refused(store):
