@@ -86,7 +86,7 @@ def draw(results: Results, folder: Path) -> None:
         panels = figure.subplots(2, 2, sharex=True, sharey="row")
         for (row, metric), (column, variant) in itertools.product(enumerate(METRICS), enumerate(("aligned", "naive"))):
             axes = panels[row, column]
-            for (name, by_width), colour, marker in zip(results["by_width"].items(), colours, "osv^D", strict=True):
+            for (name, by_width), colour, marker in zip(results["by_width"].items(), colours, "osv^D", strict=False):
                 for split in SPLITS:
                     values = [at[variant][split][metric] for at in by_width]
                     label = name if split == "test" else None

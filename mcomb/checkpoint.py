@@ -25,7 +25,7 @@ def write_checkpoint(path: str | Path, params: Params, metadata: Mapping[str, st
     """
     path = Path(path)
     if path.suffix == SAFETENSORS:
-        leaves = {name: np.asarray(leaf) for name, leaf in named_leaves(params).items()}
+        leaves = {name: np.asarray(leaf, order="C") for name, leaf in named_leaves(params).items()}
         with atomic(path) as temporary:
             save_file(leaves, temporary, dict(metadata or {}))
         return

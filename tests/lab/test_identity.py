@@ -154,7 +154,9 @@ def test_results_from_before_they_knew_what_made_them_are_named_as_old(config, c
     assert stored(config)["version"] == versions.MEASUREMENT
 
 
-def test_what_gathers_results_knows_when_one_of_them_has_changed(config, capsys):
+def test_what_gathers_results_knows_when_one_of_them_has_changed(config, monkeypatch, capsys):
+    two = {name: width.SWEEPS[name] for name in ("linear", "bernoulli")}
+    monkeypatch.setattr(width, "SWEEPS", two)
     gathering = convert_config(config, width.WidthConfig, widths=(2, 1), samples=1)
     before = run(width.EXPERIMENT, gathering)
     assert before["widths"] == [1, 2]
