@@ -161,12 +161,14 @@ def sweep(
 
 def setups_help() -> str:
     """The recipes of the setups, for the end of a program's help."""
-    recipes = {name: setup.recipe for name, setup in SETUPS.items()}
-    lines = [
-        f"  {name:18}{recipe.epochs} epochs, batch {recipe.batch_size}, "
-        f"learning rate {recipe.learning_rate:g}, weight decay {recipe.weight_decay:g}"
-        for name, recipe in recipes.items()
-    ]
+    lines = []
+    for name, setup in SETUPS.items():
+        recipe = setup.recipe
+        lines.append(
+            f"  {name:18}{recipe.epochs} epochs, batch {recipe.batch_size}, "
+            f"learning rate {recipe.learning_rate:g}, weight decay {recipe.weight_decay:g}"
+        )
+        lines += [f"{'':20}{setup.expect}"] if setup.expect else []
     return "\n".join(["setups:", *lines])
 
 

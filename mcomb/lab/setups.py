@@ -23,6 +23,7 @@ class Setup:
     model: type[Classifier]
     dataset: Dataset
     recipe: Recipe
+    expect: str = ""  # what training takes and gives, for the help
 
     def module(self, width: int) -> Classifier:
         """The Flax module at a width."""
@@ -88,6 +89,7 @@ SETUPS = {
             batch_size=200,
             clip=1.0,
         ),
+        expect="59 % test accuracy at width 32, about five minutes a network on two CPU cores",
     ),
     "mlp-digits": Setup(
         title="MLP on digits",
@@ -102,5 +104,6 @@ SETUPS = {
             clip=1.0,
             checkpoint_every=50,
         ),
+        expect="99 % test accuracy at width 32, about ten seconds a network on two CPU cores",
     ),
 }
