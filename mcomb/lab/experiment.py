@@ -56,11 +56,12 @@ def run(experiment: Experiment, config: Config) -> Results:
     """The results of an experiment, measured where they are not yet, left in the run's folder and drawn."""
     start = time.monotonic()
     store = Store(config)
+    planned = experiment.parts(config)
     for letter in experiment.networks:
-        store.given(letter)  # what is wrong with it is said before a folder is made
+        store.given(letter)  # what is wrong with it, or with the flags, is said before a folder is made
     folder = make_writable(store.folder(experiment.name))
     print(f"results go to {folder}", flush=True)
-    parts = {name: run(*part) for name, part in experiment.parts(config).items()}
+    parts = {name: run(*part) for name, part in planned.items()}
     networks, matchings = _networks_and_matchings(experiment, store)
     identity = result_identity(experiment.name, store, networks, matchings, parts)
     with lock(folder / ".lock", f"running {experiment.name} in {folder}"):

@@ -1,0 +1,41 @@
+"""The networks that come with the repository are what their cards say."""
+
+import re
+
+import pytest
+
+from mcomb import read_checkpoint, score
+from mcomb.fingerprints import fingerprint
+from mcomb.lab.config import Config
+from mcomb.lab.setups import SETUPS
+from mcomb.lab.store import PRETRAINED, Store
+
+FILES = sorted(PRETRAINED.rglob("*.safetensors"))
+
+
+def test_three_networks_of_each_width_come_in_a_few_megabytes():
+    assert FILES
+    for folder in {file.parent for file in FILES}:
+        names = sorted(file.name for file in folder.glob("*.safetensors"))
+        assert names == [f"seed-{i}.safetensors" for i in range(3)]
+            f"seed-{i}.safetensors" for i in range(3)
+        ]
+    assert sum(file.stat().st_size for file in FILES) < 22e6
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PRETRAINED)))
+def test_a_card_has_its_networks_fingerprint(file):
+    setup, width = file.parts[-3], int(file.parts[-2].removeprefix("width-"))
+    params = read_checkpoint(file, SETUPS[setup].shapes(width))
+    assert f"Fingerprint `{fingerprint(params)}`" in file.with_suffix(".md").read_text()
+    config = Config(setup=setup, width=width, pretrained=True)
+    assert fingerprint(params) in {Store(config).network(letter).fingerprint for letter in "ABC"}
+
+
+def test_a_network_has_the_accuracy_of_its_card(cifar_archive):
+    file = PRETRAINED / "mlp-cifar10" / "width-32" / "seed-0.safetensors"
+    setup = SETUPS["mlp-cifar10"]
+    found = score(setup.apply(32), read_checkpoint(file, setup.shapes(32)), *setup.dataset.load(cifar_archive).test)
+    (stated,) = re.findall(r"Test accuracy ([\d.]+)%", file.with_suffix(".md").read_text())
+    # Roundings of another CPU may decide a few of the 10,000 images otherwise.
+    assert found.accuracy == pytest.approx(float(stated) / 100, abs=5e-4)
