@@ -71,7 +71,8 @@ def fit(
         # One call in flight: with several virtual CPU devices more can starve the all-reduce.
         losses, report = jax.device_get(reports)
         if not np.isfinite(losses).all():
-            raise Diverged(f"the loss became infinite or not a number in step {int(state.step)}")
+            step = int(state.step) - len(losses) + int(np.isfinite(losses).argmin()) + 1
+            raise Diverged(f"the loss became infinite or not a number in step {step}")
         yield state, losses, report
 
 

@@ -125,14 +125,15 @@ def test_it_goes_on_from_the_step_of_its_state():
     assert_close(last, losses[5:], roundings=ROUNDINGS)
 
 
+@pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_loss_that_is_not_finite_is_an_error_that_names_the_step(bad):
+def test_a_loss_that_is_not_finite_is_an_error_that_names_the_step(bad, steps):
     _, (inputs, labels) = problem()
     rows = np.where(minibatches() == 15, 16, minibatches())
     rows[6, 2] = 15  # used in the seventh step only
     inputs[15] = bad
     with pytest.raises(Diverged, match=r"in step 7$"):
-        run_fit(rows, data=(inputs, labels))
+        run_fit(rows, data=(inputs, labels), steps=steps)
 
 
 def test_a_minibatch_is_taken_only_when_its_state_is_asked_for():

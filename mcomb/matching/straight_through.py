@@ -133,7 +133,9 @@ def _optimizer(learning_rate: float) -> optax.GradientTransformation:
     norm = optax.tree_utils.tree_norm
 
     def rescale(gradient: Params, initial_norm: Array, params: Params = None) -> tuple[Params, Array]:
-        scale = initial_norm / jnp.maximum(norm(gradient), jnp.finfo(jnp.float32).tiny)
+        size = norm(gradient)
+        vanishes = size < jnp.finfo(jnp.float32).tiny  # as where a loss saturates at 0: then there is no step
+        scale = jnp.where(vanishes, 0.0, initial_norm / jnp.where(vanishes, 1.0, size))
         return jax.tree.map(lambda g: scale * g, gradient), initial_norm
 
     return optax.chain(optax.GradientTransformation(norm, rescale), optax.sgd(learning_rate, momentum=0.9))

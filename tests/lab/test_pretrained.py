@@ -18,8 +18,6 @@ def test_three_networks_of_each_width_come_in_a_few_megabytes():
     for folder in {file.parent for file in FILES}:
         names = sorted(file.name for file in folder.glob("*.safetensors"))
         assert names == [f"seed-{i}.safetensors" for i in range(3)]
-            f"seed-{i}.safetensors" for i in range(3)
-        ]
     assert sum(file.stat().st_size for file in FILES) < 22e6
 
 
