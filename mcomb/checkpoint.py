@@ -81,6 +81,8 @@ def _read_safetensors(path: Path) -> Params:
         inner = tree
         for module in modules:
             inner = inner.setdefault(module, {})
+            if not isinstance(inner, dict):
+                raise UserError(f"checkpoint {path} has {name} and a weight {module} above it: mend its names")
         inner[last] = leaf
     return tree
 

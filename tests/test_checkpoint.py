@@ -146,3 +146,9 @@ def test_a_truncated_safetensors_file_is_a_clear_error(size, tmp_path):
 def test_a_safetensors_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(UserError, match=r"there is no file .*net\.safetensors: give one that is there"):
         read_checkpoint(tmp_path / "net.safetensors")
+
+
+def test_a_file_with_a_weight_above_another_is_a_clear_error(tmp_path):
+    save_file({"a": np.zeros(2), "a/b": np.zeros(2)}, tmp_path / "x.safetensors")
+    with pytest.raises(UserError, match=r"x\.safetensors has a/b and a weight a above it"):
+        read_checkpoint(tmp_path / "x.safetensors")

@@ -1,5 +1,6 @@
 """CIFAR-10 comes by itself: from a server on the loopback address, good, broken, slow, wrong or not there at all."""
 
+import gc
 import hashlib
 import io
 import sys
@@ -130,6 +131,7 @@ def wrong_pixels(handler, archive):
     ],
     ids=["broken", "a page", "other images", "not there", "slow"],
 )
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 def test_what_is_not_cifar10_is_one_clear_line_and_leaves_nothing(serve, archive, monkeypatch, answer, reason):
     monkeypatch.setattr(data, "TIMEOUT", 0.5)
     serve(lambda handler: answer(handler, archive))
@@ -142,6 +144,8 @@ def test_what_is_not_cifar10_is_one_clear_line_and_leaves_nothing(serve, archive
     assert cached() == []
     serve(lambda handler: send(handler, archive))  # the same command again, and all is well
     assert len(data.CIFAR10.load(None).test.labels) == 2
+    del raised
+    gc.collect()  # the downloader leaves the socket of a server that fell silent to the garbage collector
 
 
 def test_without_a_network_one_line_says_what_to_do(serve, archive, monkeypatch):
