@@ -79,10 +79,10 @@ def _read_safetensors(path: Path) -> Params:
     for name, leaf in leaves.items():
         *modules, last = name.split("/")
         inner = tree
-        for module in modules:
+        for depth, module in enumerate(modules, 1):
+            if (above := "/".join(modules[:depth])) in leaves:
+                raise UserError(f"checkpoint {path} has {name} and a weight {above} above it: mend its names")
             inner = inner.setdefault(module, {})
-            if not isinstance(inner, dict):
-                raise UserError(f"checkpoint {path} has {name} and a weight {module} above it: mend its names")
         inner[last] = leaf
     return tree
 

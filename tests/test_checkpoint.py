@@ -148,7 +148,8 @@ def test_a_safetensors_file_that_is_not_there_is_named(tmp_path):
         read_checkpoint(tmp_path / "net.safetensors")
 
 
-def test_a_file_with_a_weight_above_another_is_a_clear_error(tmp_path):
-    save_file({"a": np.zeros(2), "a/b": np.zeros(2)}, tmp_path / "x.safetensors")
-    with pytest.raises(UserError, match=r"x\.safetensors has a/b and a weight a above it"):
+@pytest.mark.parametrize("above", ["a", "a/b"])
+def test_a_file_with_a_weight_above_another_is_a_clear_error(above, tmp_path):
+    save_file({above: np.zeros(2), "a/b/c": np.zeros(2), "a0": np.zeros(2)}, tmp_path / "x.safetensors")
+    with pytest.raises(UserError, match=rf"x\.safetensors has a/b/c and a weight {above} above it"):
         read_checkpoint(tmp_path / "x.safetensors")
