@@ -16,6 +16,9 @@ import pytest
 from mcomb.base import UserError
 from mcomb.lab import data
 
+# The downloader leaves the socket of a server that fell silent to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+
 
 @pytest.fixture
 def archive(monkeypatch):
@@ -131,7 +134,6 @@ def wrong_pixels(handler, archive):
     ],
     ids=["broken", "a page", "other images", "not there", "slow"],
 )
-@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 def test_what_is_not_cifar10_is_one_clear_line_and_leaves_nothing(serve, archive, monkeypatch, answer, reason):
     monkeypatch.setattr(data, "TIMEOUT", 0.5)
     serve(lambda handler: answer(handler, archive))
@@ -145,7 +147,7 @@ def test_what_is_not_cifar10_is_one_clear_line_and_leaves_nothing(serve, archive
     serve(lambda handler: send(handler, archive))  # the same command again, and all is well
     assert len(data.CIFAR10.load(None).test.labels) == 2
     del raised
-    gc.collect()  # the downloader leaves the socket of a server that fell silent to the garbage collector
+    gc.collect()  # here, and not in somebody else's test
 
 
 def test_without_a_network_one_line_says_what_to_do(serve, archive, monkeypatch):
