@@ -104,6 +104,6 @@ SETUPS = {
             clip=1.0,
             checkpoint_every=50,
         ),
-        expect="99 % test accuracy at width 32, about ten seconds a network on two CPU cores",
+        expect="99 % test accuracy at width 32, less than twenty seconds a network on two CPU cores",
     ),
 }
