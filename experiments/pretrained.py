@@ -33,8 +33,8 @@ def main(argv: list[str] | None = None) -> None:
     config = cli.parse(Config, __doc__ or "", argv, setups_help())
     store = Store(config)
     recipe = recipe_dict(config)
-    for letter in "ABC":
-        network, seed = store.network(letter), store.seed(letter)
+    for letter, network in store.networks("ABC").items():
+        seed = store.seed(letter)
         path = pretrained_path(config.setup, config.width, seed)
         path.parent.mkdir(parents=True, exist_ok=True)
         half = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), network.params)

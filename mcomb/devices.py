@@ -1,6 +1,9 @@
 """Using all local devices: a one-dimensional mesh, replicated arrays, batches, and how much fits into memory."""
 
+import contextlib
 import math
+import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,14 +17,33 @@ AXIS = "device"  # the name of the mesh's only axis
 BATCH = 200  # the default batch size of evaluation, small enough for the paper's widest networks
 
 
-def device_mesh() -> Mesh:
-    """The one-dimensional mesh of all local devices."""
-    return Mesh(np.array(jax.local_devices()), AXIS)
+def device_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The one-dimensional mesh of some devices, by default of all local ones."""
+    return Mesh(np.array(jax.local_devices() if devices is None else devices), AXIS)
 
 
-def replicate(tree: Any) -> Any:
-    """The tree with every array replicated on all local devices; arrays that already are so are not copied."""
-    return jax.device_put(tree, NamedSharding(device_mesh(), PartitionSpec()))
+def replicate(tree: Any, mesh: Mesh | None = None) -> Any:
+    """The tree with every array replicated on a mesh, by default on all local devices; what is there is not copied."""
+    return jax.device_put(tree, NamedSharding(mesh or device_mesh(), PartitionSpec()))
+
+
+def meshes_of(size: int) -> list[Mesh]:
+    """Meshes of `size` devices each that share none, as many as there are local devices for."""
+    devices = jax.local_devices()
+    return [device_mesh(devices[i : i + size]) for i in range(0, len(devices) - size + 1, size)]
+
+
+def use_a_device_per_core(at_most: int = 8) -> None:
+    """Splits the CPU into devices, one for each core, unless JAX has started or their number is chosen already.
+
+    Programs side by side keep cores busier than one program does by splitting its operations. Each device holds
+    copies of its own, so there are not more than a few: they share the cores that are left over.
+    """
+    by_config = jax.config.jax_num_cpu_devices > 0  # type: ignore[attr-defined]
+    if not by_config and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        with contextlib.suppress(RuntimeError):  # JAX has started
+            jax.config.update("jax_num_cpu_devices", min(cores, at_most))
 
 
 def in_batches(batch_size: int, *arrays: Array) -> list[Array]:
@@ -54,7 +76,7 @@ def footprint(apply: Apply, params: Params, inputs: Array) -> int:
     return 2 * size(jax.tree.leaves(params)) + 2 * largest
 
 
-def describe_devices() -> str:
-    """The number and kind of this process's devices, such as `2 × cpu`."""
-    devices = jax.local_devices()
+def describe_devices(mesh: Mesh | None = None) -> str:
+    """The number and kind of a mesh's devices, by default of all local ones, such as `2 × cpu`."""
+    devices = (mesh or device_mesh()).devices
     return f"{len(devices)} × {devices[0].device_kind}"

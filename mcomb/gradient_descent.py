@@ -12,7 +12,7 @@
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -48,26 +48,29 @@ def fit(
     batches: Iterable[tuple[Int32[np.ndarray, "steps b"], Any]],
     optimizer: optax.GradientTransformation,
     key: PRNGKeyArray,
+    mesh: Mesh | None = None,
 ) -> Iterator[tuple[State, Float[np.ndarray, "steps"], Any]]:
     """Yields (state, losses, reports) after each compiled call; losses and reports have one entry for each step.
 
     An item of `batches` is a pair: the rows of one or more minibatches, which one compiled call steps through, and the
-    data that the loss gets with them. The rows of a minibatch are sharded over all local devices, so pad them with -1
-    to a multiple of their number, as `shuffled_rows` does. The next item is taken only when the next state is asked
-    for.
+    data that the loss gets with them. The rows of a minibatch are shared out over the devices of the mesh (by default
+    all local ones) and padded with -1 to a multiple of their number. The next item is taken only when the next state
+    is asked for.
 
     The arrays of a yielded state are donated to the next call: use or copy them before asking for the next state. The
     compiled call is reused as long as `loss` and `optimizer` are the same objects. Raises Diverged, which names the
     step, if a loss is infinite or not a number.
     """
-    mesh = device_mesh()
+    mesh = mesh or device_mesh()
     by_row = NamedSharding(mesh, PartitionSpec(None, AXIS))
+    update = _compiled_update(_is_convolutional_on_cpu(state.params) and _can_do_without_ynn())
     # Copies, so that donating the state never eats the caller's arrays.
-    state = jax.jit(partial(jax.tree.map, jnp.copy))(replicate(state))
-    key = replicate(key)
+    state = jax.jit(partial(jax.tree.map, jnp.copy))(replicate(state, mesh))
+    key = replicate(key, mesh)
     for rows, given in batches:
-        args = jax.device_put(rows, by_row), replicate(given), key
-        state, reports = _update(state, *args, loss=loss, optimizer=optimizer, mesh=mesh)
+        padded = np.pad(rows, ((0, 0), (0, -rows.shape[1] % mesh.size)), constant_values=-1)
+        args = jax.device_put(padded, by_row), replicate(given, mesh), key
+        state, reports = update(state, *args, loss=loss, optimizer=optimizer, mesh=mesh)
         # One call in flight: with several virtual CPU devices more can starve the all-reduce.
         losses, report = jax.device_get(reports)
         if not np.isfinite(losses).all():
@@ -76,7 +79,31 @@ def fit(
         yield state, losses, report
 
 
-@partial(jax.jit, static_argnames=("loss", "optimizer", "mesh"), donate_argnames="state")
+WITHOUT_YNN = {"xla_cpu_experimental_ynn_fusion_type": ""}
+
+
+@cache
+def _compiled_update(without_ynn: bool) -> Callable[..., Any]:
+    """`_update` under jit; for convolutions on CPU without YNN.
+
+    YNN is the library that XLA gives convolutions and sums to on CPU. Its gradient of a convolution's kernel and its
+    sums of a gradient, for which it writes out whole arrays of copies, are slower than XLA's own.
+    """
+    options = WITHOUT_YNN if without_ynn else None
+    static = ("loss", "optimizer", "mesh")
+    return jax.jit(_update, static_argnames=static, donate_argnames="state", compiler_options=options)
+
+
+@cache
+def _can_do_without_ynn() -> bool:
+    """Whether this version of XLA has YNN and lets one choose."""
+    try:
+        jax.jit(lambda: 0, compiler_options=WITHOUT_YNN).lower().compile()
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
+
+
 def _update(
     state: State,
     rows: Int32[Array, "steps b"],
@@ -107,20 +134,21 @@ def steps_per_call(params: Params, steps_per_epoch: int) -> int:
 
     On CPU, XLA computes the gradient of a convolution more than ten times slower inside a loop.
     """
-    convolutional = any(leaf.ndim > 2 for leaf in jax.tree.leaves(params))
-    return 1 if convolutional and jax.default_backend() == "cpu" else steps_per_epoch
+    return 1 if _is_convolutional_on_cpu(params) else steps_per_epoch
 
 
-def shuffled_rows(seed: int, epoch: int, count: int, batch_size: int) -> Int32[np.ndarray, "steps padded"]:
+def _is_convolutional_on_cpu(params: Params) -> bool:
+    return any(leaf.ndim > 2 for leaf in jax.tree.leaves(params)) and jax.default_backend() == "cpu"
+
+
+def shuffled_rows(seed: int, epoch: int, count: int, batch_size: int) -> Int32[np.ndarray, "steps b"]:
     """The minibatches of one epoch over `count` examples, as rows of indices in a random order.
 
-    Examples that do not fill a last minibatch are left out of this epoch. Each minibatch is padded with -1 to a
-    multiple of the number of local devices: with two devices, shuffled_rows(0, 0, count=7, batch_size=3) has the form
-    [[4, 0, 6, -1], [1, 5, 3, -1]].
+    Examples that do not fill a last minibatch are left out of this epoch: shuffled_rows(0, 0, count=7, batch_size=3)
+    has the form [[4, 0, 6], [1, 5, 3]].
     """
     order = np.asarray(jax.random.permutation(stream(seed, "order", epoch), count), np.int32)
-    rows = order[: count - count % batch_size].reshape(-1, batch_size)
-    return np.pad(rows, ((0, 0), (0, -batch_size % len(jax.local_devices()))), constant_values=-1)
+    return order[: count - count % batch_size].reshape(-1, batch_size)
 
 
 @jax.jit

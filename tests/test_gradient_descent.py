@@ -1,3 +1,5 @@
+from concurrent.futures import ThreadPoolExecutor
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +10,17 @@ from hypothesis import strategies as st
 from numerics import assert_close, assert_equal
 
 from mcomb.base import Diverged
-from mcomb.devices import replicate
-from mcomb.gradient_descent import _update, all_finite, fit, initial_state, shuffled_rows, steps_per_call
+from mcomb.devices import device_mesh, meshes_of, replicate
+from mcomb.gradient_descent import (
+    _can_do_without_ynn,
+    _compiled_update,
+    _is_convolutional_on_cpu,
+    all_finite,
+    fit,
+    initial_state,
+    shuffled_rows,
+    steps_per_call,
+)
 
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
 KEY = jax.random.key(3)
@@ -33,11 +44,6 @@ def problem():
     return {"w": rng.standard_normal(4, np.float32), "b": np.zeros((), np.float32)}, (inputs, labels)
 
 
-def padded(rows):
-    """Minibatches with padding for the devices."""
-    return np.pad(rows, ((0, 0), (0, -rows.shape[1] % len(jax.local_devices()))), constant_values=-1)
-
-
 def minibatches(count=12, size=7):
     return np.random.default_rng(1).integers(0, 30, (count, size)).astype(np.int32)
 
@@ -45,7 +51,7 @@ def minibatches(count=12, size=7):
 def run_fit(rows, *, steps=1, loss=logistic_loss, params=None, data=None):
     """The last parameters, all losses and all reports of a fit with so many steps in a call."""
     start, all_data = problem()
-    items = ((padded(rows)[i : i + steps], all_data if data is None else data) for i in range(0, len(rows), steps))
+    items = ((rows[i : i + steps], all_data if data is None else data) for i in range(0, len(rows), steps))
     history = list(fit(loss, initial_state(start if params is None else params, OPTIMIZER), items, OPTIMIZER, KEY))
     losses, reports = (np.concatenate([item[i] for item in history]) for i in (1, 2))
     return jax.device_get(history[-1][0]), losses, reports
@@ -106,7 +112,7 @@ def test_the_callers_arrays_survive_the_donation_of_the_state():
     params, data = problem()
     # On the devices where `fit` wants them, and never read: else JAX would have to copy them before it donates them.
     start = replicate(initial_state(params, OPTIMIZER))
-    states = fit(logistic_loss, start, [(padded(minibatches(1)), data)] * 3, OPTIMIZER, KEY)
+    states = fit(logistic_loss, start, [(minibatches(1), data)] * 3, OPTIMIZER, KEY)
     yielded = [state for state, _, _ in states]
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(yielded[0].params))  # donated indeed
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(start))
@@ -119,7 +125,7 @@ def test_it_goes_on_from_the_step_of_its_state():
     whole, losses, _ = run_fit(rows, steps=5)
     state = initial_state(problem()[0], OPTIMIZER)
     for part in (rows[:5], rows[5:]):
-        *_, (state, last, _) = fit(logistic_loss, state, [(padded(part), data)], OPTIMIZER, KEY)
+        *_, (state, last, _) = fit(logistic_loss, state, [((part), data)], OPTIMIZER, KEY)
         state = jax.device_get(state)
     assert_close(state.params, whole.params, roundings=ROUNDINGS)
     assert_close(last, losses[5:], roundings=ROUNDINGS)
@@ -143,7 +149,7 @@ def test_a_minibatch_is_taken_only_when_its_state_is_asked_for():
     def items():
         for i in range(3):
             taken.append(i)
-            yield padded(minibatches(1)), data
+            yield minibatches(1), data
 
     states = fit(logistic_loss, initial_state(params, OPTIMIZER), items(), OPTIMIZER, KEY)
     assert taken == []
@@ -160,34 +166,32 @@ def test_the_data_may_change_from_call_to_call():
         return jnp.mean(jnp.square(params - target) + 0 * rows, where=rows >= 0), None
 
     sgd = optax.sgd(0.5)  # with a square loss this ends at the target after one step
-    items = [(padded(np.zeros((1, 2), np.int32)), np.float32(target)) for target in (3, -1, 7)]
+    items = [((np.zeros((1, 2), np.int32)), np.float32(target)) for target in (3, -1, 7)]
     states = fit(loss, initial_state(np.zeros((), np.float32), sgd), items, sgd, KEY)
     assert [float(state.params) for state, _, _ in states] == [3, -1, 7]
 
 
 def test_a_second_fit_compiles_nothing():
+    update = _compiled_update(without_ynn=False)
     run_fit(minibatches(), steps=5)
-    compiled = _update._cache_size()
+    compiled = update._cache_size()
     run_fit(minibatches(), steps=5)
-    assert _update._cache_size() == compiled
+    assert update._cache_size() == compiled
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 5), st.integers(0, 5), st.sampled_from([1, 7, 12, 40]), st.integers(1, 40))
 def test_an_epoch_has_each_example_at_most_once(seed, epoch, count, batch_size):
     rows = shuffled_rows(seed, epoch, count, batch_size)
-    devices = len(jax.local_devices())
-    assert rows.shape == (count // batch_size, -(-batch_size // devices) * devices)
-    examples, padding = rows[:, :batch_size], rows[:, batch_size:]
-    assert (padding == -1).all()
-    assert len(set(examples.ravel())) == examples.size
-    assert set(examples.ravel()) <= set(range(count))
+    assert rows.shape == (count // batch_size, batch_size)
+    assert len(set(rows.ravel())) == rows.size
+    assert set(rows.ravel()) <= set(range(count))
 
 
 def test_the_order_depends_on_seed_and_epoch_only():
     first = shuffled_rows(0, 0, 50, 10)
     assert_equal(shuffled_rows(0, 0, 50, 10), first)
-    assert_equal(shuffled_rows(0, 0, 50, 25)[:, :25].ravel(), first[:, :10].ravel())  # nor on the batch size
+    assert_equal(shuffled_rows(0, 0, 50, 25).ravel(), first.ravel())  # nor on the batch size
     for seed, epoch in ((1, 0), (0, 1)):
         assert (shuffled_rows(seed, epoch, 50, 10) != first).any()
 
@@ -204,3 +208,51 @@ def test_one_number_in_a_tree_that_is_not_finite_is_found(bad):
     assert all_finite(tree)
     tree["y"][0][2] = bad
     assert not all_finite(tree)
+
+
+def convolution_loss(params, rows, images, key):
+    """What a convolution with a norm behind it, of stride 2, makes of its images."""
+    dimensions = ("NHWC", "HWIO", "NHWC")
+    x = jax.lax.conv_general_dilated(images[rows], params["kernel"], (2, 2), "SAME", dimension_numbers=dimensions)
+    x = jax.nn.relu(jax.nn.standardize(x) * params["scale"].reshape(1, 1, 1, -1))
+    return jnp.mean(jnp.square(x) * jnp.cos(x), where=(rows >= 0).reshape(-1, 1, 1, 1)), None
+
+
+def test_convolutions_have_the_same_gradient_with_and_without_the_library_that_is_slow_at_it():
+    if not _can_do_without_ynn():
+        pytest.skip("this version of XLA has no choice of libraries")
+    rng, mesh, optimizer = np.random.default_rng(0), device_mesh(), optax.sgd(100.0)
+    params = {"kernel": rng.standard_normal((3, 3, 5, 6), np.float32), "scale": np.ones(6, np.float32)}
+    images = rng.standard_normal((12, 9, 9, 5), np.float32)
+    args = np.arange(12, dtype=np.int32)[None], images, KEY
+    found = []
+    for without in (True, False):
+        state = replicate(initial_state(params, optimizer))
+        options = {"loss": convolution_loss, "optimizer": optimizer, "mesh": mesh}
+        found.append(jax.device_get(_compiled_update(without)(state, *replicate(args), **options)[0].params))
+    assert_close(found[0], found[1], roundings=ROUNDINGS)
+    assert np.abs(found[0]["kernel"] - params["kernel"]).max() > 0.01
+
+
+def test_accelerators_compile_what_they_always_did(monkeypatch):
+    kernel = {"k": np.zeros((3, 3, 4, 4), np.float32)}
+    assert _is_convolutional_on_cpu(kernel)
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert not _is_convolutional_on_cpu(kernel)
+    assert steps_per_call(kernel, 500) == 500
+
+
+def test_two_fits_side_by_side_are_each_as_if_alone():
+    """Each in its thread, on a device of its own."""
+    start, data = problem()
+    state = initial_state(start, OPTIMIZER)
+
+    def run(mesh):
+        items = [(minibatches(1), data)] * 20
+        return [jax.device_get(state.params) for state, _, _ in fit(logistic_loss, state, items, OPTIMIZER, KEY, mesh)]
+
+    meshes = meshes_of(1)
+    alone = run(meshes[0])
+    with ThreadPoolExecutor(len(meshes)) as pool:
+        for together in pool.map(run, meshes):
+            assert_equal(together, alone)

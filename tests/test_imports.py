@@ -25,7 +25,18 @@ ORDERS = {
     "mcomb.symmetry": ("axes", "spec", "check", "interpreter", "rules", "derive", "intermediates", ""),
     "mcomb.matching": ("core", "weights", "many", "activations", "straight_through", ""),
     "mcomb.lab": (
-        *("versions", "cli", "data", "models", "augmentation", "training", "setups", "config", "results"),
+        *(
+            "versions",
+            "cli",
+            "data",
+            "models",
+            "augmentation",
+            "training",
+            "setups",
+            "config",
+            "results",
+            "side_by_side",
+        ),
         *("barriers", "training_checkpoints", "store", "identity", "measure", "verdicts", "figures", "experiment", ""),
     ),
 }

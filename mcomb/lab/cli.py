@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from mcomb.base import UserError
+from mcomb.devices import use_a_device_per_core
 
 C = TypeVar("C")
 
@@ -99,6 +100,7 @@ def _checked(kind: type, at_least: int | None) -> Callable[[str], Any]:
 
 def run(main: Callable[[], object]) -> None:
     """Runs a program: a problem that a person can mend is one line on standard error and an exit code."""
+    use_a_device_per_core()
     try:
         main()
     except UserError as error:

@@ -15,22 +15,11 @@ C = TypeVar("C", bound="Config")
 
 
 @dataclass(frozen=True)
-class Config:
-    """The flags that every experiment has."""
+class TrainingConfig:
+    """The flags of a training."""
 
     setup: Annotated[str, Flag("model, dataset and recipe", choices=tuple(SETUPS))] = "resnet20-cifar10"
     width: Annotated[int, Flag("width multiplier: the first layer has 16·N units", at_least=1)] = 32
-    matcher: Annotated[str, Flag("how units are matched", choices=MATCHERS)] = "weights"
-    train_images: Annotated[int | None, Flag("train images to evaluate on (default: all)", at_least=1)] = None
-    test_images: Annotated[int | None, Flag("test images to evaluate on (default: all)", at_least=1)] = None
-    seed: Annotated[int, Flag("root seed N; networks A, B, C have seeds 3N, 3N+1, 3N+2", at_least=0)] = 0
-    seed_a: Annotated[int | None, Flag("seed of network A (default: from --seed)", at_least=0)] = None
-    seed_b: Annotated[int | None, Flag("seed of network B (default: from --seed)", at_least=0)] = None
-    seed_c: Annotated[int | None, Flag("seed of network C (default: from --seed)", at_least=0)] = None
-    checkpoint_a: Annotated[Path | None, Flag("orbax folder or safetensors file of network A")] = None
-    checkpoint_b: Annotated[Path | None, Flag("orbax folder or safetensors file of network B")] = None
-    checkpoint_c: Annotated[Path | None, Flag("orbax folder or safetensors file of network C")] = None
-    pretrained: Annotated[bool, Flag("take the networks that come with the repository instead of training")] = False
     epochs: Annotated[int | None, Flag("training epochs; 0 leaves networks untrained [setup]", at_least=0)] = None
     batch_size: Annotated[int | None, Flag("training images in a batch [setup]", at_least=1)] = None
     learning_rate: Annotated[float | None, Flag("peak learning rate [setup]", at_least=0)] = None
@@ -45,6 +34,23 @@ class Config:
     steps_per_call: Annotated[
         int | None, Flag("training steps in one compiled call (default: automatic)", at_least=1, identity=False)
     ] = None
+
+
+@dataclass(frozen=True)
+class Config(TrainingConfig):
+    """The flags that every experiment has."""
+
+    matcher: Annotated[str, Flag("how units are matched", choices=MATCHERS)] = "weights"
+    train_images: Annotated[int | None, Flag("train images to evaluate on (default: all)", at_least=1)] = None
+    test_images: Annotated[int | None, Flag("test images to evaluate on (default: all)", at_least=1)] = None
+    seed: Annotated[int, Flag("root seed N; networks A, B, C have seeds 3N, 3N+1, 3N+2", at_least=0)] = 0
+    seed_a: Annotated[int | None, Flag("seed of network A (default: from --seed)", at_least=0)] = None
+    seed_b: Annotated[int | None, Flag("seed of network B (default: from --seed)", at_least=0)] = None
+    seed_c: Annotated[int | None, Flag("seed of network C (default: from --seed)", at_least=0)] = None
+    checkpoint_a: Annotated[Path | None, Flag("orbax folder or safetensors file of network A")] = None
+    checkpoint_b: Annotated[Path | None, Flag("orbax folder or safetensors file of network B")] = None
+    checkpoint_c: Annotated[Path | None, Flag("orbax folder or safetensors file of network C")] = None
+    pretrained: Annotated[bool, Flag("take the networks that come with the repository instead of training")] = False
     vmap_size: Annotated[
         int | None, Flag("combinations side by side on a device (default: automatic)", at_least=1, identity=False)
     ] = None
@@ -75,7 +81,7 @@ RECIPE_FLAGS = ("epochs", "batch_size", "learning_rate", "weight_decay")  # they
 CHECKPOINT_FLAGS = ("checkpoint_a", "checkpoint_b", "checkpoint_c")  # results know networks by their fingerprints
 
 
-def recipe(config: Config) -> Recipe:
+def recipe(config: TrainingConfig) -> Recipe:
     """The setup's recipe with whatever the flags change in it."""
     chosen = {name: getattr(config, name) for name in (*RECIPE_FLAGS, "checkpoint_every")}
     return dataclasses.replace(
@@ -83,12 +89,12 @@ def recipe(config: Config) -> Recipe:
     )
 
 
-def recipe_dict(config: Config) -> dict[str, Any]:
+def recipe_dict(config: TrainingConfig) -> dict[str, Any]:
     """What of the recipe changes the network."""
     return {name: value for name, value in dataclasses.asdict(recipe(config)).items() if name != "checkpoint_every"}
 
 
-def identity_flags(config: Config) -> list[str]:
+def identity_flags(config: TrainingConfig) -> list[str]:
     """The flags that change a result, and with it the name of its folder."""
     return [name for name, flag in flags(type(config)).items() if flag.identity]
 

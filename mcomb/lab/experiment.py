@@ -110,7 +110,7 @@ def read_results(experiment: Experiment, config: Config) -> Results | None:
 
 def _networks_and_matchings(experiment: Experiment, store: Store) -> tuple[dict[str, Network], dict[str, KeptMatching]]:
     """The networks by letter and the matchings by name, made where they are not kept."""
-    networks = {letter: store.network(letter) for letter in experiment.networks}
+    networks = store.networks(experiment.networks)
     if not networks:
         return {}, {}
     wanted = experiment.matchings

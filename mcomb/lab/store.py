@@ -10,24 +10,29 @@ that want the same network or matching, one makes it while the others wait.
 
 import io
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
+from threading import Event
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from mcomb.base import Apply, Params, UserError
 from mcomb.checkpoint import read_checkpoint
+from mcomb.devices import meshes_of
 from mcomb.files import atomic, make_writable
 from mcomb.fingerprints import fingerprint
 from mcomb.lab import versions
-from mcomb.lab.config import CHECKPOINT_FLAGS, RECIPE_FLAGS, Config, identity_flags, recipe, recipe_dict
+from mcomb.lab.config import CHECKPOINT_FLAGS, RECIPE_FLAGS, TrainingConfig, identity_flags, recipe, recipe_dict
 from mcomb.lab.data import Splits
 from mcomb.lab.setups import SETUPS, Setup
+from mcomb.lab.side_by_side import run_side_by_side
 from mcomb.lab.training import initial_state, train
 from mcomb.lab.training_checkpoints import TrainingCheckpoints
 from mcomb.locks import lock
@@ -76,8 +81,9 @@ class Store:
     With `make=False` nothing is made: what is missing raises NotKeptError.
     """
 
-    def __init__(self, config: Config, make: bool = True):
-        self.config, self.make = config, make
+    def __init__(self, config: TrainingConfig, make: bool = True):
+        self.config: Any = config
+        self.make = make
         self.setup: Setup = SETUPS[config.setup]
         self.recipe = recipe(config)
         self.home = config.out / config.setup / f"width-{config.width}"
@@ -142,42 +148,74 @@ class Store:
                 parts.append(flag if value is True else f"{flag}={_in_a_name(given.name if given else value)}")
         return self.home / ",".join(parts)
 
-    def network(self, letter: str) -> Network:
-        """Network A, B or C: the one that is given, or the one trained from its seed."""
-        return self.given(letter) or self.train_network(self.seed(letter))
+    def networks(self, letters: Iterable[str]) -> dict[str, Network]:
+        """Networks A, B and C, by letter: those that are given, and the others trained from their seeds."""
+        given = {letter: self.given(letter) for letter in letters}
+        seeds = {letter: self.seed(letter) for letter, network in given.items() if network is None}
+        trained = self.train_networks(list(dict.fromkeys(seeds.values())))
+        return {letter: network or trained[seeds[letter]] for letter, network in given.items()}
 
-    def train_network(self, seed: int) -> Network:
-        """The network of a seed, trained as far as it is not yet."""
+    def train_networks(self, seeds: Sequence[int]) -> dict[int, Network]:
+        """The networks of some seeds, trained as far as they are not yet: side by side, on devices of their own.
+
+        Each has an equal share of the devices, whether others of the seeds are trained already or not, and a training
+        goes on with as many devices as it had. So a network depends on what was asked for alone.
+        """
+        unfinished = [seed for seed in seeds if not self._is_trained(seed)]
+        if unfinished and not self.make:
+            raise NotKeptError(self._name(unfinished[0]))
+        if unfinished:
+            share = max(1, len(jax.local_devices()) // len(seeds))
+            with ExitStack() as locks, self.timed("training"):
+                for seed in sorted(unfinished):  # in one order, so that no two processes wait for each other
+                    path = make_writable(self.home / "networks") / f".{self._name(seed)}.lock"
+                    locks.enter_context(lock(path, f"training {self._name(seed)}"))
+                self._train_side_by_side([seed for seed in unfinished if not self._is_trained(seed)], share)
+        return {seed: self._trained(seed) for seed in seeds}
+
+    def _train_side_by_side(self, seeds: Sequence[int], share: int) -> None:
+        """Trains networks, each on `share` devices or on as many as it has begun with."""
+        _ = self.data  # read once, before there are threads
+        by_size: dict[int, list[int]] = {}
+        for seed in seeds:
+            size = min(self._checkpoints(seed).device_count or share, len(jax.local_devices()))
+            by_size.setdefault(size, []).append(seed)
+        for size, group in by_size.items():
+            run_side_by_side(self._train, group, meshes_of(size))
+
+    def _train(self, seed: int, mesh: Mesh, stop: Event) -> None:
+        checkpoints, data, recipe = self._checkpoints(seed), self.data.train, self.recipe
+        state = initial_state(self.setup.init(self.config.width, seed), recipe, len(data.labels))
+        if checkpoints.epoch is not None:
+            state = checkpoints.restore(state)
+        elif recipe.epochs == 0:
+            checkpoints.save(0, state, mesh)
+        how: dict[str, Any] = {"mesh": mesh, "per_call": self.config.steps_per_call, "stop": stop}
+        describe = f"training {self._name(seed)}"
+        for epoch, trained, _ in train(self.apply, state, data, recipe, seed, describe=describe, **how):
+            if epoch % recipe.checkpoint_every == 0 or epoch == recipe.epochs:
+                checkpoints.save(epoch, trained, mesh)
+
+    def _is_trained(self, seed: int) -> bool:
+        return self._checkpoints(seed).epoch == self.recipe.epochs
+
+    def _trained(self, seed: int) -> Network:
+        """A network that is trained already."""
+        params = read_checkpoint(self.home / "networks" / self._name(seed), self.setup.shapes(self.config.width))
+        return Network(self._name(seed), params, fingerprint(params))
+
+    def _checkpoints(self, seed: int) -> TrainingCheckpoints:
+        made_from = {"setup": self.config.setup, "width": self.config.width, "seed": seed} | recipe_dict(self.config)
+        return TrainingCheckpoints(self.home / "networks" / self._name(seed), made_from)
+
+    def _name(self, seed: int) -> str:
+        """The name of a seed's network, with whatever its recipe has been changed in."""
         changed = [
             f"{name.replace('_', '-')}={getattr(self.recipe, name)}"
             for name in RECIPE_FLAGS
             if getattr(self.recipe, name) != getattr(self.setup.recipe, name)
         ]
-        name = ",".join([f"seed-{seed}", *changed])
-        folder = self.home / "networks" / name
-        made_from = {"setup": self.config.setup, "width": self.config.width, "seed": seed} | recipe_dict(self.config)
-        if TrainingCheckpoints(folder, made_from).epoch != self.recipe.epochs:
-            if not self.make:
-                raise NotKeptError(name)
-            with lock(make_writable(folder.parent) / f".{name}.lock", f"training {name}"):
-                checkpoints = TrainingCheckpoints(folder, made_from)  # another process may have trained it meanwhile
-                if checkpoints.epoch != self.recipe.epochs:
-                    self._train(seed, checkpoints)
-        params = read_checkpoint(folder, self.setup.shapes(self.config.width))
-        return Network(name, params, fingerprint(params))
-
-    def _train(self, seed: int, checkpoints: TrainingCheckpoints) -> None:
-        data, recipe = self.data.train, self.recipe
-        state = initial_state(self.setup.init(self.config.width, seed), recipe, len(data.labels))
-        if checkpoints.epoch is not None:
-            state = checkpoints.restore(state)
-        elif recipe.epochs == 0:
-            checkpoints.save(0, state)
-        describe, per_call = f"training seed {seed}", self.config.steps_per_call
-        with self.timed("training"):
-            for epoch, trained, _ in train(self.apply, state, data, recipe, seed, per_call=per_call, describe=describe):
-                if epoch % recipe.checkpoint_every == 0 or epoch == recipe.epochs:
-                    checkpoints.save(epoch, trained)
+        return ",".join([f"seed-{seed}", *changed])
 
     def matching(self, a: Network, b: Network, matcher: str, orders: int = 1) -> KeptMatching:
         """The matching of B to A, found once and kept for just these two networks.

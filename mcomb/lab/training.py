@@ -6,11 +6,13 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from threading import Event
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 from jaxtyping import Float, Int32, PRNGKeyArray
 
 from mcomb import gradient_descent
@@ -35,6 +37,10 @@ class Recipe:
     batch_size: int = 100
     clip: float | None = None
     checkpoint_every: int = 5  # epochs
+
+
+class Stopped(Exception):
+    """A training was asked to stop."""
 
 
 class Progress(NamedTuple):
@@ -91,12 +97,15 @@ def train(
     recipe: Recipe,
     seed: int,
     *,
+    mesh: Mesh | None = None,
     per_call: int | None = None,
     describe: str = "training",
+    stop: Event | None = None,
 ) -> Iterator[tuple[int, State, Progress]]:
     """Yields (epoch, state, progress) after each epoch that `state` has not seen.
 
-    A yielded state is donated to the next epoch: use it before asking for the next one.
+    A yielded state is donated to the next epoch: use it before asking for the next one. If another thread sets
+    `stop`, Stopped is raised before the next compiled call.
     """
     count, size = len(data.labels), recipe.batch_size
     steps = count // size
@@ -104,16 +113,18 @@ def train(
         raise UserError(f"--batch-size {size} is more than the {count} training images: give less")
     per_call = per_call or steps_per_call(state.params, steps)
     first = int(state.step) // steps
-    everything = replicate(tuple(data))
+    everything = replicate(tuple(data), mesh)
 
-    def batches() -> Iterator[tuple[Int32[np.ndarray, "steps padded"], Any]]:
+    def batches() -> Iterator[tuple[Int32[np.ndarray, "steps b"], Any]]:
         for epoch in range(first, recipe.epochs):
             rows = shuffled_rows(seed, epoch, count, size)
             for start in range(0, steps, per_call):
+                if stop and stop.is_set():
+                    raise Stopped
                 yield rows[start : start + per_call], everything
 
     loss, optimizer = training_loss(apply, recipe.augmentation), make_optimizer(recipe, steps)
-    fitting = fit(loss, state, batches(), optimizer, stream(seed, "augment"))
+    fitting = fit(loss, state, batches(), optimizer, stream(seed, "augment"), mesh)
     with progress_bar(recipe.epochs * steps * size, "img", describe, first * steps * size) as bar:
         for epoch in range(first + 1, recipe.epochs + 1):
             history: list[tuple[np.ndarray, np.ndarray]] = []

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from jax.sharding import Mesh
 
 from mcomb.base import UserError
 from mcomb.checkpoint import read_checkpoint, reading, restore_tree, saved_steps
@@ -26,7 +27,7 @@ class TrainingCheckpoints:
         """Opens a training's folder; one that was made from something else is an error."""
         self.folder, self.made_from = folder, json.loads(json.dumps(made_from))
         self.epoch = max(saved_steps(folder), default=None)
-        self.devices: list[str] = []  # all kinds and numbers of devices that it was trained on
+        self.devices: list[str] = []  # all numbers and kinds of devices that it was trained on, such as `2 × cpu`
         if self.epoch is None:
             return
         self.newest = folder / str(self.epoch)
@@ -46,10 +47,15 @@ class TrainingCheckpoints:
                     "move it away or give another --out"
                 )
 
-    def save(self, epoch: int, state: State) -> None:
-        """Writes the state after an epoch, atomically, and then drops the one before."""
-        if describe_devices() not in self.devices:
-            self.devices.append(describe_devices())
+    @property
+    def device_count(self) -> int | None:
+        """The number of devices that it was trained on last; None before the first checkpoint."""
+        return int(self.devices[-1].split()[0]) if self.devices else None
+
+    def save(self, epoch: int, state: State, mesh: Mesh | None = None) -> None:
+        """Writes the state after an epoch on a mesh, atomically, and then drops the one before."""
+        devices = describe_devices(mesh)
+        self.devices = [*(other for other in self.devices if other != devices), devices]
         record = {
             "step": int(state.step),
             "version": versions.TRAINING,

@@ -72,7 +72,7 @@ def match_straight_through(
             raise _diverged("on the held-out data")
         return Candidate(perms, objective(spec, a, b, perms), loss)
 
-    def batches() -> Iterator[tuple[Int32[np.ndarray, "1 padded"], Any]]:
+    def batches() -> Iterator[tuple[Int32[np.ndarray, "1 b"], Any]]:
         for epoch in itertools.count():
             for rows in shuffled_rows(seed, epoch, train_count, min(batch_size, train_count)):
                 yield rows[None], (a, permuted, inputs, labels)  # `permuted` as the loop below has left it

@@ -184,7 +184,7 @@ def test_checkpoints_of_one_name_never_share_a_folder(config, tmp_path):
     assert first["networks"]["A"] != second["networks"]["A"]
     assert stored(with_a)["curves"] == first["curves"]
     both = dataclasses.replace(config, checkpoint_a=folders[0], checkpoint_b=folders[1])
-    a, b = (Store(both).network(letter) for letter in "AB")
+    a, b = Store(both).networks("AB").values()
     assert a.name != b.name
 
 

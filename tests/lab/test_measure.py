@@ -24,7 +24,7 @@ CONFIG = SweepConfig(setup="mlp-digits", width=1, epochs=0, train_images=IMAGES,
 def parts(tmp_path_factory):
     """A store, two untrained networks and their matching."""
     store = Store(dataclasses.replace(CONFIG, out=tmp_path_factory.mktemp("runs")))
-    networks = {letter: store.network(letter) for letter in "AB"}
+    networks = store.networks("AB")
     return store, networks, {"B to A": store.matching(networks["A"], networks["B"], "weights")}
 
 

@@ -27,7 +27,7 @@ def test_a_card_has_its_networks_fingerprint(file):
     params = read_checkpoint(file, SETUPS[setup].shapes(width))
     assert f"Fingerprint `{fingerprint(params)}`" in file.with_suffix(".md").read_text()
     config = Config(setup=setup, width=width, pretrained=True)
-    assert fingerprint(params) in {Store(config).network(letter).fingerprint for letter in "ABC"}
+    assert fingerprint(params) in {network.fingerprint for network in Store(config).networks("ABC").values()}
 
 
 def test_a_network_has_the_accuracy_of_its_card(cifar_archive):

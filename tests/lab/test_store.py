@@ -5,6 +5,7 @@ import io
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from numerics import assert_equal
@@ -30,7 +31,7 @@ def kept(tmp_path_factory):
     """A folder with networks A and B and their matching, never changed."""
     out = tmp_path_factory.mktemp("kept")
     store = Store(dataclasses.replace(CONFIG, out=out))
-    store.matching(store.network("A"), store.network("B"), "weights")
+    store.matching(*store.networks("AB").values(), "weights")
     return out
 
 
@@ -54,7 +55,7 @@ def no_work(monkeypatch):
         (Config(), "uniform"),
         (
             SweepConfig(train_images=50, epochs=60, points=3, samples=2),
-            "uniform,train-images=50,epochs=60,points=3,samples=2",
+            "uniform,epochs=60,train-images=50,points=3,samples=2",
         ),
         (SweepConfig(batch_size=100, learning_rate=0.1), "uniform"),  # what the recipe says anyway
         (SweepConfig(learning_rate=0.05, weight_decay=0.0), "uniform,learning-rate=0.05,weight-decay=0"),
@@ -83,14 +84,14 @@ def test_networks_are_named_by_their_seeds_and_whatever_changes_them(changes, na
     store = Store(Config(setup="mlp-digits", width=1, out=tmp_path / "runs", **changes), make=False)
     for letter, name in zip("ABC", names.split(), strict=False):
         with pytest.raises(NotKeptError, match=f"^{name}$"):
-            store.network(letter)
+            store.networks(letter)
     assert not (tmp_path / "runs").exists()
 
 
 def test_what_is_kept_is_read_and_not_made_again(store, no_work, capsys):
     for make in (True, False):
         again = Store(store.config, make=make)
-        a, b = (again.network(letter) for letter in "AB")
+        a, b = again.networks("AB").values()
         assert (a.name, b.name) == ("seed-0,epochs=4", "seed-1,epochs=4")
         assert a.fingerprint == fingerprint(a.params) != b.fingerprint
         found = again.matching(a, b, "weights")
@@ -101,7 +102,7 @@ def test_what_is_kept_is_read_and_not_made_again(store, no_work, capsys):
 
 def test_a_matching_is_read_as_it_was_found(tmp_path):
     store = Store(dataclasses.replace(CONFIG, epochs=0, out=tmp_path))
-    a, b = (store.network(letter) for letter in "AB")
+    a, b = store.networks("AB").values()
     for matcher, orders in (("weights", 1), ("weights", 3), ("activations", 1)):
         found, again = (store.matching(a, b, matcher, orders) for _ in range(2))
         for field in dataclasses.fields(Matching):
@@ -145,7 +146,7 @@ def with_a_wrong_directory(content):
     ids=["empty", "a start", "half", "but one", "text", "garbage", "a header", "a directory", "an array"],
 )
 def test_a_matching_file_that_is_not_whole_is_said_to_be_so_in_one_line_and_matched_anew(store, damage, capsys):
-    a, b, path = store.network("A"), store.network("B"), matching_file(store)
+    a, b, path = *store.networks("AB").values(), matching_file(store)
     before = store.matching(a, b, "weights")
     path.write_bytes(damage(path.read_bytes()))
     after = store.matching(a, b, "weights")
@@ -192,7 +193,7 @@ OTHER = "was made from other networks or data, or by another version: matching a
     ],
 )
 def test_a_matching_of_something_else_is_said_to_be_so_in_one_line_and_matched_anew(changes, said, store, capsys):
-    a, b, path = store.network("A"), store.network("B"), matching_file(store)
+    a, b, path = *store.networks("AB").values(), matching_file(store)
     before = store.matching(a, b, "weights")
     change_kept(path, **changes)
     assert store.matching(a, b, "weights").fingerprint == before.fingerprint
@@ -200,7 +201,7 @@ def test_a_matching_of_something_else_is_said_to_be_so_in_one_line_and_matched_a
 
 
 def test_only_a_matcher_that_sees_data_matches_anew_when_they_change(store, monkeypatch, capsys):
-    a, b = (store.network(letter) for letter in "AB")
+    a, b = store.networks("AB").values()
     for matcher in ("weights", "activations"):
         store.matching(a, b, matcher)
     data = store.data
@@ -212,7 +213,7 @@ def test_only_a_matcher_that_sees_data_matches_anew_when_they_change(store, monk
 
 
 def test_a_matching_that_is_none_is_refused_before_it_is_used(store):
-    b = store.network("B")
+    b = store.networks("B")["B"]
     perms = {name: np.arange(size) for name, size in store.spec.sizes.items()}
     assert_equal(store.permute(b, Matching(perms, 0.0, ())), b.params)
     twice = perms | {"dense1": np.zeros_like(perms["dense1"])}
@@ -220,23 +221,62 @@ def test_a_matching_that_is_none_is_refused_before_it_is_used(store):
         store.permute(b, Matching(twice, 0.0, ()))
 
 
+def stopping(train):
+    """A training that is interrupted after the second epoch of seed 0."""
+
+    def train_two(apply, state, data, recipe, seed, **options):
+        for item in train(apply, state, data, recipe, seed, **options):
+            yield item
+            if seed == 0 and item[0] == 2:
+                raise KeyboardInterrupt
+
+    return train_two
+
+
 def test_a_training_that_was_stopped_goes_on_and_ends_as_if_it_had_not_been(store, tmp_path, monkeypatch):
     config = dataclasses.replace(store.config, out=tmp_path / "stopped", checkpoint_every=1)
     real = stores.train
 
-    def stopping(*args, **options):
-        for epoch, state, progress in real(*args, **options):
-            yield epoch, state, progress
-            if epoch == 2:
-                raise KeyboardInterrupt
-
-    monkeypatch.setattr(stores, "train", stopping)
+    monkeypatch.setattr(stores, "train", stopping(real))
     with pytest.raises(KeyboardInterrupt):
-        Store(config).network("A")
+        Store(config).networks("AB")
     (folder,) = (tmp_path / "stopped").rglob("seed-0,epochs=4")
     assert [path.name for path in folder.iterdir()] == ["2"]
     monkeypatch.setattr(stores, "train", real)
-    assert Store(config).network("A").fingerprint == store.network("A").fingerprint
+    assert Store(config).networks("AB")["A"].fingerprint == store.networks("A")["A"].fingerprint
+
+
+def devices_of(store, seed):
+    return store._checkpoints(seed).devices
+
+
+def test_a_network_does_not_depend_on_who_is_trained_beside_it(tmp_path):
+    config = Config(setup="mlp-digits", width=1, epochs=2, out=tmp_path / "two")
+    three = Store(dataclasses.replace(config, out=tmp_path / "three"))
+    two = Store(config)
+    count = len(jax.local_devices())
+    for seeds in ((0, 1), (1, 0)):  # the second time there is nothing left to train
+        networks = two.train_networks(seeds)
+        assert list(networks) == list(seeds)
+    others = three.train_networks((2, 1, 0))
+    assert [devices_of(two, seed) for seed in (0, 1)] == [[f"{max(1, count // 2)} × cpu"]] * 2
+    assert [devices_of(three, seed) for seed in (0, 1, 2)] == [[f"{max(1, count // 3)} × cpu"]] * 3
+    if count // 2 == count // 3 or count < 3:
+        for seed in (0, 1):
+            assert_equal(networks[seed].params, others[seed].params)
+
+
+def test_a_training_that_is_gone_on_with_alone_keeps_the_devices_it_had_beside_others(tmp_path, monkeypatch):
+    config = Config(setup="mlp-digits", width=1, epochs=4, checkpoint_every=1, out=tmp_path / "stopped")
+    real, whole = stores.train, Store(dataclasses.replace(config, out=tmp_path / "whole")).train_networks((0, 1))
+
+    monkeypatch.setattr(stores, "train", stopping(real))
+    with pytest.raises(KeyboardInterrupt):
+        Store(config).train_networks((0, 1))
+    monkeypatch.setattr(stores, "train", real)
+    assert not Store(config)._is_trained(0)
+    assert_equal(Store(config).train_networks((0,))[0].params, whole[0].params)
+    assert_equal(Store(config).train_networks((0, 1))[1].params, whole[1].params)
 
 
 def test_a_diverging_training_keeps_its_last_good_checkpoint(tmp_path, monkeypatch):
@@ -251,7 +291,7 @@ def test_a_diverging_training_keeps_its_last_good_checkpoint(tmp_path, monkeypat
     training.make_optimizer.cache_clear()
     try:
         with pytest.raises(Diverged, match="in epoch 3; the last good checkpoint is kept"):
-            Store(Config(setup="mlp-digits", width=1, epochs=5, checkpoint_every=1, out=tmp_path)).network("A")
+            Store(Config(setup="mlp-digits", width=1, epochs=5, checkpoint_every=1, out=tmp_path)).networks("A")
     finally:
         training.make_optimizer.cache_clear()
     assert [path.name for path in tmp_path.rglob("seed-0,epochs=5/*")] == ["2"]
@@ -259,13 +299,13 @@ def test_a_diverging_training_keeps_its_last_good_checkpoint(tmp_path, monkeypat
 
 def test_untrained_networks_are_those_of_their_seeds(tmp_path):
     store = Store(dataclasses.replace(CONFIG, epochs=0, out=tmp_path))
-    assert_equal(store.network("B").params, store.setup.init(1, seed=1))
+    assert_equal(store.networks("B")["B"].params, store.setup.init(1, seed=1))
 
 
 def test_a_given_checkpoint_is_the_network_and_nothing_is_trained(store, tmp_path, no_work):
-    params = store.network("A").params
+    params = store.networks("A")["A"].params
     write_checkpoint(tmp_path / "mine", params)
-    given = Store(dataclasses.replace(store.config, checkpoint_b=tmp_path / "mine")).network("B")
+    given = Store(dataclasses.replace(store.config, checkpoint_b=tmp_path / "mine")).networks("B")["B"]
     assert_equal(given.params, params)
     assert given.name == f"mine-{fingerprint(params)}"
 
@@ -277,14 +317,14 @@ def pretrained(store, tmp_path, monkeypatch):
     for seed, letter in enumerate("AB"):
         path = stores.pretrained_path("mlp-digits", 1, seed)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_checkpoint(path, store.network(letter).params)
+        write_checkpoint(path, store.networks(letter)[letter].params)
     config = dataclasses.replace(store.config, epochs=None, pretrained=True, out=tmp_path / "others")
     return Store(config)
 
 
 def test_networks_that_come_with_the_repository_are_used_and_named(pretrained, store, no_work):
     for seed, letter in enumerate("AB"):
-        network, expected = pretrained.network(letter), store.network(letter)
+        network, expected = pretrained.networks(letter)[letter], store.networks(letter)[letter]
         assert_equal(network.params, expected.params)
         assert network.fingerprint == expected.fingerprint
         assert network.name == f"pretrained-{seed}-{expected.fingerprint}"
@@ -294,17 +334,17 @@ def test_networks_that_come_with_the_repository_are_used_and_named(pretrained, s
 
 def test_a_network_that_does_not_come_with_the_repository_is_named_beside_those_that_do(pretrained):
     with pytest.raises(UserError, match=r"no pretrained mlp-digits/width-1/seed-2\.safetensors: .*seed-0\.safetensors"):
-        pretrained.network("C")
+        pretrained.networks("C")
     retrained = Store(dataclasses.replace(pretrained.config, learning_rate=0.5))
     with pytest.raises(UserError, match="as they are: leave out --learning-rate"):
-        retrained.network("A")
+        retrained.networks("A")
 
 
 def test_a_checkpoint_of_another_width_is_refused(store):
     (folder,) = store.home.glob("networks/seed-0*")
     wider = Store(dataclasses.replace(store.config, width=3, checkpoint_a=folder))
     with pytest.raises(UserError, match=r"of shape \(16,\) where the model has \(48,\)"):
-        wider.network("A")
+        wider.networks("A")
 
 
 def test_times_of_one_kind_of_work_add_up(store):

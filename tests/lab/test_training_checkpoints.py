@@ -58,7 +58,7 @@ def test_a_checkpoint_records_the_devices_it_was_trained_on_and_those_of_its_con
     assert several == f"{len(jax.devices())} × cpu"
     TrainingCheckpoints(tmp_path, {}).save(1, state_of())
     assert metadata(tmp_path)["devices"] == [several]
-    monkeypatch.setattr(training_checkpoints, "describe_devices", lambda: "8 × TPU v3")
+    monkeypatch.setattr(training_checkpoints, "describe_devices", lambda mesh: "8 × TPU v3")
     for epoch in (2, 3):
         TrainingCheckpoints(tmp_path, {}).save(epoch, state_of())
     assert metadata(tmp_path)["devices"] == [several, "8 × TPU v3"]

@@ -1,0 +1,39 @@
+"""Trains networks of several seeds side by side, each on devices of its own; experiments then find them trained.
+
+    python -m experiments.train --setup mlp-cifar10 --seeds 0 1 2
+
+With fewer networks than devices each of them is trained data-parallel on its share of the devices. A CPU has a device
+for each core.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from mcomb import score
+from mcomb.lab import cli
+from mcomb.lab.cli import Flag
+from mcomb.lab.config import TrainingConfig
+from mcomb.lab.experiment import setups_help
+from mcomb.lab.store import Store
+
+
+@dataclass(frozen=True)
+class TrainConfig(TrainingConfig):
+    """The flags of the training."""
+
+    seeds: Annotated[tuple[int, ...], Flag("seeds of the networks", at_least=0)] = (0, 1)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Trains the networks and prints how good they are."""
+    config = cli.parse(TrainConfig, __doc__ or "", argv, setups_help())
+    store = Store(config)
+    print(f"networks go to {store.home / 'networks'}", flush=True)
+    for network in store.train_networks(tuple(dict.fromkeys(config.seeds))).values():
+        test = score(store.apply, network.params, *store.data.test)
+        images = f"{len(store.data.test.labels):,}"
+        print(f"{network.name}: test accuracy {test.accuracy:.2%}, test loss {test.loss:.4f}, of {images} images")
+
+
+if __name__ == "__main__":
+    cli.run(main)
