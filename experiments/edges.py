@@ -7,6 +7,7 @@ The paper: many lengths are near zero, and many are not. It puts the first down 
 themselves.
 """
 
+import itertools
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from mcomb.base import Params, named_leaves
 from mcomb.lab.experiment import Experiment, main
 from mcomb.lab.figures import COLOURS, STYLE, save
 from mcomb.lab.measure import Run
+from mcomb.lab.pairs import spread
 from mcomb.lab.results import Results
 from mcomb.lab.verdicts import Verdict
 
@@ -81,8 +83,8 @@ def judge(results: Results) -> Verdict:
 
 
 def draw(results: Results, folder: Path) -> None:
-    """Draws the histograms of edge lengths, naive beside aligned, overall and for each layer."""
-    bins = np.array(results["bins"])
+    """Draws the histograms of edge lengths of each pair, naive beside aligned, overall and for each layer."""
+    pairs = results.get("pairs", [results])
     layers = list(results["layers"]["naive"])
     columns = 4
     rows = -(-len(layers) // columns)
@@ -91,17 +93,16 @@ def draw(results: Results, folder: Path) -> None:
         top, bottom = cast(Any, figure.subfigures(2, 1, height_ratios=[2.2, 1.2 * rows + 0.3]))
         whole = top.subplots()
         small = bottom.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
-        panels = [(whole, results["overall"], "all layers")]
-        panels += [
-            (axes, {name: by_layer[layer] for name, by_layer in results["layers"].items()}, f"layer {layer}")
-            for axes, layer in zip(small, layers, strict=False)
-        ]
-        for axes, counts, title in panels:
-            for name, values in counts.items():
-                axes.stairs(values, bins, color=COLOURS[name], label=name, linewidth=1)
+        for (i, pair), name in itertools.product(enumerate(pairs), results["overall"]):
+            style: Any = {"color": COLOURS[name], "linewidth": 1 if len(pairs) == 1 else 0.6}
+            whole.stairs(pair["overall"][name], pair["bins"], label=None if i else name, **style)
+            for axes, layer in zip(small, layers, strict=False):
+                axes.stairs(pair["layers"][name][layer], pair["bins"], **style)
+        for axes, title in zip((whole, *small), ("all layers", *(f"layer {layer}" for layer in layers)), strict=False):
             axes.set_yscale("log")
             axes.set_title(title)
-        tops = [max(max(values) for values in by_layer.values()) for by_layer in results["layers"].values()]
+        _, largest = spread(results)
+        tops = [max(max(values) for values in by_layer.values()) for by_layer in largest["layers"].values()]
         whole.set_ylim(bottom=0.8)
         small[0].set_ylim(0.8, 2 * max(tops))
         for axes in small[len(layers) :]:

@@ -25,6 +25,7 @@ from mcomb.lab.config import SweepConfig
 from mcomb.lab.experiment import Experiment, main
 from mcomb.lab.figures import STYLE, save
 from mcomb.lab.measure import Run, Task
+from mcomb.lab.pairs import spread
 from mcomb.lab.results import METRICS, SPLITS, Results, columns, table
 from mcomb.lab.verdicts import Verdict, clearly_less
 from mcomb.matching import MATCHERS
@@ -119,10 +120,14 @@ def draw(results: Results, folder: Path) -> None:
             axes.xaxis.set_major_formatter("{x:g}")
             axes.axvline(0, color="0.35", linewidth=0.8)
             for (sweep, marker, colour, offset), split in itertools.product(MARKS, SPLITS):
-                values = [results["barriers"][f"{sweep}, {name}"][split][metric] for name in reached]
+                values, low, high = (
+                    np.array([part["barriers"][f"{sweep}, {name}"][split][metric] for name in reached])
+                    for part in (results, *spread(results))
+                )
                 style: Any = {"color": colour, "markersize": 4.5, "markeredgewidth": 0.9}
                 face = colour if split == "test" else "white"
                 axes.plot(values, at + offset, marker, markerfacecolor=face, label=f"{sweep}, {split}", **style)
+                axes.hlines(at + offset, low, high, color=colour, linewidth=0.8)
             axes.set_xlabel(f"{metric} barrier")
         products.plot([matcher["objective"] for matcher in reached.values()], at, "D", color="black", markersize=4)
         products.set_xlabel("inner product of A and B")

@@ -28,6 +28,7 @@ from mcomb.lab.config import CombinationConfig
 from mcomb.lab.experiment import Experiment, main
 from mcomb.lab.figures import COLOURS, LEVELS, LINES, STYLE, save, wrap
 from mcomb.lab.measure import Run, Task
+from mcomb.lab.pairs import spread
 from mcomb.lab.results import METRICS, SPLITS, Results
 from mcomb.lab.verdicts import Verdict, same_distribution, works
 from mcomb.matching.activations import correlations
@@ -186,7 +187,10 @@ def draw(results: Results, folder: Path) -> None:
             panels = part.subplots(rows, columns, sharey=True, squeeze=False).ravel()
             for axes, (name, layer) in zip(panels, layers.items(), strict=False):
                 for split in SPLITS:
-                    values = layer["barriers"][split][metric]
+                    values, low, high = (
+                        part["layers"][name]["barriers"][split][metric] for part in (results, *spread(results))
+                    )
+                    axes.fill_between(layer["k"], low, high, color=COLOURS["aligned"], alpha=0.15, linewidth=0)
                     axes.plot(layer["k"], values, LINES[split], color=COLOURS["aligned"], marker=".", label=split)
                 level = results["unperturbed"]["test"][metric]
                 axes.axhline(level, color="0.35", linewidth=0.8, linestyle=LEVELS[0], label="as matched, test")

@@ -6,7 +6,9 @@ Colour is the share of each network, brightness the value of the weight; the wei
 shares are drawn by the very functions that the experiments use.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +19,20 @@ from matplotlib.figure import Figure
 
 from mcomb.base import stream
 from mcomb.combination import bernoulli, mix, stitch, uniform
+from mcomb.lab.config import Config
 from mcomb.lab.experiment import Experiment, main
 from mcomb.lab.figures import STYLE, save
 from mcomb.lab.measure import Run
 from mcomb.lab.results import Results
 from mcomb.lab.verdicts import Verdict
+
+
+@dataclass(frozen=True)
+class SchematicConfig(Config):
+    """The flags of an experiment but for --pairs: there are no networks here."""
+
+    pairs: ClassVar[int] = 1  # type: ignore[misc]
+
 
 SHAPES = {"1": (5, 7), "2": (7, 7), "3": (7, 4)}  # layers
 
@@ -83,6 +94,7 @@ EXPERIMENT = Experiment(
     alt="Three layers of a blue and an orange network as grids of cells, and their uniform, Bernoulli and "
     "stitched combinations.",
     networks="",
+    config=SchematicConfig,
     measure=measure,
     draw=draw,
     judge=judge,

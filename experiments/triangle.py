@@ -1,7 +1,7 @@
 """Combinations of three networks: a grid on the triangle of A, B and C, both others matched to A.
 
     python -m experiments.triangle --setup mlp-digits
-    python -m experiments.triangle --setup mlp-digits --triples 5    # how often the best is inside, over five seeds
+    python -m experiments.triangle --setup mlp-digits --pairs 5      # how often the best is inside, over five seeds
     python -m experiments.triangle --width 40                        # the paper's, on an accelerator
     python -m experiments.triangle --setup mlp-digits --beyond 0.5
 
@@ -10,7 +10,7 @@ its interior and in many cases lies on an edge.
 """
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +22,7 @@ from mcomb.combination import blend
 from mcomb.lab.barriers import barrier
 from mcomb.lab.cli import Flag
 from mcomb.lab.config import CombinationConfig
-from mcomb.lab.experiment import Experiment, Parts, main
+from mcomb.lab.experiment import Experiment, main
 from mcomb.lab.figures import STYLE, save, wrap
 from mcomb.lab.measure import Run, Task
 from mcomb.lab.results import METRICS, Results
@@ -38,7 +38,6 @@ class TriangleConfig(CombinationConfig):
 
     grid: Annotated[int, Flag("steps along an edge of the triangle", at_least=2)] = 20
     beyond: Annotated[float, Flag("how far past the edges the grid goes", at_least=0)] = 0.0
-    triples: Annotated[int, Flag("triangles, of --seed and those after it; the first is drawn", at_least=1)] = 1
 
 
 def grid(steps: int, beyond: float) -> np.ndarray:
@@ -57,25 +56,23 @@ def locate(shares: list[float]) -> str:
     return PLACES[(three < 1e-6).sum()]
 
 
-def other_triples(config: TriangleConfig) -> Parts:
-    """The triangles of the seeds after this one."""
-    seeds = range(config.seed + 1, config.seed + config.triples)
-    return {f"seed {seed}": (EXPERIMENT, replace(config, seed=seed, triples=1)) for seed in seeds}
-
-
 def measure(run: Run) -> Results:
-    """The metrics of every grid point, and the best of them by test accuracy, then by test loss."""
+    """The metrics of every grid point, and the best of them."""
     shares = grid(run.config.grid, run.config.beyond)
     corners = (run.networks["A"].params, run.align("B to A"), run.align("C to A"))
     metrics = run.evaluate({"aligned": Task(blend, corners, shares)}, per_call=len(shares))["aligned"]
-    best = np.lexsort((metrics["test"].loss, -metrics["test"].accuracy))[0]  # by accuracy, then by loss
-    place = locate(shares[best].tolist())
+    points = {split: {m: getattr(values, m).tolist() for m in METRICS} for split, values in metrics.items()}
+    best = find_best(points)
     return {
         "shares": shares.tolist(),
-        "points": {split: {m: getattr(values, m).tolist() for m in METRICS} for split, values in metrics.items()},
-        "best": {"shares": shares[best].tolist(), "place": place, "index": int(best)},
-        "places": Counter([place, *(results["best"]["place"] for results in run.parts.values())]),
+        "points": points,
+        "best": {"shares": shares[best].tolist(), "place": locate(shares[best].tolist()), "index": best},
     }
+
+
+def find_best(points: Results) -> int:
+    """The number of the best point by test accuracy, then by test loss."""
+    return int(np.lexsort((points["test"]["loss"], -np.array(points["test"]["accuracy"])))[0])
 
 
 def judge(results: Results) -> Verdict:
@@ -88,14 +85,18 @@ def judge(results: Results) -> Verdict:
     config = results["config"]
     least = PAPER.get((config["setup"], config["width"]))
     corners = ", ".join(f"{score['test']['accuracy']:.1%}" for score in results["models"].values())
-    places = ", ".join(f"{count} {place}" for place in PLACES if (count := results["places"].get(place)))
-    over_seeds = f" Of {config['triples']} triangles, the best network of {places}." if config["triples"] > 1 else ""
     return Verdict(
         bool(works(results, lost) if least is None else worst.min() >= least),
         f"The worst of {inside.sum()} networks on the triangle has a test accuracy of {worst.min():.1%} and a loss "
         f"{lost['loss']:.3f} above the mean of the corners; the best, Θ*, has {best:.1%} and lies "
-        f"{results['best']['place']}; A, B and C have {corners}.{over_seeds}",
+        f"{results['best']['place']}; A, B and C have {corners}.",
     )
+
+
+def judge_together(triangles: list[Results]) -> str:
+    """Where the best networks lie."""
+    counts = Counter(results["best"]["place"] for results in triangles)
+    return f"The best network lies {', '.join(f'{counts[place]} times {place}' for place in PLACES if counts[place])}."
 
 
 def draw(results: Results, folder: Path) -> None:
@@ -116,7 +117,7 @@ def draw(results: Results, folder: Path) -> None:
             level = results["models"][name]["test"]["accuracy"]
             note = axes.annotate(f"{name}\n{level:.3f}", (cx[0] + dx, cy[0] + dy), ha="center", va="center")
             note.set_bbox(box)
-        best = results["best"]["index"]
+        best = find_best(results["points"])
         axes.plot(x[best], y[best], "*", color="white", markeredgecolor="black", markersize=11, markeredgewidth=0.8)
         note = axes.annotate(f"Θ* {accuracy[best]:.3f}", (x[best], y[best]), (6, 6), textcoords="offset points")
         note.set_bbox(box)
@@ -140,11 +141,11 @@ EXPERIMENT = Experiment(
     alt="Heat map of test accuracy on an equilateral triangle, A, B and C at its corners, the best point marked.",
     networks="ABC",
     matchings=("B to A", "C to A"),
-    parts=other_triples,
     config=TriangleConfig,
     measure=measure,
     draw=draw,
     judge=judge,
+    judge_together=judge_together,
 )
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from mcomb.lab.config import CHECKPOINT_FLAGS, SweepConfig, convert_config
 from mcomb.lab.experiment import Experiment, Parts, main
 from mcomb.lab.figures import LINES, STYLE, save
 from mcomb.lab.measure import Run
+from mcomb.lab.pairs import spread
 from mcomb.lab.results import METRICS, SPLITS, Results
 from mcomb.lab.verdicts import Verdict, falls
 
@@ -86,12 +87,16 @@ def draw(results: Results, folder: Path) -> None:
         panels = figure.subplots(2, 2, sharex=True, sharey="row")
         for (row, metric), (column, variant) in itertools.product(enumerate(METRICS), enumerate(("aligned", "naive"))):
             axes = panels[row, column]
-            for (name, by_width), colour, marker in zip(results["by_width"].items(), colours, "osv^D", strict=False):
+            for name, colour, marker in zip(results["by_width"], colours, "osv^D", strict=False):
                 for split in SPLITS:
-                    values = [at[variant][split][metric] for at in by_width]
+                    values, low, high = (
+                        [at[variant][split][metric] for at in part["by_width"][name]]
+                        for part in (results, *spread(results))
+                    )
                     label = name if split == "test" else None
                     style: Any = {"color": colour, "marker": marker, "markersize": 3.5, "label": label}
                     axes.plot(results["widths"], values, LINES[split], **style)
+                    axes.fill_between(results["widths"], low, high, color=colour, alpha=0.15, linewidth=0)
             axes.set_xscale("log", base=2)
             axes.set_xticks(results["widths"], [str(width) for width in results["widths"]])
             if row == 0:

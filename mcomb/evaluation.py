@@ -29,6 +29,7 @@ class Metrics(NamedTuple):
     loss: Float[np.ndarray, "k"]
     accuracy: Float[np.ndarray, "k"]
     agreement: Int[np.ndarray, "k 4 2"]
+    tempered: Float[np.ndarray, "k t"]  # the mean loss with the logits divided by each of t temperatures
 
 
 def evaluate(
@@ -41,6 +42,7 @@ def evaluate(
     labels: Array,
     *,
     references: Int[Array, "2 n"] | None = None,
+    temperatures: tuple[float, ...] = (1.0,),
     batch_size: int = BATCH,
     vmap_size: int | None = None,
 ) -> Metrics:
@@ -58,9 +60,9 @@ def evaluate(
     shared = replicate((networks, inputs, labels, references))
     if vmap_size is None:
         vmap_size = choose_vmap_size(apply, networks[0], shared[1][:batch_size])
-    totals = _evaluate(apply, draw, min(batch_size, len(labels)), vmap_size, mesh, *shared, parameters, keys)
-    loss, correct, agreement = (np.asarray(total)[:k] for total in totals)
-    return Metrics(loss / len(labels), correct / len(labels), agreement)
+    static = (apply, draw, min(batch_size, len(labels)), vmap_size, mesh, temperatures)
+    loss, correct, agreement, tempered = (np.asarray(sum)[:k] for sum in _evaluate(*static, *shared, parameters, keys))
+    return Metrics(loss / len(labels), correct / len(labels), agreement, tempered / len(labels))
 
 
 class Score(NamedTuple):
@@ -69,37 +71,49 @@ class Score(NamedTuple):
     loss: float
     accuracy: float
     predicted: Int[np.ndarray, "n"]
+    tempered: Float[np.ndarray, "t"]  # the mean loss with the logits divided by each of t temperatures
 
 
-def score(apply: Apply, params: Params, inputs: Array, labels: Int[Array, "n"], *, batch_size: int = BATCH) -> Score:
+def score(
+    apply: Apply,
+    params: Params,
+    inputs: Array,
+    labels: Int[Array, "n"],
+    *,
+    temperatures: tuple[float, ...] = (1.0,),
+    batch_size: int = BATCH,
+) -> Score:
     """The score of one network on a whole dataset."""
-    size = min(batch_size, len(labels))
-    losses, predicted = map(np.asarray, _score(apply, size, *replicate((params, inputs, labels))))
-    return Score(float(losses.mean()), float(np.mean(predicted == np.asarray(labels))), predicted)
+    static = (apply, min(batch_size, len(labels)), temperatures)
+    losses, predicted, tempered = map(np.asarray, _score(*static, *replicate((params, inputs, labels))))
+    accuracy = float(np.mean(predicted == np.asarray(labels)))
+    return Score(float(losses.mean()), accuracy, predicted, tempered.mean(0))
 
 
-@partial(jax.jit, static_argnums=range(5))
+@partial(jax.jit, static_argnums=range(6))
 def _evaluate(
     apply: Apply,
     draw: Draw,
     batch_size: int,
     vmap_size: int,
     mesh: Mesh,
+    temperatures: tuple[float, ...],
     networks: tuple[Params, ...],
     inputs: Array,
     labels: Array,
     references: Array,
     parameters: Any,
     keys: Array,
-) -> tuple[Array, Array, Array]:
-    """For each combination, its summed loss, its number of correct predictions, and its agreement counts."""
+) -> tuple[Array, Array, Array, Array]:
+    """For each combination its summed loss, number of correct predictions, agreement counts and tempered losses."""
 
     def evaluate_one(batches: list[Array], networks: tuple[Params, ...], parameter: Any, key: Array) -> Any:
         params = draw(key, parameter, *networks)
 
         def add(totals: Any, batch: list[Array]) -> tuple[Any, None]:
             x, y, reference, is_real = batch  # the last batch is padded
-            losses, predicted, correct = classify(apply(params, x), y)
+            logits = apply(params, x)
+            losses, predicted, correct = classify(logits, y)
             is_a, is_b = (predicted == reference[:, i] for i in (0, 1))
             agrees_with = jnp.where(is_a, jnp.where(is_b, 2, 0), jnp.where(is_b, 1, 3))
             cell = jax.nn.one_hot(2 * agrees_with + ~correct, 8, dtype=jnp.int32)
@@ -107,11 +121,12 @@ def _evaluate(
                 jnp.sum(losses, where=is_real),
                 jnp.sum(correct, where=is_real),
                 jnp.sum(cell, axis=0, where=is_real[:, None]).reshape(4, 2),
+                jnp.sum(_tempered(logits, y, temperatures), axis=0, where=is_real[:, None]),
             )
             return jax.tree.map(jnp.add, totals, new), None
 
-        zeros = (jnp.zeros(()), jnp.zeros((), jnp.int32), jnp.zeros((4, 2), jnp.int32))
-        return jax.lax.scan(add, zeros, batches)[0]
+        counts = (jnp.zeros((), jnp.int32), jnp.zeros((4, 2), jnp.int32))
+        return jax.lax.scan(add, (jnp.zeros(()), *counts, jnp.zeros(len(temperatures))), batches)[0]
 
     def on_device(batches: list[Array], networks: tuple[Params, ...], parameters: Any, keys: Array) -> Any:
         one = lambda xs: evaluate_one(batches, networks, *xs)  # noqa: E731
@@ -123,13 +138,21 @@ def _evaluate(
     return sharded(batches, networks, parameters, keys)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _score(apply: Apply, batch_size: int, params: Params, inputs: Array, labels: Array) -> list[Array]:
-    """The loss and the predicted label of each input."""
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _score(
+    apply: Apply, batch_size: int, temperatures: tuple[float, ...], params: Params, inputs: Array, labels: Array
+) -> list[Array]:
+    """The loss, the predicted label and the tempered losses of each input."""
 
-    def score_batch(batch: list[Array]) -> tuple[Array, Array]:
-        outcome = classify(apply(params, batch[0]), batch[1])
-        return outcome.loss, outcome.predicted
+    def score_batch(batch: list[Array]) -> tuple[Array, Array, Array]:
+        logits = apply(params, batch[0])
+        outcome = classify(logits, batch[1])
+        return outcome.loss, outcome.predicted, _tempered(logits, batch[1], temperatures)
 
     batched = jax.lax.map(score_batch, in_batches(batch_size, inputs, labels))
-    return [values.reshape(-1)[: len(inputs)] for values in batched]
+    return [values.reshape(-1, *values.shape[2:])[: len(inputs)] for values in batched]
+
+
+def _tempered(logits: Array, labels: Array, temperatures: tuple[float, ...]) -> Float[Array, "n t"]:
+    """The losses with the logits divided by each temperature."""
+    return jnp.stack([classify(logits / temperature, labels).loss for temperature in temperatures], axis=1)

@@ -61,6 +61,21 @@ def test_metrics_are_those_of_the_drawn_networks():
     assert_equal(metrics.accuracy, np.array(accuracies))
 
 
+def test_a_temperature_divides_the_logits():
+    _, x, y = problem()
+    temperatures = (0.25, 1.0, 8.0)
+    metrics = evaluate_problem(batch_size=10, temperatures=temperatures)
+    assert_close(metrics.tempered[:, 1], metrics.loss, roundings=ROUNDINGS)
+    for column, temperature in enumerate(temperatures):
+        divided = [{"w1": params["w1"], "w2": params["w2"] / temperature} for params in drawn_networks()]
+        expected = np.array([score_in_float64(params, x, y)[0] for params in divided])
+        assert_close(metrics.tempered[:, column], expected, roundings=ROUNDINGS)
+        own = score(apply, divided[0], x, y).loss
+        assert_close(score(apply, drawn_networks()[0], x, y, temperatures=temperatures).tempered[column], own,
+                     roundings=ROUNDINGS)  # fmt: skip
+    assert_equal(evaluate_problem(batch_size=10).tempered[:, 0], evaluate_problem(batch_size=10).loss)
+
+
 def test_the_ends_of_a_sweep_are_the_networks_themselves():
     networks, x, y = problem()
     metrics = evaluate(apply, mix(linear), networks, jnp.array([0.0, 1.0]), KEYS[:2], x, y)

@@ -37,7 +37,18 @@ ORDERS = {
             "results",
             "side_by_side",
         ),
-        *("barriers", "training_checkpoints", "store", "identity", "measure", "verdicts", "figures", "experiment", ""),
+        *(
+            "barriers",
+            "training_checkpoints",
+            "store",
+            "identity",
+            "measure",
+            "verdicts",
+            "pairs",
+            "figures",
+            "experiment",
+            "",
+        ),
     ),
 }
 

@@ -8,12 +8,18 @@ import numpy as np
 from mcomb.lab.results import METRICS, SPLITS, Results
 
 
-def barrier(metric: str, values: Any, a: float, b: float) -> float:
+def barrier(metric: str, values: Any, a: Any, b: Any) -> float:
     """The empirical barrier of a sample (the paper's section 3): its worst network against the mean of A and B."""
-    return float(np.max(values)) - (a + b) / 2 if metric == "loss" else (a + b) / 2 - float(np.min(values))
+    mean = (float(a) + float(b)) / 2
+    return float(np.max(values)) - mean if metric == "loss" else mean - float(np.min(values))
 
 
-def barriers(ends: Iterable[Mapping[str, Any]], curves: Mapping[str, Any], between: Any = ...) -> Results:
+def barriers(
+    ends: Iterable[Mapping[str, Any]],
+    curves: Mapping[str, Any],
+    between: Any = ...,
+    metrics: tuple[str, ...] = METRICS,
+) -> Results:
     """The barriers of every curve between two networks' scores, for each split and metric.
 
     `between` picks the points of a curve that count.
@@ -24,6 +30,6 @@ def barriers(ends: Iterable[Mapping[str, Any]], curves: Mapping[str, Any], betwe
         return barrier(metric, np.array(curve[split][metric])[between], first[split][metric], last[split][metric])
 
     return {
-        variant: {split: {metric: of_curve(curve, split, metric) for metric in METRICS} for split in SPLITS}
+        variant: {split: {metric: of_curve(curve, split, metric) for metric in metrics} for split in SPLITS}
         for variant, curve in curves.items()
     }

@@ -50,6 +50,7 @@ class Config(TrainingConfig):
     checkpoint_a: Annotated[Path | None, Flag("orbax folder or safetensors file of network A")] = None
     checkpoint_b: Annotated[Path | None, Flag("orbax folder or safetensors file of network B")] = None
     checkpoint_c: Annotated[Path | None, Flag("orbax folder or safetensors file of network C")] = None
+    pairs: Annotated[int, Flag("independent pairs or triples, of --seed and the seeds after it", at_least=1)] = 1
     pretrained: Annotated[bool, Flag("take the networks that come with the repository instead of training")] = False
     vmap_size: Annotated[
         int | None, Flag("combinations side by side on a device (default: automatic)", at_least=1, identity=False)

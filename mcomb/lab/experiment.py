@@ -2,18 +2,20 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mcomb.base import UserError
 from mcomb.combination import Draw
 from mcomb.files import make_writable, write_json
 from mcomb.lab import cli, figures
-from mcomb.lab.config import Config, LineConfig, SweepConfig, command
+from mcomb.lab.config import CHECKPOINT_FLAGS, Config, LineConfig, SweepConfig, command
 from mcomb.lab.identity import read_finished, result_identity
 from mcomb.lab.measure import Run
+from mcomb.lab.pairs import judge_all, pool
 from mcomb.lab.results import Results, Rows, environment, table
 from mcomb.lab.setups import SETUPS
 from mcomb.lab.store import KeptMatching, Network, NotKeptError, Store
@@ -22,6 +24,8 @@ from mcomb.locks import lock
 
 Parts = Mapping[str, tuple["Experiment", Config]]
 """Other experiments, by name, whose results one is built on."""
+
+VERDICT = ("claim", "alt", "agrees", "finding")  # of results, added when they are read
 
 
 @dataclass(frozen=True)
@@ -50,17 +54,49 @@ class Experiment:
     parts: Callable[[Any], Parts] = lambda config: {}
     table: Callable[[Results], str] = table
     paper: Mapping[str, Paper] | None = None  # by setup
+    judge_together: Callable[[list[Results]], str] = lambda pairs: ""  # a sentence more on several pairs' results
+
+
+def over_pairs(experiment: Experiment) -> Experiment:
+    """The same experiment of several pairs: it runs each by itself and draws and judges them together."""
+
+    def each_pair(config: Config) -> Parts:
+        for name in (*CHECKPOINT_FLAGS, "pretrained", "seed_a", "seed_b", "seed_c"):
+            value = getattr(config, name)
+            if value is not None and value is not False:
+                flag = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+                raise UserError(f"--pairs {config.pairs} trains networks of its own: leave out --pairs or {flag}")
+        seeds = range(config.seed, config.seed + config.pairs)
+        return {f"seed {seed}": (experiment, replace(config, seed=seed, pairs=1)) for seed in seeds}
+
+    def judge_pairs(results: Results) -> Verdict:
+        pairs = results["pairs"]
+        return judge_all([_verdict(experiment, pair) for pair in pairs], results, experiment.judge_together(pairs))
+
+    return replace(
+        experiment,
+        networks="",
+        matchings=(),
+        parts=each_pair,
+        measure=lambda run: pool([_measured(results) for results in run.parts.values()]),
+        judge=judge_pairs,
+    )
 
 
 def run(experiment: Experiment, config: Config) -> Results:
     """The results of an experiment, measured where they are not yet, left in the run's folder and drawn."""
     start = time.monotonic()
     store = Store(config)
+    letters = experiment.networks
+    if config.pairs > 1:
+        experiment = over_pairs(experiment)
     planned = experiment.parts(config)
     for letter in experiment.networks:
         store.given(letter)  # what is wrong with it, or with the flags, is said before a folder is made
     folder = make_writable(store.folder(experiment.name))
     print(f"results go to {folder}", flush=True)
+    if config.pairs > 1:  # the networks of all pairs side by side
+        store.train_networks([Store(part).seed(letter) for _, part in planned.values() for letter in letters])
     parts = {name: run(*part) for name, part in planned.items()}
     networks, matchings = _networks_and_matchings(experiment, store)
     identity = result_identity(experiment.name, store, networks, matchings, parts)
@@ -71,10 +107,10 @@ def run(experiment: Experiment, config: Config) -> Results:
             measured = (this.basics if networks else {}) | experiment.measure(this)
             paper = (experiment.paper or {}).get(config.setup)
             results = {
-                "title": _title(experiment, config, bool(networks)),
+                "title": _title(experiment, config, letters),
+                **measured,
                 **identity,
                 "environment": environment(),
-                **measured,
                 "paper": paper and vars(paper),
                 "command": command(experiment.name, config),
                 "durations": store.seconds,
@@ -90,6 +126,8 @@ def run(experiment: Experiment, config: Config) -> Results:
 
 def read_results(experiment: Experiment, config: Config) -> Results | None:
     """The results of an experiment, if it has been run with this config and nothing that made them has changed."""
+    if config.pairs > 1:
+        experiment = over_pairs(experiment)
     try:
         store = Store(config, make=False)
         parts: dict[str, Results] = {}
@@ -122,10 +160,11 @@ def _networks_and_matchings(experiment: Experiment, store: Store) -> tuple[dict[
     return networks, matchings
 
 
-def _title(experiment: Experiment, config: Config, with_networks: bool) -> str:
-    width = f", width {config.width}" if with_networks else ""
-    by = f", matched by {config.matcher}" if with_networks and config.matcher not in ("", "weights") else ""
+def _title(experiment: Experiment, config: Config, letters: str) -> str:
+    width = f", width {config.width}" if letters else ""
+    by = f", matched by {config.matcher}" if letters and config.matcher not in ("", "weights") else ""
     how = by + (", repaired" if getattr(config, "repair", False) else "")
+    how += f", {config.pairs} {'triples' if 'C' in letters else 'pairs'}" if config.pairs > 1 else ""
     return f"{SETUPS[config.setup].title}{width}{how}: {experiment.title}"
 
 
@@ -133,9 +172,20 @@ def add_verdict(experiment: Experiment, results: Results, folder: Path) -> Resul
     """Results with what the paper found and what they say of it; their figure is drawn if it is missing."""
     if not all((folder / f"{experiment.name}.{kind}").is_file() for kind in ("png", "pdf")):
         experiment.draw(results, folder)
+    agrees, finding = _verdict(experiment, results)
+    verdict = (experiment.claim, experiment.alt, agrees, finding)
+    return results | dict(zip(VERDICT, verdict, strict=True))
+
+
+def _verdict(experiment: Experiment, results: Results) -> Verdict:
     reason = why_no_verdict(results)
-    agrees, finding = (None, reason) if reason else experiment.judge(results)
-    return results | {"claim": experiment.claim, "alt": experiment.alt, "agrees": agrees, "finding": finding}
+    return Verdict(None, reason) if reason else experiment.judge(results)
+
+
+def _measured(results: Results) -> Results:
+    """Results without what each run has of its own: when, by which command and for how long it was run."""
+    others = ("title", "version", "networks", "matchings", "parts", "environment", "command", "durations", "seconds")
+    return {name: value for name, value in results.items() if name not in (*others, *VERDICT)}
 
 
 def sweep(

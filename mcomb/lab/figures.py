@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from mcomb.files import atomic
+from mcomb.lab.pairs import spread
 from mcomb.lab.results import METRICS, SPLITS
 
 # Okabe and Ito's colours, which people with any colour vision tell apart.
@@ -44,10 +45,14 @@ def save(figure: Figure, folder: Path, name: str) -> None:
 
 
 def sweep(results: Mapping[str, Any], folder: Path) -> None:
-    """Draws loss and accuracy over a sweep: mean, band and points of each curve, and the levels of A and B."""
+    """Draws loss and accuracy over a sweep: mean, range and points of each curve, and the levels of A and B.
+
+    Points only of one pair. A thin line is the loss at each network's best temperature.
+    """
     values = np.array(results["parameter"]["values"])
+    least, largest = spread(results)
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(5.6, 4.3), layout="constrained")
+        figure = Figure(figsize=(5.6, 4.5), layout="constrained")
         panels = figure.subplots(2, 2, sharex=True, sharey="row")
         for row, metric in enumerate(METRICS):
             for column, split in enumerate(SPLITS):
@@ -58,10 +63,16 @@ def sweep(results: Mapping[str, Any], folder: Path) -> None:
                 for variant, curve in results["curves"].items():
                     samples = np.array(curve[split][metric])
                     colour = COLOURS[variant]
-                    axes.fill_between(values, samples.min(1), samples.max(1), color=colour, alpha=0.2, linewidth=0)
+                    low, high = (np.array(side["curves"][variant][split][metric]) for side in (least, largest))
+                    axes.fill_between(values, low.min(1), high.max(1), color=colour, alpha=0.2, linewidth=0)
                     axes.plot(values, samples.mean(1), LINES[split], color=colour, label=variant)
-                    x = np.repeat(values, samples.shape[1])
-                    axes.plot(x, samples.ravel(), ".", color=colour, markersize=2, markeredgewidth=0)
+                    if least is results:
+                        x = np.repeat(values, samples.shape[1])
+                        axes.plot(x, samples.ravel(), ".", color=colour, markersize=2, markeredgewidth=0)
+                    if metric == "loss":
+                        at_best = np.array(results["recalibrated"]["curves"][variant][split]["loss"]).mean(1)
+                        label = f"{variant}, best temperature"
+                        axes.plot(values, at_best, LINES[split], color=colour, linewidth=0.5, label=label)
                 if row == 0:
                     axes.set_title(split)
                 else:
@@ -69,7 +80,7 @@ def sweep(results: Mapping[str, Any], folder: Path) -> None:
                 if column == 0:
                     axes.set_ylabel(metric)
         handles, labels = panels[0, 1].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
+        figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
         figure.suptitle(results["title"], fontsize=9)
         save(figure, folder, results["experiment"])
 

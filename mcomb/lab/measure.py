@@ -21,6 +21,8 @@ from mcomb.matching.core import objective
 from mcomb.progress import progress_bar
 from mcomb.repair import repaired
 
+TEMPERATURES = tuple(2.0 ** (i / 4) for i in range(-16, 17))  # from a sixteenth to sixteen
+
 # Train images whose statistics --repair takes; each combination pays for them. On digits more change nothing.
 REPAIR_IMAGES = 2 * BATCH
 
@@ -79,7 +81,10 @@ class Run:
         """The score of each network by itself on each split."""
         with self.store.timed("evaluation"):
             return {
-                letter: {split: score(self.store.apply, network.params, *data) for split, data in self.splits.items()}
+                letter: {
+                    split: score(self.store.apply, network.params, *data, temperatures=TEMPERATURES)
+                    for split, data in self.splits.items()
+                }
                 for letter, network in self.networks.items()
             }
 
@@ -136,6 +141,7 @@ class Run:
                         jax.vmap(jax.random.fold_in, (None, 0))(roots[name], same_size),
                         *self.splits[split],
                         references=references[split],
+                        temperatures=TEMPERATURES,
                         vmap_size=vmap_size,
                     )
                     lists = [values.tolist() for values in metrics]
@@ -164,13 +170,34 @@ class Run:
     def measure_curves(
         self, tasks: Mapping[str, Task], shape: tuple[int, ...], ends: str = "AB", between: Any = ...
     ) -> Results:
-        """Curves between two networks, and their barriers over the points that `between` picks."""
+        """Curves between two networks, and their barriers over the points that `between` picks.
+
+        And the same of `recalibrated` losses: each network's and each combination's at its own best temperature.
+        """
+        measured = self.evaluate(tasks, ends)
         curves = {
             name: {split: as_lists(metrics, shape) for split, metrics in by_split.items()}
-            for name, by_split in self.evaluate(tasks, ends).items()
+            for name, by_split in measured.items()
         }
         scores = [self.basics["models"][letter] for letter in ends]
-        return {"ends": list(ends), "curves": curves, "barriers": barriers(scores, curves, between)}
+        networks = {letter: recalibrate(self.scores[letter]) for letter in ends}
+        at_best = {
+            name: {
+                split: {"loss": loss["loss"].reshape(shape).tolist()} for split, loss in recalibrate(by_split).items()
+            }
+            for name, by_split in measured.items()
+        }
+        recalibrated = {
+            "models": {x: {s: {"loss": float(at["loss"])} for s, at in found.items()} for x, found in networks.items()},
+            "curves": at_best,
+            "barriers": barriers([networks[letter] for letter in ends], at_best, between, metrics=("loss",)),
+        }
+        return {
+            "ends": list(ends),
+            "curves": curves,
+            "barriers": barriers(scores, curves, between),
+            "recalibrated": recalibrated,
+        }
 
     def measure_pair(self, draw: Draw, name: str, label: str, values: Any, between: Any = ...) -> Results:
         """The curves of A combined with B, naive and aligned, over the values of a parameter."""
@@ -195,5 +222,15 @@ def guessing(labels: np.ndarray) -> Results:
 
 
 def as_lists(metrics: Metrics, shape: tuple[int, ...]) -> Results:
-    """Metrics as nested lists, the axis of combinations in the given shape."""
-    return {name: values.reshape(*shape, *values.shape[1:]).tolist() for name, values in metrics._asdict().items()}
+    """Loss, accuracy and agreement as nested lists, the axis of combinations in the given shape."""
+    kept = {"loss": metrics.loss, "accuracy": metrics.accuracy, "agreement": metrics.agreement}
+    return {name: values.reshape(*shape, *values.shape[1:]).tolist() for name, values in kept.items()}
+
+
+def recalibrate(by_split: Mapping[str, Metrics | Score]) -> dict[str, dict[str, np.ndarray]]:
+    """For each split the loss at the temperature that is best on the train split, of each network by itself."""
+    best = np.argmin(by_split["train"].tempered, axis=-1)[..., None]
+    return {
+        split: {"loss": np.take_along_axis(measured.tempered, best, axis=-1)[..., 0]}
+        for split, measured in by_split.items()
+    }

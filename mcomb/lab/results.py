@@ -2,10 +2,12 @@
 
 import importlib.metadata
 import json
+import operator
 import os
 import platform
 import subprocess
 from collections.abc import Iterable, Mapping
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -86,20 +88,33 @@ def _revision() -> str | None:
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """The numbers of a run for a person: the networks themselves, the barriers, and the paper's."""
+    """The numbers of a run for a person: the networks themselves, the barriers, and the paper's.
+
+    Of several pairs, the means, and the least and the largest in brackets.
+    """
     rows = [("", *(f"{split} {metric}" for metric in METRICS for split in SPLITS))]
+    parts = [results[side] for side in ("least", "largest") if side in results]
 
-    def row(name: str, cells: Mapping[str, Mapping[str, float]]) -> None:
-        rows.append((name, *(f"{cells[split][metric]:.4f}" for metric in METRICS for split in SPLITS)))
+    def row(name: str, *path: str) -> None:
+        cells = [reduce(operator.getitem, path, whole) for whole in (results, *parts)]
+        rows.append((name, *(_cell([c[split].get(metric) for c in cells]) for metric in METRICS for split in SPLITS)))
 
-    for network, cells in results["models"].items():
-        row(f"network {network}", cells)
-    for variant, cells in results.get("barriers", {}).items():
-        row(f"{variant} barrier", cells)
+    for network in results["models"]:
+        row(f"network {network}", "models", network)
+    for variant in results.get("barriers", {}):
+        row(f"{variant} barrier", "barriers", variant)
+    for variant in results.get("recalibrated", {}).get("barriers", {}):
+        row(f"{variant} barrier, best temperature", "recalibrated", "barriers", variant)
     if paper := results.get("paper"):
         # The paper gives one number for each metric, and does not say of which split: test, we take it.
         rows.append((f"paper, width {paper['width']}", "", f"{paper['loss']:.3f}", "", f"{paper['accuracy']:.3f}"))
     return columns(rows)
+
+
+def _cell(numbers: list[float | None]) -> str:
+    """A number, or a mean with its range; nothing where there is none."""
+    written = ["" if number is None else f"{number:.4f}" for number in numbers]
+    return f"{written[0]} ({written[1]}–{written[2]})" if len(written) > 1 and written[0] else written[0]
 
 
 def columns(rows: Iterable[tuple[str, ...]]) -> str:

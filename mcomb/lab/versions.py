@@ -5,4 +5,4 @@ Networks, matchings and results record the version that made them, and those of 
 
 TRAINING = 1
 MATCHING = 1
-MEASUREMENT = 1
+MEASUREMENT = 2

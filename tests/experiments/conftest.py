@@ -8,6 +8,7 @@ import pytest
 
 from mcomb.lab import cli
 from mcomb.lab.experiment import run
+from mcomb.lab.pairs import pool
 from mcomb.lab.store import Store
 
 # As many images of both splits: one compilation serves both.
@@ -45,6 +46,20 @@ def results(config_of):
         stored = json.loads((folder / "results.json").read_text())
         assert stored["command"].startswith(f"python -m experiments.{name} --setup mlp-digits --width 2")
         return stored | {"agrees": returned["agrees"], "finding": returned["finding"]}
+
+    return of
+
+
+@pytest.fixture
+def draws_pairs(tmp_path):
+    """Whether results can be drawn by themselves and as those of two pairs."""
+
+    def of(module, found):
+        for name, results in (("one", found), ("two", found | pool([found, found]))):
+            (tmp_path / name).mkdir()
+            module.EXPERIMENT.draw(results | {"title": "the same title"}, tmp_path / name)
+        one, two = (tmp_path / name / f"{module.EXPERIMENT.name}.png" for name in ("one", "two"))
+        return min(one.stat().st_size, two.stat().st_size) > 5_000
 
     return of
 

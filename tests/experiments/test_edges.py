@@ -5,8 +5,9 @@ from experiments import edges
 from mcomb.lab.store import Store
 
 
-def test_edges_count_every_weight_once(results, config_of):
+def test_edges_count_every_weight_once(results, config_of, draws_pairs):
     found = results(edges)
+    assert draws_pairs(edges, found)
     weights = 64 * 32 + 2 * 32 * 32 + 32 * 10 + 3 * 32 + 10
     for variant in ("naive", "aligned"):
         assert sum(found["overall"][variant]) == weights

@@ -3,8 +3,9 @@ import numpy as np
 from experiments import functional
 
 
-def test_labels_are_counted_for_five_sweeps(results):
+def test_labels_are_counted_for_five_sweeps(results, draws_pairs):
     found = results(functional, "--points", "3", "--samples", "2")
+    assert draws_pairs(functional, found)
     assert list(found["sweeps"]) == ["bernoulli", "subcube", "hyperplane", "uniform", "linear"]
     for sweep in found["sweeps"].values():
         counts = np.array(sweep["counts"])

@@ -27,7 +27,8 @@ def test_matchers_are_compared_by_the_networks_that_each_would_give_a_sweep(foun
         assert ("matched by ste" in line["title"]) == (matcher == "ste")
 
 
-def test_every_matcher_beats_none_and_the_best_of_several_orders_is_the_best(found):
+def test_every_matcher_beats_none_and_the_best_of_several_orders_is_the_best(found, draws_pairs):
+    assert draws_pairs(matchers, found)
     reached = {name: it["objective"] for name, it in found["reached"].items()}
     assert max(found["tried"]) == reached["weights best of 2"] >= reached["weights"]
     assert reached["weights"] == found["tried"][0]

@@ -30,7 +30,7 @@ def curves(tmp_path_factory):
         return Store(config).folder("linear")
 
     plain, fixed = run_line(), run_line("--repair")
-    assert fixed.name == "linear,train-images=397,epochs=20,repair,points=3"
+    assert fixed.name == "linear,epochs=20,train-images=397,repair,points=3"
     assert plain != fixed
     return [json.loads((folder / "results.json").read_text()) for folder in (plain, fixed)]
 

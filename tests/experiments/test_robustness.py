@@ -7,8 +7,9 @@ from experiments import robustness
 from mcomb.lab.results import SPLITS
 
 
-def test_rematching_more_pairs_costs_more(results):
+def test_rematching_more_pairs_costs_more(results, draws_pairs):
     found = results(robustness, "--counts", "3", "--line-points", "3")
+    assert draws_pairs(robustness, found)
     assert list(found["layers"]) == ["dense1", "dense2", "dense3"]
     for layer in found["layers"].values():
         assert layer["k"] == [2, 17, 32]

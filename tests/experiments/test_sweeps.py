@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from experiments import bernoulli, centered, hyperplane, linear, minmax, stitching, subcube, uniform
+from mcomb.base import UserError
 from mcomb.lab.results import METRICS
 
 FEW = ("--points", "3", "--samples", "2")
@@ -20,6 +21,27 @@ def test_sampled_sweeps_run_from_a_to_b(module, results, curve, is_score):
                 assert is_score(values[end], found["models"][letter], metric)
     assert curve(found, "naive")[1, 0] != curve(found, "naive")[1, 1]
     assert found["barriers"]["aligned"]["test"]["loss"] < found["barriers"]["naive"]["test"]["loss"]
+
+
+def test_pairs_are_the_runs_of_their_seeds_and_are_judged_together(results):
+    both = results(linear, *FEW[:2], "--pairs", "2", "--seed", "1")
+    each = [results(linear, *FEW[:2], "--seed", str(seed)) for seed in (1, 2)]
+    assert both["title"] == "MLP on digits, width 2, 2 pairs: the line through A and B"
+    for name in ("models", "curves", "barriers", "recalibrated"):
+        assert [pair[name] for pair in both["pairs"]] == [one[name] for one in each]
+    for variant in ("naive", "aligned"):
+        losses = [one["barriers"][variant]["test"]["loss"] for one in each]
+        folded = [part["barriers"][variant]["test"]["loss"] for part in (both["least"], both, both["largest"])]
+        assert folded == pytest.approx([min(losses), np.mean(losses), max(losses)])
+    agreeing = [one["agrees"] for one in each]
+    assert both["agrees"] is (None if None in agreeing else all(agreeing))
+    assert both["finding"].startswith(f"{agreeing.count(True)} of 2 agree with the paper.")
+
+
+@pytest.mark.parametrize("flags", [("--pretrained",), ("--checkpoint-b", "somewhere"), ("--seed-a", "0")])
+def test_pairs_go_with_no_given_network(flags, results):
+    with pytest.raises(UserError, match=f"--pairs 2 trains networks of its own: leave out --pairs or {flags[0]}"):
+        results(linear, "--pairs", "2", *flags)
 
 
 def test_the_line_may_go_beyond_its_ends(results, curve, is_score):

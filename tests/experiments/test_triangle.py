@@ -5,8 +5,9 @@ from experiments import triangle
 from mcomb.lab.results import METRICS
 
 
-def test_the_triangle_has_the_networks_at_its_corners(results, is_score):
+def test_the_triangle_has_the_networks_at_its_corners(results, is_score, draws_pairs):
     found = results(triangle, "--grid", "4")
+    assert draws_pairs(triangle, found)
     shares = np.array(found["shares"])
     assert len(shares) == 15
     for corner, letter in (([0, 0], "A"), ([1, 0], "B"), ([0, 1], "C")):
@@ -30,18 +31,9 @@ def test_the_triangle_can_be_left(results):
     assert len(shares) == 21  # a triangle of 5 steps
 
 
-def test_several_triangles_say_where_the_best_of_each_lies(results, monkeypatch):
-    parts = triangle.other_triples(triangle.TriangleConfig(seed=4, triples=3, grid=7))
-    assert list(parts) == ["seed 5", "seed 6"]
-    assert {(config.seed, config.triples, config.grid) for _, config in parts.values()} == {(5, 1, 7), (6, 1, 7)}
-    found = results(triangle, "--grid", "4")
-    many = found | {
-        "config": found["config"] | {"triples": 3},
-        "places": {"on an edge": 2, "in the interior": 1},
-    }
-    said = triangle.judge(many).finding
-    assert said.endswith("Of 3 triangles, the best network of 1 in the interior, 2 on an edge.")
-    assert "triangles" not in triangle.judge(found).finding
+def test_several_triangles_say_where_the_best_of_each_lies():
+    found = [{"best": {"place": place}} for place in ("on an edge", "in the interior", "on an edge")]
+    assert triangle.judge_together(found) == "The best network lies 1 times in the interior, 2 times on an edge."
 
 
 @pytest.mark.parametrize(

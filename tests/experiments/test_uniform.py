@@ -40,7 +40,7 @@ def finished(tmp_path_factory):
 
 def test_it_leaves_results_a_figure_and_what_they_depend_on(finished):
     home = finished / "mlp-digits" / "width-2"
-    folder = home / "uniform,train-images=50,epochs=60,points=3,samples=2"
+    folder = home / "uniform,epochs=60,train-images=50,points=3,samples=2"
     assert {path.name for path in folder.iterdir() if path.name != ".lock"} == {
         "results.json",
         "samples.jsonl",
@@ -168,7 +168,7 @@ def test_killed_in_training_and_in_evaluation_it_ends_as_if_it_had_not_been(fini
     kill_when(command(*flags, out=tmp_path), lambda: saved_steps(network))
     assert 0 < max(saved_steps(network)) < 60
 
-    rows = home / "uniform,train-images=50,epochs=60,points=3,samples=2" / "samples.jsonl"
+    rows = home / "uniform,epochs=60,train-images=50,points=3,samples=2" / "samples.jsonl"
     kill_when(command(*flags, out=tmp_path), lambda: rows.exists() and rows.read_text().count("\n") > 1)
     assert not list(tmp_path.rglob("results.json"))
     measured = rows.read_text().count("\n") - 1
@@ -187,6 +187,7 @@ def test_killed_in_training_and_in_evaluation_it_ends_as_if_it_had_not_been(fini
         (["--width", "0"], ["--width", "0 is less than 1"]),
         (["--width", "wide"], ["--width", "'wide'"]),
         (["--widht", "3"], ["--widht", "--help"]),
+        (["--pairs", "0"], ["--pairs", "0 is less than 1"]),
         (["--points", "1"], ["--points", "1 is less than 2"]),
         (["--learning-rate", "-1"], ["--learning-rate", "-1 is less than 0"]),
         (["--setup", "tiny10-cifar10", "--data-dir", "nowhere"], ["nowhere", "cifar-10-binary.tar.gz"]),

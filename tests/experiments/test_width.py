@@ -10,8 +10,9 @@ from mcomb.base import UserError
 FEW = ("--points", "3", "--samples", "2")
 
 
-def test_barriers_and_networks_are_those_of_the_sweeps(results):
+def test_barriers_and_networks_are_those_of_the_sweeps(results, draws_pairs):
     found = results(width, "--widths", "2", "2", *FEW)
+    assert draws_pairs(width, found)
     assert found["widths"] == [2]
     assert found["by_width"].keys() == {"linear", "uniform", "subcube", "hyperplane", "bernoulli"}
     line = results(linear, *FEW[:2])

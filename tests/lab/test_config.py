@@ -31,7 +31,7 @@ def parsed(kind, line):
 
 
 def test_the_command_of_a_config_says_only_what_is_not_the_default():
-    words = "--setup mlp-digits --width 3 --matcher ste --learning-rate 0.05 --points 5 --range -1.0 2.0"
+    words = "--setup mlp-digits --width 3 --learning-rate 0.05 --matcher ste --points 5 --range -1.0 2.0"
     config = cli.parse(linear.LinearConfig, "", words.split())
     assert config.learning_rate == 0.05
     assert command("linear", config) == f"python -m experiments.linear {words}"

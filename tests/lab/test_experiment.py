@@ -63,9 +63,8 @@ def test_results_are_measured_drawn_kept_and_judged(example, config, calls, caps
         "finding": "It is 40.",
     }
     assert stored["title"] == "MLP on digits: an example"
-    assert (
-        stored["command"] == f"python -m experiments.example --setup mlp-digits --width 2 --seed 3 --out {config.out}"
-    )
+    flags = f"--setup mlp-digits --width 2 --out {config.out} --seed 3"
+    assert stored["command"] == f"python -m experiments.example {flags}"
     assert stored["paper"] == {"loss": 0.5, "accuracy": 0.25, "width": 32}
     assert stored["config"]["recipe"]["epochs"] == SETUPS["mlp-digits"].recipe.epochs
     said = capsys.readouterr().out

@@ -17,13 +17,15 @@ def results(samples=2):
     level = {split: {"loss": 0.1, "accuracy": 0.9} for split in ("train", "test")}
     rng = np.random.default_rng(0)
     curve = {split: {m: rng.random((3, samples)).tolist() for m in ("loss", "accuracy")} for split in level}
+    curves = {"naive": curve, "aligned": curve, "through A": curve, "direct": curve}
     return {
         "experiment": "uniform",
         "title": "A title",
         "ends": ["B", "C"],
         "models": {"A": level, "B": level, "C": level},
         "parameter": {"values": [0.0, 0.25, 0.5], "label": "s: " + "long " * 30},
-        "curves": {"naive": curve, "aligned": curve, "through A": curve, "direct": curve},
+        "curves": curves,
+        "recalibrated": {"curves": curves},
     }
 
 
@@ -38,7 +40,7 @@ def test_a_sweep_is_a_png_and_a_pdf_of_the_same_bytes_every_time(tmp_path):
         assert first == again
         assert first.startswith(magic)
     width, height = struct.unpack(">II", (folders[0] / "uniform.png").read_bytes()[16:24])
-    assert (width, height) == (5.6 * 250, 4.3 * 250)
+    assert (width, height) == (5.6 * 250, 4.5 * 250)
 
 
 def test_drawing_changes_no_setting_of_the_caller(tmp_path):

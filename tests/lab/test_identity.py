@@ -202,7 +202,7 @@ def test_of_two_processes_one_trains_and_the_other_waits(tmp_path):
     assert [process.returncode for process in processes] == [0, 0], outputs
     printed = "".join(out for out, _ in outputs)
     for seed in (0, 1):
-        assert sum(f"training seed {seed}" in err for _, err in outputs) == 1
+        assert sum(f"training seed-{seed},epochs=30" in err for _, err in outputs) == 1
     assert "another process is training seed-0" in printed
     assert "waiting for it to finish" in printed
     found = [json.loads(path.read_text())["networks"] for path in tmp_path.rglob("results.json")]

@@ -8,10 +8,10 @@ import pytest
 from numerics import assert_close
 
 from mcomb.combination import linear, mix, uniform
-from mcomb.evaluation import Metrics
+from mcomb.evaluation import Metrics, Score
 from mcomb.lab import measure
 from mcomb.lab.config import SweepConfig
-from mcomb.lab.measure import Run, Task, as_lists, guessing
+from mcomb.lab.measure import Run, Task, as_lists, guessing, recalibrate
 from mcomb.lab.results import Rows
 from mcomb.lab.store import Store
 from mcomb.matching.core import objective
@@ -49,11 +49,38 @@ def test_guessing_is_the_commonest_label_and_the_entropy_of_all():
 
 
 def test_lists_have_the_shape_of_the_sweep():
-    metrics = Metrics(np.arange(6.0), np.arange(6.0) / 6, np.arange(48).reshape(6, 4, 2))
+    metrics = Metrics(np.arange(6.0), np.arange(6.0) / 6, np.arange(48).reshape(6, 4, 2), np.zeros((6, 3)))
     lists = as_lists(metrics, (3, 2))
+    assert lists.keys() == {"loss", "accuracy", "agreement"}
     assert lists["loss"] == [[0, 1], [2, 3], [4, 5]]
     assert np.array(lists["agreement"])[2, 1].tolist() == metrics.agreement[5].tolist()
     json.dumps(lists)
+
+
+def test_the_temperature_is_chosen_on_the_train_split_and_the_loss_measured_on_each():
+    train = np.array([[3.0, 1.0, 2.0], [0.5, 0.7, 0.6]])
+    test = np.array([[9.0, 8.0, 7.0], [4.0, 5.0, 6.0]])
+    by_split = {"train": Metrics(*[np.zeros(2)] * 2, np.zeros((2, 4, 2), int), train)}
+    by_split["test"] = by_split["train"]._replace(tempered=test)
+    found = recalibrate(by_split)
+    assert found["train"]["loss"].tolist() == [1.0, 0.5]
+    assert found["test"]["loss"].tolist() == [8.0, 4.0]
+    one = recalibrate(
+        {split: Score(0.0, 0.0, np.zeros(1, int), values.tempered[0]) for split, values in by_split.items()}
+    )
+    assert one["test"]["loss"] == 8.0
+
+
+def test_recalibrated_ends_are_the_networks_and_no_train_loss_is_above_the_plain_one(run):
+    found = run.measure_curves({"aligned": task(run)}, (7, 1))
+    recalibrated = found["recalibrated"]
+    curve = recalibrated["curves"]["aligned"]
+    for split in ("train", "test"):
+        ends = [recalibrated["models"][letter][split]["loss"] for letter in "AB"]
+        assert_close(np.ravel(curve[split]["loss"])[[0, -1]], np.array(ends), roundings=64)
+        barrier = max(np.ravel(curve[split]["loss"])) - np.mean(ends)
+        assert recalibrated["barriers"]["aligned"][split]["loss"] == pytest.approx(barrier)
+    assert (np.array(curve["train"]["loss"]) <= np.array(found["curves"]["aligned"]["train"]["loss"]) + 1e-5).all()
 
 
 def test_a_task_is_as_long_as_its_parameters():
