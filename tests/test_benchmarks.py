@@ -1,4 +1,4 @@
-from benchmarks import matching
+from benchmarks import matching, training
 
 
 def test_the_matchers_are_measured_side_by_side_and_reach_one_objective(capsys):
@@ -7,3 +7,12 @@ def test_the_matchers_are_measured_side_by_side_and_reach_one_objective(capsys):
     assert [line.split()[2] for line in lines[2:5]] == ["reference", "ours", "coarse"]
     assert lines[2].split()[-1] == lines[3].split()[-1]
     assert "3 of 3 permutations are the reference's" in lines[5]
+
+
+def test_ways_to_train_are_measured_side_by_side(capsys):
+    training.main(training.TrainingConfig(setups=("mlp-digits",), widths=(1,), steps=2, rounds=1))
+    _, head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == ["width", "way", "networks", "images/s", "against", "before"]
+    ways = ["before", "data-parallel", "side by side"]
+    assert [way for line, way in zip(lines, ways, strict=True) if f" {way} " in line] == ways
+    assert lines[0].split()[-1] == "1.00"

@@ -1,0 +1,191 @@
+"""Images per second in training, side by side: ours before and after, and PyTorch where torch is installed.
+
+    python -m benchmarks.training                                       # two minutes on two CPU cores
+    python -m benchmarks.training --setups resnet20-cifar10 --widths 4
+
+`before` is one network on one device as XLA compiles it by itself; on CPU its threads use all cores. `data-parallel` is
+one network on all devices, and `side by side` one network on each device, counted together. All make the same steps:
+the gradient of the mean loss of one batch of the setup's size, of images that are not augmented, and SGD with momentum
+and weight decay. PyTorch has the same weights, with all cores for one network, and its logits are compared first. The
+ways take turns, and the fastest of `--rounds` turns counts.
+"""
+
+import importlib.util
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from threading import Event
+from typing import Annotated, Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from mcomb import gradient_descent
+from mcomb.base import Apply, Params, stream
+from mcomb.devices import describe_devices, device_mesh, meshes_of
+from mcomb.gradient_descent import Loss, fit, initial_state, steps_per_call
+from mcomb.lab import cli
+from mcomb.lab.cli import Flag
+from mcomb.lab.models import ResNet20, Tiny10
+from mcomb.lab.results import columns
+from mcomb.lab.setups import SETUPS, Setup
+from mcomb.lab.side_by_side import run_side_by_side
+from mcomb.objectives import classify
+
+RATE, MOMENTUM, DECAY = 0.01, 0.9, 1e-4
+OPTIMIZER = optax.chain(optax.add_decayed_weights(DECAY), optax.sgd(RATE, momentum=MOMENTUM))
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """The flags of the benchmark."""
+
+    setups: Annotated[tuple[str, ...], Flag("what to train", choices=tuple(SETUPS))] = (
+        "tiny10-cifar10",
+        "resnet20-cifar10",
+    )
+    widths: Annotated[tuple[int, ...], Flag("width multipliers", at_least=1)] = (1, 2)
+    steps: Annotated[int, Flag("batches in a turn", at_least=1)] = 5
+    rounds: Annotated[int, Flag("turns of each way", at_least=1)] = 3
+
+
+def plain_loss(apply: Apply) -> Loss:
+    """The mean cross-entropy, with nothing more to report."""
+
+    def loss(params: Params, rows: Any, data: Any, key: Any) -> tuple[Any, None]:
+        images, labels = data
+        return jnp.mean(classify(apply(params, images[rows]), labels[rows]).loss, where=rows >= 0), None
+
+    return loss
+
+
+def ways_of_ours(setup: Setup, width: int, steps: int, data: Any) -> dict[str, tuple[int, Callable[[], None]]]:
+    """For each way, how many networks it trains at once, and a function that makes the steps of a turn."""
+    params, loss, size = setup.init(width, 0), plain_loss(setup.apply(width)), setup.recipe.batch_size
+    per_call = min(steps, steps_per_call(params, steps))
+    rows = np.random.default_rng(0).integers(0, len(data[1]), (per_call, size)).astype(np.int32)
+
+    def training(mesh: Any) -> Iterator[Any]:
+        def endless() -> Iterator[Any]:
+            while True:
+                yield rows, data
+
+        return fit(loss, initial_state(params, OPTIMIZER), endless(), OPTIMIZER, stream(0), mesh)
+
+    def turn(training: Iterator[Any]) -> None:
+        for _ in range(0, steps, per_call):
+            next(training)
+
+    def turn_of_all(trainings: list[Iterator[Any]]) -> None:
+        def work(training: Iterator[Any], place: int, stop: Event) -> None:
+            turn(training)
+
+        run_side_by_side(work, trainings, range(len(trainings)))
+
+    before, parallel, each = training(meshes_of(1)[0]), training(device_mesh()), list(map(training, meshes_of(1)))
+    with mock.patch.object(gradient_descent, "_can_do_without_ynn", return_value=False):
+        next(before)  # it is compiled now, as it was before
+    return {
+        "before": (1, lambda: turn(before)),
+        "data-parallel": (1, lambda: turn(parallel)),
+        "side by side": (len(each), lambda: turn_of_all(each)),
+    }
+
+
+def way_of_pytorch(setup: Setup, width: int, steps: int, data: Any) -> Callable[[], None]:
+    """A function that makes the steps of a turn with PyTorch, from the same weights."""
+    import torch
+    from torch.nn import functional
+
+    torch.set_num_threads(len(jax.local_devices()))
+    params = setup.init(width, 0)
+    weights: dict[str, Any] = {}
+    for path, leaf in jax.tree.leaves_with_path(params):
+        name, value = jax.tree_util.keystr(path, simple=True, separator="/"), torch.from_numpy(np.array(leaf))
+        value = value.permute(3, 2, 0, 1).contiguous(memory_format=torch.channels_last) if value.ndim == 4 else value
+        weights[name] = value.requires_grad_()
+
+    def convolve(x: Any, name: str, stride: int = 1, padding: str = "SAME") -> Any:
+        kernel = weights[f"{name}/kernel"]
+        size = kernel.shape[-1]
+        if padding == "SAME" and size > 1:  # like XLA: with stride 2 there is one pixel more, after the last
+            before, after = (1, 1) if stride == 1 else (0, 1)
+            x = functional.pad(x, (before, after, before, after))
+        return functional.conv2d(x, kernel, stride=stride)
+
+    def normalise(x: Any, name: str) -> Any:
+        scale, bias = weights[f"{name}/scale"], weights[f"{name}/bias"]
+        return functional.layer_norm(x.permute(0, 2, 3, 1), scale.shape, scale, bias, 1e-6).permute(0, 3, 1, 2)
+
+    def tiny10(x: Any) -> Any:
+        for i, (_, _, stride, padding) in enumerate(Tiny10.LAYERS, 1):
+            x = functional.relu(normalise(convolve(x, f"conv{i}", stride, padding), f"norm{i}"))
+        return x
+
+    def resnet20(x: Any) -> Any:
+        x = functional.relu(normalise(convolve(x, "conv0"), "norm0"))
+        for group, block in ((g, b) for g in (1, 2, 3) for b in (1, 2, 3)):
+            name, stride = f"block{group}_{block}", 2 if group > 1 and block == 1 else 1
+            y = functional.relu(normalise(convolve(x, f"{name}/conv1", stride), f"{name}/norm1"))
+            y = normalise(convolve(y, f"{name}/conv2"), f"{name}/norm2")
+            if stride > 1:
+                x = normalise(convolve(x, f"{name}/shortcut_conv", stride), f"{name}/shortcut_norm")
+            x = functional.relu(x + y)
+        return x
+
+    body = {Tiny10: tiny10, ResNet20: resnet20}[setup.model]
+    mean, std = (torch.tensor(values).reshape(1, 3, 1, 1) for values in (setup.dataset.mean, setup.dataset.std))
+
+    def logits(images: Any) -> Any:
+        x = (images.permute(0, 3, 1, 2).to(memory_format=torch.channels_last).float() - mean) / std
+        return body(x).mean((2, 3)) @ weights["logits/kernel"] + weights["logits/bias"]
+
+    images, labels = torch.from_numpy(data[0]), torch.from_numpy(data[1]).long()
+    ours = jax.jit(setup.apply(width))(params, data[0][:10])
+    difference = np.abs(logits(images[:10]).detach().numpy() - np.asarray(ours)).max()
+    assert difference < 1e-3 * np.abs(ours).max(), f"PyTorch has another network: logits differ by {difference}"
+    optimizer = torch.optim.SGD(weights.values(), RATE, momentum=MOMENTUM, weight_decay=DECAY)
+    rows = torch.from_numpy(np.random.default_rng(0).integers(0, len(labels), (steps, setup.recipe.batch_size)))
+
+    def turn() -> None:
+        for batch in rows:
+            optimizer.zero_grad()
+            functional.cross_entropy(logits(images[batch]), labels[batch]).backward()
+            optimizer.step()
+
+    return turn
+
+
+def main(config: TrainingConfig) -> None:
+    """Prints the table, a line for each way as it is measured."""
+    has_torch = importlib.util.find_spec("torch") is not None
+    print(f"{describe_devices()}, images/s" + ("" if has_torch else "; torch is not installed"), flush=True)
+    rows = [("", "width", "way", "networks", "images/s", "against before")]
+    for name, width in ((name, width) for name in config.setups for width in config.widths):
+        setup = SETUPS[name]
+        rng = np.random.default_rng(0)
+        images = rng.integers(0, 256, (10 * setup.recipe.batch_size, *setup.dataset.image)).astype(np.uint8)
+        data = images, rng.integers(0, setup.dataset.classes, len(images)).astype(np.int32)
+        ways = ways_of_ours(setup, width, config.steps, data)
+        if has_torch and setup.model in (Tiny10, ResNet20):
+            ways["PyTorch"] = (1, way_of_pytorch(setup, width, config.steps, data))
+        seconds: dict[str, float] = {}
+        for turn in range(config.rounds + 1):
+            for way, (_, run) in ways.items():
+                start = time.perf_counter()
+                run()
+                if turn:  # the first one compiles
+                    seconds[way] = min(seconds.get(way, float("inf")), time.perf_counter() - start)
+        for way, (networks, _) in ways.items():
+            rate = networks * config.steps * setup.recipe.batch_size / seconds[way]
+            base = config.steps * setup.recipe.batch_size / seconds["before"]
+            rows.append((name, str(width), way, str(networks), f"{rate:.0f}", f"{rate / base:.2f}"))
+        print(columns(rows), flush=True)
+        rows = rows[:1]
+
+
+if __name__ == "__main__":
+    cli.run(lambda: main(cli.parse(TrainingConfig, __doc__ or "")))
