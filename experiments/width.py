@@ -118,6 +118,7 @@ EXPERIMENT = Experiment(
     claim="Barriers of aligned combinations fall as the network widens; width is a necessary condition.",
     alt="Loss and accuracy barriers of five sweeps against the width multiplier, naive and aligned.",
     networks="",
+    varies_width=True,
     parts=sweeps,
     config=WidthConfig,
     measure=measure,

@@ -50,6 +50,7 @@ class Experiment:
     judge: Callable[[Results], Verdict]  # of results of trained and matched networks
     config: type[Config] = Config
     networks: str = "AB"
+    varies_width: bool = False  # over parts of several widths
     matchings: tuple[str, ...] | Callable[[Config], Mapping[str, tuple[str, int]]] = ("B to A",)
     parts: Callable[[Any], Parts] = lambda config: {}
     table: Callable[[Results], str] = table
@@ -107,7 +108,7 @@ def run(experiment: Experiment, config: Config) -> Results:
             measured = (this.basics if networks else {}) | experiment.measure(this)
             paper = (experiment.paper or {}).get(config.setup)
             results = {
-                "title": _title(experiment, config, letters),
+                "title": _title(experiment, config, letters, bool(planned)),
                 **measured,
                 **identity,
                 "environment": environment(),
@@ -160,9 +161,10 @@ def _networks_and_matchings(experiment: Experiment, store: Store) -> tuple[dict[
     return networks, matchings
 
 
-def _title(experiment: Experiment, config: Config, letters: str) -> str:
-    width = f", width {config.width}" if letters else ""
-    by = f", matched by {config.matcher}" if letters and config.matcher not in ("", "weights") else ""
+def _title(experiment: Experiment, config: Config, letters: str, with_parts: bool) -> str:
+    with_networks = bool(letters) or with_parts
+    width = f", width {config.width}" if with_networks and not experiment.varies_width else ""
+    by = f", matched by {config.matcher}" if with_networks and config.matcher not in ("", "weights") else ""
     how = by + (", repaired" if getattr(config, "repair", False) else "")
     how += f", {config.pairs} {'triples' if 'C' in letters else 'pairs'}" if config.pairs > 1 else ""
     return f"{SETUPS[config.setup].title}{width}{how}: {experiment.title}"

@@ -42,10 +42,13 @@ def judge_all(verdicts: Sequence[Verdict], results: Results, more: str) -> Verdi
     """Agreement if every pair agrees, and the range of barriers; None if there is a pair that cannot tell."""
     outcomes = [verdict.agrees for verdict in verdicts]
     agrees = None if None in outcomes else all(outcomes)
-    sentences = [f"{outcomes.count(True)} of {len(outcomes)} agree with the paper.", *([more] if more else [])]
+    sentences = (
+        [f"{outcomes.count(True)} of {len(outcomes)} agree with the paper."] if {True, False} & {*outcomes} else []
+    )
+    sentences += [more] if more else []
     for variant in results.get("barriers", {}):
         mean, least, largest = (part["barriers"][variant]["test"] for part in (results, *spread(results)))
         ranges = [f"{mean[m]:.3f} ({least[m]:.3f} to {largest[m]:.3f}) in {m}" for m in METRICS]
         sentences.append(f"{variant.capitalize()} test barriers are {' and '.join(ranges)}.")
     shown = outcomes.index(agrees) if agrees is not None else outcomes.index(None)
-    return Verdict(agrees, f"{' '.join(sentences)} Number {shown + 1}: {verdicts[shown].finding}")
+    return Verdict(agrees, " ".join([*sentences, f"Number {shown + 1}: {verdicts[shown].finding}"]))

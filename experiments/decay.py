@@ -1,0 +1,154 @@
+"""The barriers of the line against weight decay and epochs, and against how accurate the networks are.
+
+    python -m experiments.decay --setup mlp-digits --width 4    # five minutes on two CPU cores
+    python -m experiments.decay --setup mlp-cifar10 --width 8 --train-images 2000 --points 9 --pairs 2
+
+The paper trains with one weight decay to the end. Here networks of several weight decays and lengths of training are
+compared: barriers tell how well networks combine only beside networks of about the same accuracy.
+"""
+
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+
+from experiments import linear
+from mcomb.base import UserError
+from mcomb.lab.cli import Flag
+from mcomb.lab.config import CHECKPOINT_FLAGS, LineConfig, convert_config
+from mcomb.lab.experiment import Experiment, Parts, main
+from mcomb.lab.figures import COLOURS, STYLE, save
+from mcomb.lab.measure import Run
+from mcomb.lab.pairs import spread
+from mcomb.lab.results import METRICS, VARIANTS, Results, columns
+from mcomb.lab.verdicts import Verdict
+
+
+@dataclass(frozen=True)
+class DecayConfig(LineConfig):
+    """The flags of a line, and the recipes to run it at."""
+
+    decays: Annotated[tuple[float, ...], Flag("weight decays to compare", at_least=0)] = (1e-4, 5e-4, 1e-3, 2e-3, 5e-3)
+    lengths: Annotated[tuple[int, ...], Flag("lengths of training to compare, in epochs", at_least=1)] = (5, 10, 20)
+
+    def __post_init__(self) -> None:
+        for name, instead in (("epochs", "lengths"), ("weight_decay", "decays")):
+            if (value := getattr(self, name)) is not None:
+                raise UserError(f"--{name.replace('_', '-')} {value:g} is one of those compared: give --{instead}")
+        for name in (*CHECKPOINT_FLAGS, "pretrained"):
+            if getattr(self, name):
+                raise UserError(f"--{name.replace('_', '-')} is one recipe, and this compares several: leave it out")
+
+
+def lines(config: DecayConfig) -> Parts:
+    """The line at every weight decay and length of training."""
+    return {
+        part_name(decay, length): (
+            linear.EXPERIMENT,
+            convert_config(config, linear.EXPERIMENT.config, weight_decay=decay, epochs=length),
+        )
+        for decay in sorted(set(config.decays))
+        for length in sorted(set(config.lengths))
+    }
+
+
+def part_name(decay: float, length: int) -> str:
+    """What the line of one recipe is called."""
+    return f"weight decay {decay:g}, {length} epochs"
+
+
+def measure(run: Run) -> Results:
+    """For each weight decay and length, the mean test accuracy of A and B and the barriers of the line."""
+    decays, lengths = (sorted(set(values)) for values in (run.config.decays, run.config.lengths))
+    parts = [[run.parts[part_name(decay, length)] for length in lengths] for decay in decays]
+    levels = [[[part["models"][x]["test"]["accuracy"] for x in "AB"] for part in row] for row in parts]
+    return {
+        "decays": decays,
+        "lengths": lengths,
+        "level": np.mean(levels, axis=-1).tolist(),
+        "lost": {
+            variant: {m: [[part["barriers"][variant]["test"][m] for part in row] for row in parts] for m in METRICS}
+            for variant in VARIANTS
+        },
+        "models": {f"{x}, {name}": part["models"][x] for name, part in run.parts.items() for x in "AB"},
+        "guessing": parts[0][0]["guessing"],
+    }
+
+
+def table(results: Results) -> str:
+    """A line for each recipe: how accurate its networks are, and the barriers in accuracy and loss."""
+    head = ("weight decay", "epochs", "accuracy of A and B")
+    rows = [(*head, *(f"{variant} {metric} barrier" for variant in VARIANTS for metric in METRICS))]
+    for (i, decay), (j, length) in itertools.product(enumerate(results["decays"]), enumerate(results["lengths"])):
+        numbers = [results["level"][i][j], *(results["lost"][v][m][i][j] for v in VARIANTS for m in METRICS)]
+        rows.append((f"{decay:g}", str(length), *(f"{number:.4f}" for number in numbers)))
+    return columns(rows)
+
+
+def judge(results: Results) -> Verdict:
+    """Nothing of the paper's; which recipe combines best."""
+    naive, aligned = (np.array(results["lost"][variant]["accuracy"]) for variant in VARIANTS)
+
+    def said(at: int) -> str:
+        i, j = divmod(at, len(results["lengths"]))
+        recipe, level = part_name(results["decays"][i], results["lengths"][j]), results["level"][i][j]
+        return f"{recipe} ({level:.1%} accurate, loses {aligned[i, j]:.1%} aligned and {naive[i, j]:.1%} naive)"
+
+    best, worst = int(aligned.argmin()), int(aligned.argmax())
+    return Verdict(None, f"The paper does not vary this. Least is lost with {said(best)}, most with {said(worst)}.")
+
+
+def draw(results: Results, folder: Path) -> None:
+    """Draws the accuracy barrier over weight decay and epochs, naive and aligned, and over the networks' accuracy."""
+    decays, lengths, level = (np.array(results[name]) for name in ("decays", "lengths", "level"))
+    least, largest = spread(results)
+    top = max(np.max(largest["lost"][variant]["accuracy"]) for variant in VARIANTS)
+    with matplotlib.rc_context(STYLE | {"axes.grid": False}):
+        figure = Figure(figsize=(7.4, 3.2), layout="constrained")
+        *maps, scatter = figure.subplots(1, 3)
+        for axes, variant in zip(maps, VARIANTS, strict=True):
+            lost = np.array(results["lost"][variant]["accuracy"])
+            shades = axes.imshow(lost, origin="lower", aspect="auto", cmap="viridis", vmin=0, vmax=top)
+            axes.set_xticks(range(len(lengths)), [str(length) for length in lengths])
+            axes.set_yticks(range(len(decays)), [f"{decay:g}" for decay in decays])
+            for i, j in np.ndindex(lost.shape):
+                colour = "white" if lost[i, j] < top / 2 else "black"
+                axes.text(j, i, f"{lost[i, j]:.3f}", ha="center", va="center", color=colour, fontsize=6.5)
+            axes.set_title(f"{variant}: accuracy barrier")
+            axes.set_xlabel("epochs")
+            low, high = (np.array(side["lost"][variant]["accuracy"]).ravel() for side in (least, largest))
+            colour = COLOURS[variant]
+            scatter.vlines(level.ravel(), low, high, color=colour, linewidth=0.8)
+            for i, decay in enumerate(decays):
+                style: Any = {"color": colour, "alpha": 0.9, "markersize": 2 + 4 * i / max(1, len(decays) - 1)}
+                label = f"{variant}, weight decay {decay:g}" if i in (0, len(decays) - 1) else None
+                scatter.plot(level[i], lost[i], "o", label=label, markeredgewidth=0, **style)
+        maps[0].set_ylabel("weight decay")
+        figure.colorbar(shades, ax=maps, shrink=0.8)
+        scatter.set_xlabel("mean test accuracy of A and B")
+        scatter.set_ylabel("test accuracy barrier")
+        scatter.legend(frameon=False, fontsize=5.5)
+        figure.suptitle(results["title"], fontsize=9)
+        save(figure, folder, results["experiment"])
+
+
+EXPERIMENT = Experiment(
+    name="decay",
+    title="barriers of the line against weight decay and epochs",
+    claim="The paper trains with one weight decay and to the end.",
+    alt="Accuracy barriers on a grid of weight decays and epochs, naive and aligned, and against accuracy.",
+    networks="",
+    parts=lines,
+    config=DecayConfig,
+    measure=measure,
+    draw=draw,
+    judge=judge,
+    table=table,
+)
+
+if __name__ == "__main__":
+    main(EXPERIMENT, __doc__)
