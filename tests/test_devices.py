@@ -1,10 +1,23 @@
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from numerics import assert_equal
 
-from mcomb.devices import choose_vmap_size, device_mesh, footprint, in_batches, replicate
+from mcomb.devices import (
+    choose_vmap_size,
+    describe_devices,
+    device_mesh,
+    footprint,
+    in_batches,
+    meshes_of,
+    replicate,
+    use_a_device_per_core,
+)
 
 
 def apply(params, x):
@@ -74,3 +87,27 @@ def test_elsewhere_as_many_as_fit_into_four_fifths_of_the_free_memory(times, exp
 def test_a_device_that_does_not_tell_its_memory_gets_one_at_a_time(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [Accelerator()])
     assert choose_vmap_size(apply, PARAMS, INPUTS) == 1
+
+
+@pytest.mark.parametrize("chosen", ["", "3"])
+def test_a_cpu_is_a_device_for_each_core_unless_a_number_is_chosen(chosen):
+    program = "from mcomb.devices import *; use_a_device_per_core(); print(describe_devices())"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"} | ({"JAX_NUM_CPU_DEVICES": chosen} if chosen else {})
+    found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout == f"{chosen or min(8, len(os.sched_getaffinity(0)))} × cpu\n"
+
+
+def test_devices_stay_as_they_are_once_they_are_in_use():
+    before = jax.local_devices()
+    use_a_device_per_core(at_most=1)
+    assert jax.local_devices() == before
+
+
+def test_meshes_share_no_device():
+    devices = jax.local_devices()
+    for size in range(1, len(devices) + 1):
+        meshes = meshes_of(size)
+        used = [device for mesh in meshes for device in mesh.devices.tolist()]
+        assert len(meshes) == len(devices) // size
+        assert len({*used}) == len(used) == size * len(meshes)
+        assert describe_devices(meshes[0]) == f"{size} × cpu"
