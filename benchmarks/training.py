@@ -11,6 +11,7 @@ ways take turns, and the fastest of `--rounds` turns counts.
 """
 
 import importlib.util
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -100,7 +101,7 @@ def way_of_pytorch(setup: Setup, width: int, steps: int, data: Any) -> Callable[
     import torch
     from torch.nn import functional
 
-    torch.set_num_threads(len(jax.local_devices()))
+    torch.set_num_threads(os.cpu_count() or 1)
     params = setup.init(width, 0)
     weights: dict[str, Any] = {}
     for path, leaf in jax.tree.leaves_with_path(params):
@@ -160,7 +161,7 @@ def way_of_pytorch(setup: Setup, width: int, steps: int, data: Any) -> Callable[
 
 
 def main(config: TrainingConfig) -> None:
-    """Prints the table, a line for each way as it is measured."""
+    """Prints a table for each setup and width."""
     has_torch = importlib.util.find_spec("torch") is not None
     print(f"{describe_devices()}, images/s" + ("" if has_torch else "; torch is not installed"), flush=True)
     rows = [("", "width", "way", "networks", "images/s", "against before")]

@@ -23,8 +23,8 @@ from mcomb.lab.config import CHECKPOINT_FLAGS, LineConfig, convert_config
 from mcomb.lab.experiment import Experiment, Parts, main
 from mcomb.lab.figures import COLOURS, STYLE, save
 from mcomb.lab.measure import Run
-from mcomb.lab.pairs import spread
-from mcomb.lab.results import METRICS, VARIANTS, Results, columns
+from mcomb.lab.pairs import pool, spread
+from mcomb.lab.results import METRICS, VARIANTS, Results, columns, with_range
 from mcomb.lab.verdicts import Verdict
 
 
@@ -84,8 +84,11 @@ def table(results: Results) -> str:
     head = ("weight decay", "epochs", "accuracy of A and B")
     rows = [(*head, *(f"{variant} {metric} barrier" for variant in VARIANTS for metric in METRICS))]
     for (i, decay), (j, length) in itertools.product(enumerate(results["decays"]), enumerate(results["lengths"])):
-        numbers = [results["level"][i][j], *(results["lost"][v][m][i][j] for v in VARIANTS for m in METRICS)]
-        rows.append((f"{decay:g}", str(length), *(f"{number:.4f}" for number in numbers)))
+        cells = [
+            [part["level"][i][j], *(part["lost"][v][m][i][j] for v in VARIANTS for m in METRICS)]
+            for part in ((results, *spread(results)) if "pairs" in results else (results,))
+        ]
+        rows.append((f"{decay:g}", str(length), *(with_range(list(numbers)) for numbers in zip(*cells, strict=True))))
     return columns(rows)
 
 
@@ -147,6 +150,7 @@ EXPERIMENT = Experiment(
     measure=measure,
     draw=draw,
     judge=judge,
+    judge_together=lambda pairs: f"On average: {judge(pool(pairs)).finding}",
     table=table,
 )
 

@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> None:
     config = cli.parse(TrainConfig, __doc__ or "", argv, setups_help())
     store = Store(config)
     print(f"networks go to {store.home / 'networks'}", flush=True)
-    for network in store.train_networks(tuple(dict.fromkeys(config.seeds))).values():
+    for network in store.train_networks(config.seeds).values():
         test = score(store.apply, network.params, *store.data.test)
         images = f"{len(store.data.test.labels):,}"
         print(f"{network.name}: test accuracy {test.accuracy:.2%}, test loss {test.loss:.4f}, of {images} images")

@@ -36,7 +36,7 @@ def meshes_of(size: int) -> list[Mesh]:
 def use_a_device_per_core(at_most: int = 8) -> None:
     """Splits the CPU into devices, one for each core, unless JAX has started or their number is chosen already.
 
-    Programs side by side keep cores busier than one program does by splitting its operations. Each device holds
+    Programs on several devices keep cores busier than one program does by splitting its operations. Each device holds
     copies of its own, so there are not more than a few: they share the cores that are left over.
     """
     by_config = jax.config.jax_num_cpu_devices > 0  # type: ignore[attr-defined]

@@ -87,7 +87,7 @@ def score(
     static = (apply, min(batch_size, len(labels)), temperatures)
     losses, predicted, tempered = map(np.asarray, _score(*static, *replicate((params, inputs, labels))))
     accuracy = float(np.mean(predicted == np.asarray(labels)))
-    return Score(float(losses.mean()), accuracy, predicted, tempered.mean(0))
+    return Score(float(losses.mean()), accuracy, predicted, tempered.mean(0, dtype=np.float64))
 
 
 @partial(jax.jit, static_argnums=range(6))
@@ -155,4 +155,6 @@ def _score(
 
 def _tempered(logits: Array, labels: Array, temperatures: tuple[float, ...]) -> Float[Array, "n t"]:
     """The losses with the logits divided by each temperature."""
-    return jnp.stack([classify(logits / temperature, labels).loss for temperature in temperatures], axis=1)
+    return jax.vmap(lambda temperature: classify(logits / temperature, labels).loss, out_axes=1)(
+        jnp.array(temperatures)
+    )

@@ -17,4 +17,5 @@ def progress_bar(total: int, unit: str, what: str, done: int = 0) -> "tqdm[Any]"
         unit_scale=True,
         dynamic_ncols=watched,
         mininterval=0.2 if watched else 10,
+        position=None if watched else 0,  # else several bars would move the cursor
     )

@@ -125,7 +125,7 @@ def test_it_goes_on_from_the_step_of_its_state():
     whole, losses, _ = run_fit(rows, steps=5)
     state = initial_state(problem()[0], OPTIMIZER)
     for part in (rows[:5], rows[5:]):
-        *_, (state, last, _) = fit(logistic_loss, state, [((part), data)], OPTIMIZER, KEY)
+        *_, (state, last, _) = fit(logistic_loss, state, [(part, data)], OPTIMIZER, KEY)
         state = jax.device_get(state)
     assert_close(state.params, whole.params, roundings=ROUNDINGS)
     assert_close(last, losses[5:], roundings=ROUNDINGS)
@@ -166,7 +166,7 @@ def test_the_data_may_change_from_call_to_call():
         return jnp.mean(jnp.square(params - target) + 0 * rows, where=rows >= 0), None
 
     sgd = optax.sgd(0.5)  # with a square loss this ends at the target after one step
-    items = [((np.zeros((1, 2), np.int32)), np.float32(target)) for target in (3, -1, 7)]
+    items = [(np.zeros((1, 2), np.int32), np.float32(target)) for target in (3, -1, 7)]
     states = fit(loss, initial_state(np.zeros((), np.float32), sgd), items, sgd, KEY)
     assert [float(state.params) for state, _, _ in states] == [3, -1, 7]
 

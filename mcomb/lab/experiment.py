@@ -180,7 +180,7 @@ def add_verdict(experiment: Experiment, results: Results, folder: Path) -> Resul
 
 
 def _verdict(experiment: Experiment, results: Results) -> Verdict:
-    reason = why_no_verdict(results)
+    reason = None if "pairs" in results else why_no_verdict(results)
     return Verdict(None, reason) if reason else experiment.judge(results)
 
 

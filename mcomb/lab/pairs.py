@@ -49,6 +49,7 @@ def judge_all(verdicts: Sequence[Verdict], results: Results, more: str) -> Verdi
     for variant in results.get("barriers", {}):
         mean, least, largest = (part["barriers"][variant]["test"] for part in (results, *spread(results)))
         ranges = [f"{mean[m]:.3f} ({least[m]:.3f} to {largest[m]:.3f}) in {m}" for m in METRICS]
-        sentences.append(f"{variant.capitalize()} test barriers are {' and '.join(ranges)}.")
-    shown = outcomes.index(agrees) if agrees is not None else outcomes.index(None)
-    return Verdict(agrees, " ".join([*sentences, f"Number {shown + 1}: {verdicts[shown].finding}"]))
+        sentences.append(f"{variant[0].upper()}{variant[1:]} test barriers are {' and '.join(ranges)}.")
+    shown = outcomes.index(agrees)
+    seed = results["pairs"][shown]["config"]["seed"]
+    return Verdict(agrees, " ".join([*sentences, f"With --seed {seed}: {verdicts[shown].finding}"]))

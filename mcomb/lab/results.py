@@ -97,7 +97,9 @@ def table(results: Mapping[str, Any]) -> str:
 
     def row(name: str, *path: str) -> None:
         cells = [reduce(operator.getitem, path, whole) for whole in (results, *parts)]
-        rows.append((name, *(_cell([c[split].get(metric) for c in cells]) for metric in METRICS for split in SPLITS)))
+        rows.append(
+            (name, *(with_range([c[split].get(metric) for c in cells]) for metric in METRICS for split in SPLITS))
+        )
 
     for network in results["models"]:
         row(f"network {network}", "models", network)
@@ -111,8 +113,8 @@ def table(results: Mapping[str, Any]) -> str:
     return columns(rows)
 
 
-def _cell(numbers: list[float | None]) -> str:
-    """A number, or a mean with its range; nothing where there is none."""
+def with_range(numbers: list[float | None]) -> str:
+    """A number as text, or a mean with its range; nothing where there is none."""
     written = ["" if number is None else f"{number:.4f}" for number in numbers]
     return f"{written[0]} ({written[1]}–{written[2]})" if len(written) > 1 and written[0] else written[0]
 

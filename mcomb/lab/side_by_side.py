@@ -1,7 +1,7 @@
 """Running one function on several arguments at once, in threads that stop together."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from queue import SimpleQueue
 from threading import Event
 from typing import TypeVar
@@ -16,7 +16,7 @@ def run_side_by_side(work: Callable[[T, P, Event], None], arguments: Sequence[T]
     If one of them fails, or the user interrupts, `stop` is set: the others should end soon, and how they end is of no
     interest. The first error is then raised here.
     """
-    stop, free = Event(), SimpleQueue[P]()
+    stop, free, errors = Event(), SimpleQueue[P](), list[BaseException]()
     for place in places:
         free.put(place)
 
@@ -25,16 +25,17 @@ def run_side_by_side(work: Callable[[T, P, Event], None], arguments: Sequence[T]
         try:
             if not stop.is_set():
                 work(argument, place, stop)
-        except BaseException:
+        except BaseException as error:
+            errors.append(error)  # before the others hear of it, and fail in their turn
             stop.set()
-            raise
         finally:
             free.put(place)
 
     with ThreadPoolExecutor(len(places)) as pool:
-        futures = [pool.submit(in_a_free_place, argument) for argument in arguments]
         try:
-            for future in wait(futures, return_when=FIRST_EXCEPTION).done:
-                future.result()
-        finally:  # where all went well there is nobody left to stop
+            wait([pool.submit(in_a_free_place, argument) for argument in arguments])
+        except BaseException:
             stop.set()
+            raise
+    if errors:
+        raise errors[0]

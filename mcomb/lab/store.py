@@ -152,25 +152,29 @@ class Store:
         """Networks A, B and C, by letter: those that are given, and the others trained from their seeds."""
         given = {letter: self.given(letter) for letter in letters}
         seeds = {letter: self.seed(letter) for letter, network in given.items() if network is None}
-        trained = self.train_networks(list(dict.fromkeys(seeds.values())))
+        trained = self.train_networks(tuple(seeds.values()))
         return {letter: network or trained[seeds[letter]] for letter, network in given.items()}
 
     def train_networks(self, seeds: Sequence[int]) -> dict[int, Network]:
         """The networks of some seeds, trained as far as they are not yet: side by side, on devices of their own.
 
+        Another process that wants one of them waits until all are trained.
+
         Each has an equal share of the devices, whether others of the seeds are trained already or not, and a training
         goes on with as many devices as it had. So a network depends on what was asked for alone.
         """
+        seeds = tuple(dict.fromkeys(seeds))
         unfinished = [seed for seed in seeds if not self._is_trained(seed)]
         if unfinished and not self.make:
             raise NotKeptError(self._name(unfinished[0]))
         if unfinished:
             share = max(1, len(jax.local_devices()) // len(seeds))
-            with ExitStack() as locks, self.timed("training"):
+            with ExitStack() as locks:
                 for seed in sorted(unfinished):  # in one order, so that no two processes wait for each other
                     path = make_writable(self.home / "networks") / f".{self._name(seed)}.lock"
                     locks.enter_context(lock(path, f"training {self._name(seed)}"))
-                self._train_side_by_side([seed for seed in unfinished if not self._is_trained(seed)], share)
+                with self.timed("training"):
+                    self._train_side_by_side([seed for seed in unfinished if not self._is_trained(seed)], share)
         return {seed: self._trained(seed) for seed in seeds}
 
     def _train_side_by_side(self, seeds: Sequence[int], share: int) -> None:

@@ -139,7 +139,7 @@ def train(
                     raise Diverged("a weight became infinite or not a number")
             except Diverged as error:
                 raise Diverged(
-                    f"{error}, in epoch {epoch}; the last good checkpoint is kept: "
+                    f"{describe}: {error}, in epoch {epoch}; the last good checkpoint is kept, if there is one: "
                     f"try a --learning-rate below {recipe.learning_rate:g}"
                 ) from error
             losses, accuracies = map(np.concatenate, zip(*history, strict=True))

@@ -55,7 +55,8 @@ def draws_pairs(tmp_path):
     """Whether results can be drawn by themselves and as those of two pairs."""
 
     def of(module, found):
-        for name, results in (("one", found), ("two", found | pool([found, found]))):
+        other = json.loads(json.dumps(found), parse_float=lambda text: 1.1 * float(text))
+        for name, results in (("one", found), ("two", found | pool([found, other]))):
             (tmp_path / name).mkdir()
             module.EXPERIMENT.draw(results | {"title": "the same title"}, tmp_path / name)
         one, two = (tmp_path / name / f"{module.EXPERIMENT.name}.png" for name in ("one", "two"))

@@ -32,14 +32,16 @@ def test_lists_of_different_lengths_are_kept_side_by_side():
 @pytest.mark.parametrize(
     ("outcomes", "agrees", "shown"),
     [
-        ([True, True], True, "Number 1: finding 0"),
-        ([True, False], False, "Number 2: finding 1"),
-        ([True, None, False], None, "Number 2: finding 1"),
+        ([True, True], True, "With --seed 0: finding 0"),
+        ([True, False], False, "With --seed 1: finding 1"),
+        ([True, None, False], None, "With --seed 1: finding 1"),
     ],
 )
 def test_all_must_agree_and_the_one_that_decides_is_quoted(outcomes, agrees, shown):
     verdicts = [Verdict(outcome, f"finding {i}") for i, outcome in enumerate(outcomes)]
-    found = judge_all(verdicts, pool([pair(0.1 * (i + 1)) for i in range(len(outcomes))]), "And more.")
+    found = judge_all(
+        verdicts, pool([pair(0.1 * (i + 1)) | {"config": {"seed": i}} for i in range(len(outcomes))]), "And more."
+    )
     assert found.agrees is agrees
     assert found.finding.startswith(f"{outcomes.count(True)} of {len(outcomes)} agree with the paper. And more.")
     assert "Aligned test barriers are 0." in found.finding

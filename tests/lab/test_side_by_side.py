@@ -48,7 +48,7 @@ def test_an_interrupt_of_the_main_thread_stops_all(monkeypatch):
         assert stop.wait(30)
         ended.append(argument)
 
-    def interrupt(futures, return_when):
+    def interrupt(futures):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("mcomb.lab.side_by_side.wait", interrupt)
