@@ -1,0 +1,23 @@
+"""What docs/results.md says that the networks in the repository give is what they give."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from experiments import linear
+from mcomb.lab import cli
+from mcomb.lab.experiment import run
+
+RESULTS = (Path(__file__).parents[2] / "docs" / "results.md").read_text()
+
+
+def test_a_documented_row_is_printed_from_a_clone(cifar_archive, tmp_path):
+    """The worst of the line's nine points is the middle one, which three points have too."""
+    section = RESULTS.partition("### Without training anything")[2]
+    documented = re.findall(r"\| `linear --points 9` \| (.*?) / (.*?) \| (.*?) / (.*?) \|", section)[0]
+    flags = ["--setup", "mlp-cifar10", "--pretrained", "--train-images", "200", "--points", "3"]
+    places = ["--data-dir", str(cifar_archive), "--out", str(tmp_path)]
+    found = run(linear.EXPERIMENT, cli.parse(linear.LinearConfig, "", [*flags, *places]))
+    barriers = [found["barriers"][v]["test"][m] for v in ("naive", "aligned") for m in ("loss", "accuracy")]
+    assert barriers == pytest.approx([float(number) for number in documented], abs=0.01)
