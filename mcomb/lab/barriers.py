@@ -8,10 +8,9 @@ import numpy as np
 from mcomb.lab.results import METRICS, SPLITS, Results
 
 
-def barrier(metric: str, values: Any, a: Any, b: Any) -> float:
+def barrier(metric: str, values: Any, a: float, b: float) -> float:
     """The empirical barrier of a sample (the paper's section 3): its worst network against the mean of A and B."""
-    mean = (float(a) + float(b)) / 2
-    return float(np.max(values)) - mean if metric == "loss" else mean - float(np.min(values))
+    return float(np.max(values)) - (a + b) / 2 if metric == "loss" else (a + b) / 2 - float(np.min(values))
 
 
 def barriers(

@@ -180,7 +180,10 @@ class Run:
             for name, by_split in measured.items()
         }
         scores = [self.basics["models"][letter] for letter in ends]
-        networks = {letter: recalibrate(self.scores[letter]) for letter in ends}
+        networks = {
+            letter: {split: {"loss": float(at["loss"])} for split, at in recalibrate(self.scores[letter]).items()}
+            for letter in ends
+        }
         at_best = {
             name: {
                 split: {"loss": loss["loss"].reshape(shape).tolist()} for split, loss in recalibrate(by_split).items()
@@ -188,7 +191,7 @@ class Run:
             for name, by_split in measured.items()
         }
         recalibrated = {
-            "models": {x: {s: {"loss": float(at["loss"])} for s, at in found.items()} for x, found in networks.items()},
+            "models": networks,
             "curves": at_best,
             "barriers": barriers([networks[letter] for letter in ends], at_best, between, metrics=("loss",)),
         }
