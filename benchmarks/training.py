@@ -19,6 +19,7 @@ from threading import Event
 from typing import Annotated, Any
 from unittest import mock
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,6 +35,7 @@ from mcomb.lab.models import ResNet20, Tiny10
 from mcomb.lab.results import columns
 from mcomb.lab.setups import SETUPS, Setup
 from mcomb.lab.side_by_side import run_side_by_side
+from mcomb.lab.training import hold_input
 from mcomb.objectives import classify
 
 RATE, MOMENTUM, DECAY = 0.01, 0.9, 1e-4
@@ -54,11 +56,13 @@ class TrainingConfig:
 
 
 def plain_loss(apply: Apply) -> Loss:
-    """The mean cross-entropy, with nothing more to report."""
+    """The mean cross-entropy as in training, but of images that are not augmented."""
 
     def loss(params: Params, rows: Any, data: Any, key: Any) -> tuple[Any, None]:
         images, labels = data
-        return jnp.mean(classify(apply(params, images[rows]), labels[rows]).loss, where=rows >= 0), None
+        with nn.intercept_methods(hold_input):
+            logits = apply(params, images[rows])
+        return jnp.mean(classify(logits, labels[rows]).loss, where=rows >= 0), None
 
     return loss
 
@@ -87,7 +91,7 @@ def ways_of_ours(setup: Setup, width: int, steps: int, data: Any) -> dict[str, t
         run_side_by_side(work, trainings, range(len(trainings)))
 
     before, parallel, each = training(meshes_of(1)[0]), training(device_mesh()), list(map(training, meshes_of(1)))
-    with mock.patch.object(gradient_descent, "_can_do_without_ynn", return_value=False):
+    with mock.patch.object(gradient_descent, "_can_be_tuned", return_value=False):
         next(before)  # it is compiled now, as it was before
     return {
         "before": (1, lambda: turn(before)),

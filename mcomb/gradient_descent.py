@@ -63,7 +63,7 @@ def fit(
     """
     mesh = mesh or device_mesh()
     by_row = NamedSharding(mesh, PartitionSpec(None, AXIS))
-    update = _compiled_update(_is_convolutional_on_cpu(state.params) and _can_do_without_ynn())
+    update = _compiled_update(_is_convolutional_on_cpu(state.params) and _can_be_tuned())
     # Copies, so that donating the state never eats the caller's arrays.
     state = jax.jit(partial(jax.tree.map, jnp.copy))(replicate(state, mesh))
     key = replicate(key, mesh)
@@ -79,26 +79,28 @@ def fit(
         yield state, losses, report
 
 
-WITHOUT_YNN = {"xla_cpu_experimental_ynn_fusion_type": ""}
+ON_CPU = {"xla_cpu_experimental_ynn_fusion_type": "", "xla_disable_hlo_passes": "cse_barrier_expander"}
+"""How XLA compiles the steps of convolutional networks on CPU.
+
+Without YNN, the library that XLA gives convolutions and sums to: its gradient of a convolution's kernel and its sums of
+a gradient, for which it writes out whole arrays of copies, are slower than XLA's own. And with optimization barriers,
+which XLA otherwise removes on CPU: a loss can hold an array as it is with one.
+"""
 
 
 @cache
-def _compiled_update(without_ynn: bool) -> Callable[..., Any]:
-    """`_update` under jit; for convolutions on CPU without YNN.
-
-    YNN is the library that XLA gives convolutions and sums to on CPU. Its gradient of a convolution's kernel and its
-    sums of a gradient, for which it writes out whole arrays of copies, are slower than XLA's own.
-    """
-    options = WITHOUT_YNN if without_ynn else None
+def _compiled_update(tuned: bool) -> Callable[..., Any]:
+    """`_update` under jit; tuned for convolutions on CPU."""
+    options = ON_CPU if tuned else None
     static = ("loss", "optimizer", "mesh")
     return jax.jit(_update, static_argnames=static, donate_argnames="state", compiler_options=options)
 
 
 @cache
-def _can_do_without_ynn() -> bool:
-    """Whether this version of XLA has YNN and lets one choose."""
+def _can_be_tuned() -> bool:
+    """Whether this version of XLA has these options and can compile a barrier with them."""
     try:
-        jax.jit(lambda: 0, compiler_options=WITHOUT_YNN).lower().compile()
+        jax.jit(jax.lax.optimization_barrier, compiler_options=ON_CPU).lower(jnp.zeros(())).compile()
     except jax.errors.JaxRuntimeError:
         return False
     return True

@@ -7,10 +7,11 @@ import pytest
 from numerics import assert_close, assert_equal
 
 from mcomb.base import Diverged, UserError
+from mcomb.gradient_descent import ON_CPU, _can_be_tuned
 from mcomb.lab.augmentation import Augmentation
 from mcomb.lab.data import DIGITS
 from mcomb.lab.models import MLP, Tiny10, classifier
-from mcomb.lab.training import Recipe, initial_state, learning_rate, train
+from mcomb.lab.training import Recipe, initial_state, learning_rate, train, training_loss
 
 RECIPE = Recipe(
     epochs=3,
@@ -141,3 +142,19 @@ def test_short_trainings_have_a_learning_rate(schedule, epochs):
     rates = [float(rate(step)) for step in range(max(1, epochs * steps))]
     assert all(0 <= value <= np.nextafter(np.float32(RECIPE.learning_rate), np.float32(1)) for value in rates)
     assert max(rates) > 0
+
+
+def test_the_loss_holds_what_convolutions_read_on_cpu_alone_and_its_gradient_stays_the_same(digits, monkeypatch):
+    apply, state = start(digits, model=Tiny10(1, 10))
+    args = state.params, jnp.arange(10), tuple(map(jnp.asarray, digits.train.first(10))), jax.random.key(0)
+
+    def barriers_and_gradient(options):
+        loss = training_loss.__wrapped__(apply, Augmentation())  # not what was traced before
+        gradient = jax.jit(jax.grad(loss, has_aux=True), compiler_options=options)(*args)
+        return str(jax.make_jaxpr(loss)(*args)).count("optimization_barrier"), gradient
+
+    held, found = barriers_and_gradient(ON_CPU if _can_be_tuned() else None)
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    free, wanted = barriers_and_gradient(None)
+    assert (held, free) == (len(Tiny10.LAYERS), 0)
+    assert_close(found, wanted, roundings=ROUNDINGS)
