@@ -69,7 +69,7 @@ def reference(spec: PermutationSpec, a: Params, b: Params, seed: int = 0) -> Mat
     leaves_a, leaves_b = named_leaves(a), named_leaves(b)
     perms: Any = {name: jnp.arange(size) for name, size in spec.sizes.items()}
     visits, trace = 0, [objective(spec, a, b)]
-    for order in visit_orders(spec, seed):
+    for order in visit_orders(list(spec.sizes), seed):
         progress, height = False, trace[-1]
         for name in order:
             n = spec.sizes[name]

@@ -32,7 +32,7 @@ from mcomb.lab.pairs import spread
 from mcomb.lab.results import METRICS, SPLITS, Results
 from mcomb.lab.verdicts import Verdict, same_distribution, works
 from mcomb.matching.activations import correlations
-from mcomb.symmetry.intermediates import list_intermediates, unit_activations, with_intermediates
+from mcomb.symmetry.intermediates import list_intermediates, unit_activations
 from mcomb.symmetry.spec import Perms, PermutationSpec
 
 IMAGES = 32  # on which activations are compared
@@ -79,9 +79,10 @@ def lines(spec: PermutationSpec) -> tuple[Any, Any]:
 def layer_activations(run: Run, params: Params) -> dict[str, np.ndarray]:
     """The activations of each permutation's units on a few train images, all in one row."""
     spec, apply, images = run.store.spec, run.store.apply, run.store.data.train.first(IMAGES).images
-    arrays = unit_activations(spec, list_intermediates(spec, apply, params, images))
-    run_with = with_intermediates(apply, {array.id for found in arrays.values() for array in found})
-    found = jax.jit(run_with)(params, images)[1]
+    intermediates = list_intermediates(spec, apply, params, images)
+    arrays = unit_activations(spec, intermediates)
+    tapped = intermediates.tap({array.id for found in arrays.values() for array in found})
+    found = jax.jit(tapped)(params, images)[1]
     return {perm: np.concatenate([np.ravel(found[array.id]) for array in arrays[perm]]) for perm in arrays}
 
 

@@ -6,12 +6,14 @@ from functools import reduce
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, PRNGKeyArray
 
 Array = jax.Array | np.ndarray
 Params = Any  # a pytree of arrays
-Apply = Callable[[Params, Array], Float[Array, "n classes"]]
+Inputs = Any  # an array, or a pytree of arrays, whose first axis is that of examples
+Apply = Callable[[Params, Inputs], Float[Array, "n classes"]]
 
 
 class UserError(Exception):
@@ -36,6 +38,22 @@ def stream(seed: int, *names: str | int) -> PRNGKeyArray:
     return reduce(fold_name, names, jax.random.key(seed))
 
 
+def count_examples(inputs: Inputs, labels: Array | None = None) -> int:
+    """How many examples the inputs have; an error unless all arrays of the inputs, and the labels, have as many."""
+    counts = {name or "the inputs": jnp.shape(leaf)[:1] for name, leaf in named_leaves(inputs).items()}
+    if labels is not None:
+        counts["the labels"] = jnp.shape(labels)[:1]
+    if len({*counts.values()}) != 1 or not all(counts.values()):
+        said = ", ".join(f"{name} {count[0] if count else 'none'}" for name, count in counts.items())
+        raise UserError(f"all inputs must have the same number of examples along their first axis, but have: {said}")
+    return next(iter(counts.values()))[0]
+
+
+def is_inexact(leaf: Any) -> bool:
+    """Whether an array has float or complex entries."""
+    return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
+
+
 def leaf_name(path: tuple[Any, ...]) -> str:
     """A leaf's name, such as `conv1/kernel`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
@@ -43,7 +61,12 @@ def leaf_name(path: tuple[Any, ...]) -> str:
 
 def named_leaves(tree: Params) -> dict[str, Any]:
     """The leaves of a tree by name, in the tree's order."""
-    return {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    leaves: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if (name := leaf_name(path)) in leaves:
+            raise UserError(f"two leaves of the tree have the name {name}: rename a branch with a / in its key")
+        leaves[name] = leaf
+    return leaves
 
 
 def map_named(function: Callable[..., Any], tree: Params, *rest: Params) -> Params:

@@ -5,14 +5,14 @@ other way, from A at 0 to B at 1. So the distributions here draw u = 1 − v, th
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float, PRNGKeyArray
 
-from mcomb.base import Array, Params, fold_name, map_named
+from mcomb.base import Array, Params, fold_name, is_inexact, map_named
 
 Distribution = Callable[[PRNGKeyArray, Float[Array, ""], Array], Array]
 """A function (key, parameter, leaf) that draws the share of B for each weight of a leaf."""
@@ -25,9 +25,23 @@ def combine(a: Params, b: Params, v: Params) -> Params:
     """The combination Θ_v = v ⊙ Θ_A + (1 − v) ⊙ Θ_B.
 
     `v` is a tree like A, or has one coefficient for a whole branch: with {"conv1": 1.0, "conv2": 0.5}, conv1 is A's and
-    conv2 is the mean of A's and B's.
+    conv2 is the mean of A's and B's. Leaves that are no floats, such as counters and random keys, are A's.
     """
-    return jax.tree.map(lambda v, a, b: v * a + (1 - v) * b, jax.tree.broadcast(v, a), a, b)
+
+    def combine_leaf(v: Any, a: Array, b: Array) -> Array:
+        return v * a + (1 - v) * b if is_inexact(a) else a
+
+    return jax.tree.map(combine_leaf, jax.tree.broadcast(v, a), a, b)
+
+
+def over_reals(function: Callable[..., Array], a: Array, *others: Array) -> Array:
+    """What a function of real arrays makes of leaves: complex numbers are pairs of reals, what is no float is A's."""
+    if not is_inexact(a):
+        return a
+    if not jnp.iscomplexobj(a):
+        return function(a, *others)
+    pairs = function(*(jnp.stack([leaf.real, leaf.imag], -1) for leaf in (a, *others)))
+    return jax.lax.complex(pairs[..., 0], pairs[..., 1])
 
 
 def linear(key: PRNGKeyArray, share: Float[Array, ""], leaf: Array) -> Array:
@@ -105,7 +119,7 @@ def minmax(key: PRNGKeyArray, share: Float[Array, ""], a: Params, b: Params) -> 
         a_is_larger = jnp.abs(a) >= jnp.abs(b)
         return (1 - share) * jnp.where(a_is_larger, a, b) + share * jnp.where(a_is_larger, b, a)
 
-    return jax.tree.map(interpolate, a, b)
+    return jax.tree.map(partial(over_reals, interpolate), a, b)
 
 
 @cache
@@ -123,14 +137,19 @@ def stitch(layer_of: Callable[[str], int]) -> Draw:
 
 def blend(key: PRNGKeyArray, shares: Float[Array, "2"], a: Params, b: Params, c: Params) -> Params:
     """The combination Θ_A + λ_B (Θ_B − Θ_A) + λ_C (Θ_C − Θ_A) of three networks (the paper's section 5.4)."""
-    return jax.tree.map(lambda a, b, c: a + shares[0] * (b - a) + shares[1] * (c - a), a, b, c)
+
+    def blend_leaf(a: Array, b: Array, c: Array) -> Array:
+        return a + shares[0] * (b - a) + shares[1] * (c - a)
+
+    return jax.tree.map(partial(over_reals, blend_leaf), a, b, c)
 
 
 @cache
 def mix(distribution: Distribution) -> Draw:
     """The draw of combinations of A and B whose shares of B come from `distribution`.
 
-    Each leaf gets its own key, folded from its name, so its shares do not depend on which other leaves there are.
+    Each leaf gets its own key, folded from its name, so its shares do not depend on which other leaves there are. The
+    real and the imaginary part of a complex weight are two weights. Leaves that are no floats are A's.
     """
 
     def draw(key: PRNGKeyArray, parameter: Float[Array, ""], a: Params, b: Params) -> Params:
@@ -138,6 +157,6 @@ def mix(distribution: Distribution) -> Draw:
             u = distribution(fold_name(key, name), parameter, a)
             return cast(Array, combine(a, b, 1 - u))
 
-        return map_named(mix_leaf, a, b)
+        return map_named(lambda name, *leaves: over_reals(partial(mix_leaf, name), *leaves), a, b)
 
     return draw

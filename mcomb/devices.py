@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mcomb.base import Apply, Array, Params
+from mcomb.base import Apply, Array, Inputs, Params
 
 AXIS = "device"  # the name of the mesh's only axis
 BATCH = 200  # the default batch size of evaluation, small enough for the paper's widest networks
@@ -46,16 +46,20 @@ def use_a_device_per_core(at_most: int = 8) -> None:
             jax.config.update("jax_num_cpu_devices", min(cores, at_most))
 
 
-def in_batches(batch_size: int, *arrays: Array) -> list[Array]:
-    """Arrays of n rows, each reshaped into batches; the last batch is padded with zeros.
+def in_batches(batch_size: int, tree: Any) -> Any:
+    """A tree of arrays of n rows, each reshaped into batches; the last batch is padded with zeros.
 
-    in_batches(2, x) with x = [1, 2, 3] is [[[1, 2], [3, 0]]].
+    in_batches(2, [x]) with x = [1, 2, 3] is [[[1, 2], [3, 0]]].
     """
-    pad = -len(arrays[0]) % batch_size
-    return [jnp.pad(x, ((0, pad), *((0, 0),) * (x.ndim - 1))).reshape(-1, batch_size, *x.shape[1:]) for x in arrays]
+
+    def reshape(x: Array) -> Array:
+        pad = -len(x) % batch_size
+        return jnp.pad(x, ((0, pad), *((0, 0),) * (x.ndim - 1))).reshape(-1, batch_size, *x.shape[1:])
+
+    return jax.tree.map(reshape, tree)
 
 
-def choose_vmap_size(apply: Apply, params: Params, inputs: Array) -> int:
+def choose_vmap_size(apply: Apply, params: Params, inputs: Inputs) -> int:
     """How many combinations a device should evaluate in one `vmap`: one on CPU, else as many as fit into its memory.
 
     On CPU, XLA turns a convolution that is mapped over its kernels into a grouped one, which is slow.
@@ -68,7 +72,7 @@ def choose_vmap_size(apply: Apply, params: Params, inputs: Array) -> int:
     return max(1, int(0.8 * free) // footprint(apply, params, inputs))
 
 
-def footprint(apply: Apply, params: Params, inputs: Array) -> int:
+def footprint(apply: Apply, params: Params, inputs: Inputs) -> int:
     """An estimate of the bytes that one combination needs: weights, coefficients, and twice its largest operation."""
     size = lambda avals: sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)  # noqa: E731
     jaxpr = jax.make_jaxpr(apply)(params, inputs).jaxpr

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int, Key
 
-from mcomb.base import Apply, Array, Params
+from mcomb.base import Apply, Array, Inputs, Params, count_examples
 from mcomb.combination import Draw
 from mcomb.devices import AXIS, BATCH, choose_vmap_size, device_mesh, in_batches, replicate
 from mcomb.objectives import classify
@@ -38,7 +38,7 @@ def evaluate(
     networks: tuple[Params, ...],
     parameters: Any,
     keys: Key[Array, "k"],
-    inputs: Array,
+    inputs: Inputs,
     labels: Array,
     *,
     references: Int[Array, "2 n"] | None = None,
@@ -52,17 +52,17 @@ def evaluate(
     devices, and each device evaluates `vmap_size` of them at a time (None: as `choose_vmap_size` says). `references`
     are the labels that A and B predict; without them `agreement` has all inputs under "neither".
     """
-    k, mesh = len(keys), device_mesh()
+    k, mesh, count = len(keys), device_mesh(), count_examples(inputs, labels)
     padded = np.pad(np.arange(k), (0, -k % mesh.size), mode="edge")  # repeats the last one until devices divide them
     parameters, keys = jax.tree.map(lambda x: jnp.asarray(x)[padded], parameters), keys[padded]
     if references is None:
-        references = np.full((2, len(labels)), -1, np.int32)
+        references = np.full((2, count), -1, np.int32)
     shared = replicate((networks, inputs, labels, references))
     if vmap_size is None:
-        vmap_size = choose_vmap_size(apply, networks[0], shared[1][:batch_size])
-    static = (apply, draw, min(batch_size, len(labels)), vmap_size, mesh, temperatures)
+        vmap_size = choose_vmap_size(apply, networks[0], jax.tree.map(lambda x: x[:batch_size], shared[1]))
+    static = (apply, draw, min(batch_size, count), vmap_size, mesh, temperatures)
     loss, correct, agreement, tempered = (np.asarray(sum)[:k] for sum in _evaluate(*static, *shared, parameters, keys))
-    return Metrics(loss / len(labels), correct / len(labels), agreement, tempered / len(labels))
+    return Metrics(loss / count, correct / count, agreement, tempered / count)
 
 
 class Score(NamedTuple):
@@ -77,14 +77,14 @@ class Score(NamedTuple):
 def score(
     apply: Apply,
     params: Params,
-    inputs: Array,
+    inputs: Inputs,
     labels: Int[Array, "n"],
     *,
     temperatures: tuple[float, ...] = (1.0,),
     batch_size: int = BATCH,
 ) -> Score:
     """The score of one network on a whole dataset."""
-    static = (apply, min(batch_size, len(labels)), temperatures)
+    static = (apply, min(batch_size, count_examples(inputs, labels)), temperatures)
     losses, predicted, tempered = map(np.asarray, _score(*static, *replicate((params, inputs, labels))))
     accuracy = float(np.mean(predicted == np.asarray(labels)))
     return Score(float(losses.mean()), accuracy, predicted, tempered.mean(0, dtype=np.float64))
@@ -99,7 +99,7 @@ def _evaluate(
     mesh: Mesh,
     temperatures: tuple[float, ...],
     networks: tuple[Params, ...],
-    inputs: Array,
+    inputs: Inputs,
     labels: Array,
     references: Array,
     parameters: Any,
@@ -107,10 +107,10 @@ def _evaluate(
 ) -> tuple[Array, Array, Array, Array]:
     """For each combination its summed loss, number of correct predictions, agreement counts and tempered losses."""
 
-    def evaluate_one(batches: list[Array], networks: tuple[Params, ...], parameter: Any, key: Array) -> Any:
+    def evaluate_one(batches: list[Any], networks: tuple[Params, ...], parameter: Any, key: Array) -> Any:
         params = draw(key, parameter, *networks)
 
-        def add(totals: Any, batch: list[Array]) -> tuple[Any, None]:
+        def add(totals: Any, batch: list[Any]) -> tuple[Any, None]:
             x, y, reference, is_real = batch  # the last batch is padded
             logits = apply(params, x)
             losses, predicted, correct = classify(logits, y)
@@ -128,11 +128,11 @@ def _evaluate(
         counts = (jnp.zeros((), jnp.int32), jnp.zeros((4, 2), jnp.int32))
         return jax.lax.scan(add, (jnp.zeros(()), *counts, jnp.zeros(len(temperatures))), batches)[0]
 
-    def on_device(batches: list[Array], networks: tuple[Params, ...], parameters: Any, keys: Array) -> Any:
+    def on_device(batches: list[Any], networks: tuple[Params, ...], parameters: Any, keys: Array) -> Any:
         one = lambda xs: evaluate_one(batches, networks, *xs)  # noqa: E731
         return jax.lax.map(one, (parameters, keys), batch_size=vmap_size if vmap_size > 1 else None)
 
-    batches = in_batches(batch_size, inputs, labels, references.T, jnp.ones(len(labels), bool))
+    batches = in_batches(batch_size, [inputs, labels, references.T, jnp.ones(len(labels), bool)])
     specs = (P(), P(), P(AXIS), P(AXIS))
     sharded = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=P(AXIS), check_vma=False)
     return sharded(batches, networks, parameters, keys)
@@ -140,17 +140,17 @@ def _evaluate(
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _score(
-    apply: Apply, batch_size: int, temperatures: tuple[float, ...], params: Params, inputs: Array, labels: Array
+    apply: Apply, batch_size: int, temperatures: tuple[float, ...], params: Params, inputs: Inputs, labels: Array
 ) -> list[Array]:
     """The loss, the predicted label and the tempered losses of each input."""
 
-    def score_batch(batch: list[Array]) -> tuple[Array, Array, Array]:
+    def score_batch(batch: list[Any]) -> tuple[Array, Array, Array]:
         logits = apply(params, batch[0])
         outcome = classify(logits, batch[1])
         return outcome.loss, outcome.predicted, _tempered(logits, batch[1], temperatures)
 
-    batched = jax.lax.map(score_batch, in_batches(batch_size, inputs, labels))
-    return [values.reshape(-1, *values.shape[2:])[: len(inputs)] for values in batched]
+    batched = jax.lax.map(score_batch, in_batches(batch_size, [inputs, labels]))
+    return [values.reshape(-1, *values.shape[2:])[: len(labels)] for values in batched]
 
 
 def _tempered(logits: Array, labels: Array, temperatures: tuple[float, ...]) -> Float[Array, "n t"]:

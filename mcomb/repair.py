@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, PRNGKeyArray
 
-from mcomb.base import Apply, Array, Params
+from mcomb.base import Apply, Array, Inputs, Params, UserError, count_examples
 from mcomb.combination import Draw
 from mcomb.dead_units import varies
 from mcomb.devices import BATCH, replicate
-from mcomb.symmetry.intermediates import ArrayId, Equation, Intermediate, list_intermediates, with_intermediates
+from mcomb.symmetry.intermediates import ArrayId, Equation, Intermediate, Intermediates, list_intermediates
 from mcomb.symmetry.spec import PermutationSpec, axis_names
 
 
@@ -57,7 +57,7 @@ class RepairedNetwork(NamedTuple):
 class Statistics(NamedTuple):
     """Batches of inputs and, for each layer, the moments on each of them of each network to combine."""
 
-    batches: Array
+    batches: Inputs
     moments: list[Moments]
 
 
@@ -74,7 +74,7 @@ def repaired(
     apply: Apply,
     draw: Draw,
     networks: tuple[Params, ...],
-    inputs: Array,
+    inputs: Inputs,
     *,
     ends: Callable[..., Sequence[Params]] | None = None,
     batch_size: int = BATCH,
@@ -89,9 +89,10 @@ def repaired(
     Where a draw changes networks before it combines them, `ends(parameter, *networks)` are those that it combines;
     their statistics are then taken for each combination.
     """
-    count = -(-len(inputs) // batch_size)
-    size = len(inputs) // count
-    batches = jnp.asarray(inputs)[: count * size].reshape(count, size, *inputs.shape[1:])
+    examples = count_examples(inputs)
+    count = -(-examples // batch_size)
+    size = examples // count
+    batches = jax.tree.map(lambda x: jnp.asarray(x)[: count * size].reshape(count, size, *x.shape[1:]), inputs)
     networks, batches = replicate((networks, batches))
     moments = _network_moments(spec, apply, networks, batches)
     means = [layer.mean[0, 0] for layer in moments]
@@ -104,14 +105,14 @@ def repaired(
     )
 
 
-def list_layers(spec: PermutationSpec, apply: Apply, params: Params, inputs: Array) -> list[Layer]:
+def list_layers(spec: PermutationSpec, intermediates: Intermediates) -> list[Layer]:
     """The linear maps, outside of scans, whose results have hidden units, in the order of use.
 
     They are products of something that depends on the inputs with weights, which depend on parameters only. If all
     that happens to a product is that a bias is added, which depends on parameters only, too, then the sum is the
     pre-activation.
     """
-    equations = list_intermediates(spec, apply, params, inputs).equations
+    equations = intermediates.equations
     uses: dict[ArrayId, list[Equation]] = {}
     for equation in equations:
         for operand in filter(None, equation.operands):
@@ -133,6 +134,16 @@ def list_layers(spec: PermutationSpec, apply: Apply, params: Params, inputs: Arr
     return layers
 
 
+def zip_layers(*lists: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """What several traces of a function have of each layer; an error unless all have the same layers."""
+    if len(counts := {len(one) for one in lists}) > 1:
+        raise UserError(
+            f"the function has {' or '.join(map(str, sorted(counts)))} layers, depending on the dtype of the network "
+            "or the size of the batch: give all networks in one dtype, and batches of one size"
+        )
+    return list(zip(*lists, strict=True))
+
+
 def _params_only(equation: Equation) -> list[Intermediate]:
     """The operands of an equation that depend on parameters and not on inputs."""
     operands = [operand for operand in equation.operands if operand is not None]
@@ -140,27 +151,28 @@ def _params_only(equation: Equation) -> list[Intermediate]:
 
 
 def shares(
-    apply: Apply, layers: Sequence[Layer], combined: Params, networks: Sequence[Params], inputs: Array
+    spec: PermutationSpec, apply: Apply, combined: Params, networks: Sequence[Params], inputs: Inputs
 ) -> Float[Array, "layers networks"]:
     """The share of each network in each layer of a combination: the affine combination with the nearest weights.
 
     A network with the same weights as the first one has no share of its own.
     """
-    run = with_intermediates(apply, {layer.weights for layer in layers})
 
     def weights(params: Params) -> list[Array]:
-        arrays = run(params, inputs)[1]
+        intermediates = list_intermediates(spec, apply, params, inputs)
+        layers = list_layers(spec, intermediates)
+        arrays = intermediates.tap({layer.weights for layer in layers})(params, inputs)[1]
         return [arrays[layer.weights].astype(jnp.float32) for layer in layers]
 
     def inner(x: Array, y: Array) -> Array:
         return jnp.vdot(x, y, precision="highest")
 
     grams, products = [], []
-    for target, first, *others in zip(*map(weights, (combined, *networks)), strict=True):
+    for target, first, *others in zip_layers(*map(weights, (combined, *networks))):
         directions = [other - first for other in others]
         grams.append([[inner(x, y) for y in directions] for x in directions])
         products.append([inner(x, target - first) for x in directions])
-    shape = (len(layers), len(networks) - 1)
+    shape = (len(grams), len(networks) - 1)
     gram, product = jnp.array(grams).reshape(*shape, shape[1]), jnp.array(products).reshape(shape)
     inverse = jnp.linalg.pinv(gram, hermitian=True)  # of zero it is zero, for the same weights
     rest = jnp.einsum("lij,lj->li", inverse, product, precision="highest")
@@ -171,10 +183,11 @@ def shares(
 def _repaired_apply(spec: PermutationSpec, apply: Apply) -> Apply:
     """The function of a `RepairedNetwork` and its inputs."""
 
-    def run(network: RepairedNetwork, inputs: Array) -> Array:
-        layers = list_layers(spec, apply, network.params, inputs)
-        edits = {layer.output: one.apply for layer, one in zip(layers, network.corrections, strict=True)}
-        return with_intermediates(apply, (), edits)(network.params, inputs)[0]
+    def run(network: RepairedNetwork, inputs: Inputs) -> Array:
+        intermediates = list_intermediates(spec, apply, network.params, inputs)
+        layers = list_layers(spec, intermediates)
+        edits = {layer.output: one.apply for layer, one in zip_layers(layers, network.corrections)}
+        return intermediates.tap((), edits)(network.params, inputs)[0]
 
     return run
 
@@ -190,13 +203,12 @@ def _repaired_draw(spec: PermutationSpec, apply: Apply, draw: Draw, ends: Callab
         if ends is not None:
             networks = ends(parameter, *networks)
             goals = _network_moments(spec, apply, networks, batches)
-        layers = list_layers(spec, apply, params, batches[0])
-        layer_shares = shares(apply, layers, params, networks, batches[0])
+        layer_shares = shares(spec, apply, params, networks, jax.tree.map(lambda x: x[0], batches))
 
-        def batch_moments(args: tuple[Array, list[Moments]]) -> list[Moments]:
+        def batch_moments(args: tuple[Inputs, list[Moments]]) -> list[Moments]:
             # The networks' moments on this very batch are the goal: so each network by itself stays as it is.
             batch, goals = args
-            return _moments(apply, layers, params, batch, list(zip(goals, layer_shares, strict=True)))
+            return _moments(spec, apply, params, batch, list(zip(goals, layer_shares, strict=True)))
 
         moments = jax.lax.map(batch_moments, (batches, goals))
         moments, goals = jax.tree.map(lambda per_batch: per_batch.mean(0), (moments, goals))
@@ -206,22 +218,21 @@ def _repaired_draw(spec: PermutationSpec, apply: Apply, draw: Draw, ends: Callab
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _network_moments(spec: PermutationSpec, apply: Apply, networks: Sequence[Params], batches: Array) -> list[Moments]:
+def _network_moments(spec: PermutationSpec, apply: Apply, networks: Sequence[Params], batches: Inputs) -> list[Moments]:
     """For each layer the moments on each batch of each network."""
-    layers = list_layers(spec, apply, networks[0], batches[0])
 
-    def batch_moments(batch: Array) -> list[Moments]:
-        each = [_moments(apply, layers, params, batch) for params in networks]
-        return jax.tree.map(lambda *per_network: jnp.stack(per_network), *each)
+    def batch_moments(batch: Inputs) -> list[Moments]:
+        each = zip_layers(*(_moments(spec, apply, params, batch) for params in networks))
+        return [jax.tree.map(lambda *per_network: jnp.stack(per_network), *layer) for layer in each]
 
     return jax.lax.map(batch_moments, batches)
 
 
 def _moments(
+    spec: PermutationSpec,
     apply: Apply,
-    layers: Sequence[Layer],
     params: Params,
-    inputs: Array,
+    inputs: Inputs,
     goals: Sequence[tuple[Any, ...]] | None = None,
 ) -> list[Moments]:
     """The moments of each layer's units.
@@ -240,8 +251,10 @@ def _moments(
 
         return observe
 
-    edits = {layer.output: edit(layer, *goal) for layer, goal in zip(layers, goals or [()] * len(layers), strict=True)}
-    with_intermediates(apply, (), edits)(params, inputs)
+    intermediates = list_intermediates(spec, apply, params, inputs)
+    layers = list_layers(spec, intermediates)
+    edits = {layer.output: edit(layer, *goal) for layer, goal in zip_layers(layers, goals or [()] * len(layers))}
+    intermediates.tap((), edits)(params, inputs)
     return [moments[layer.output] for layer in layers]
 
 

@@ -160,3 +160,26 @@ def test_blending_three_networks_starts_from_a():
     for shares, expected in (([0, 0], A), ([1, 0], B), ([0, 1], c), ([0.25, 0.5], inside)):
         blended = blend(jax.random.key(0), jnp.array(shares, jnp.float32), A, B, c)
         assert_close(blended, expected, roundings=4, scale=15)  # the largest difference of two weights
+
+
+def test_leaves_that_are_no_floats_are_those_of_a():
+    def tree(scale):
+        keys = jax.random.split(jax.random.key(scale), 2)
+        counts = {"steps": jnp.array([1, 2]) * scale, "used": jnp.array([scale > 1])}
+        return counts | {"key": keys, "weights": jnp.ones(2) * scale}
+
+    a, b = tree(1), tree(2)
+    for mixed in (draw(linear, 1.0, a, b), draw(bernoulli, 1.0, a, b), combine(a, b, 0.0), minmax(None, 0.0, a, b)):
+        assert_equal(mixed["weights"], b["weights"])
+        for name in ("steps", "used"):
+            assert_equal(mixed[name], a[name])
+        assert_equal(jax.random.key_data(mixed["key"]), jax.random.key_data(a["key"]))
+
+
+def test_a_complex_weight_is_mixed_as_two_weights():
+    a, b = jnp.zeros(COUNT, jnp.complex64), jnp.full(COUNT, 1 + 1j, jnp.complex64)
+    mixed = np.asarray(draw(uniform, 0.5, a, b))
+    check_mean(mixed.real, 0.5, 12**-0.5)
+    check_mean(mixed.imag, 0.5, 12**-0.5)
+    assert abs(np.corrcoef(mixed.real, mixed.imag)[0, 1]) < 5 / np.sqrt(COUNT)
+    assert_equal(combine(a, b, 0.25), jnp.full(COUNT, 0.75 + 0.75j, jnp.complex64))

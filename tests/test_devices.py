@@ -47,10 +47,10 @@ def test_replicated_arrays_are_on_every_device_and_not_copied_again():
 
 def test_batches_have_all_rows_in_order_and_zeros_after_them():
     x, y = np.arange(1, 11).reshape(5, 2), np.arange(1, 6)
-    batched_x, batched_y = in_batches(3, x, y)
+    batched_x, batched_y = in_batches(3, [x, y])
     assert batched_y.tolist() == [[1, 2, 3], [4, 5, 0]]
     assert_equal(batched_x.reshape(6, 2), np.concatenate([x, [[0, 0]]]))
-    assert in_batches(5, y)[0].tolist() == [[1, 2, 3, 4, 5]]
+    assert in_batches(5, y).tolist() == [[1, 2, 3, 4, 5]]
 
 
 def test_the_footprint_is_that_of_weights_coefficients_and_the_largest_operation():

@@ -11,7 +11,7 @@ from mcomb import bernoulli, combine, evaluate, linear, mix, permutation_spec, r
 from mcomb.combination import blend, stitch
 from mcomb.devices import footprint
 from mcomb.repair import list_layers, shares
-from mcomb.symmetry.intermediates import with_intermediates
+from mcomb.symmetry.intermediates import list_intermediates
 
 KEYS = jax.random.split(jax.random.key(0), 5)
 SHARES = jnp.linspace(0, 0.5, 5)
@@ -39,12 +39,13 @@ def draw_one(repair, parameter, key=KEYS[0]):
 
 def measure(spec, apply, repair, x):
     """The layers, and the function that gives the pre-activations in each of them of a repaired network."""
-    layers = list_layers(spec, apply, repair.networks[0].params, x)
+    intermediates = list_intermediates(spec, apply, repair.networks[0].params, x)
+    layers = list_layers(spec, intermediates)
 
     @jax.jit
     def run(network):
         edits = {layer.output: one.apply for layer, one in zip(layers, network.corrections, strict=True)}
-        values = with_intermediates(apply, {layer.output for layer in layers}, edits)(network.params, x)[1]
+        values = intermediates.tap({layer.output for layer in layers}, edits)(network.params, x)[1]
         return [values[layer.output] for layer in layers]
 
     return layers, lambda network: [np.asarray(values, np.float64) for values in run(network)]
@@ -194,7 +195,7 @@ def test_arguments_stay_as_they_are():
 
 def mlp_shares(params, networks):
     spec, _, x, _ = problem()
-    return np.asarray(shares(mlp, list_layers(spec, mlp, networks[0], x), params, networks, x))
+    return np.asarray(shares(spec, mlp, params, networks, x))
 
 
 def test_shares_are_found_from_the_weights():
@@ -214,12 +215,12 @@ def test_the_share_of_a_random_mixture_is_about_its_mean():
     )
     apply = lambda params, x: jnp.tanh(x @ params["w"]) @ params["v"]  # noqa: E731
     x = np.ones((2, 300), np.float32)
-    layers = list_layers(permutation_spec(apply, a, x), apply, a, x)
+    spec = permutation_spec(apply, a, x)
     squares = (b["w"] - a["w"]) ** 2  # by which the shares of single weights are weighted
     for distribution, parameter, mean, std in ((uniform, 0.5, 0.5, 12**-0.5), (bernoulli, 0.2, 0.2, 0.4)):
         mixed = mix(distribution)(KEYS[0], np.array(parameter), a, b)
         tolerance = 5 * std * np.linalg.norm(squares) / squares.sum()
-        np.testing.assert_allclose(shares(apply, layers, mixed, (a, b), x), [[1 - mean, mean]], rtol=0, atol=tolerance)
+        np.testing.assert_allclose(shares(spec, apply, mixed, (a, b), x), [[1 - mean, mean]], rtol=0, atol=tolerance)
 
 
 def test_equal_networks_have_shares():
@@ -250,3 +251,18 @@ def test_a_network_without_hidden_units_stays_as_it_is():
     apply = lambda params, x: x @ params["w1"]  # noqa: E731
     repair = repaired(permutation_spec(apply, networks[0], x), apply, mix(linear), networks, x)
     assert_close(jax.jit(repair.apply)(draw_one(repair, 0.5), x), x @ combine(*networks, 0.5)["w1"], roundings=16)
+
+
+def test_networks_in_two_dtypes_and_inputs_in_a_tree_are_repaired_as_in_one():
+    def fn(params, x):
+        return mlp(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params), x["image"])
+
+    spec, (a, b), x, y = problem()
+    halves = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), b)
+    same = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), halves)
+    found = []
+    for other in (halves, same):
+        repair = repaired(spec, fn, mix(linear), (a, other), {"image": x})
+        parameters = np.linspace(0, 1, 2, dtype=np.float32)
+        found.append(evaluate(*repair, parameters, KEYS[:2], {"image": x}, y).loss)
+    assert_close(found[0], found[1], roundings=ROUNDINGS)

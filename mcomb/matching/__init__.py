@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxtyping import Int
 
-from mcomb.base import Apply, Array, Params, UserError
+from mcomb.base import Apply, Array, Inputs, Params, UserError
 from mcomb.matching.activations import match_activations
 from mcomb.matching.core import Matching
 from mcomb.matching.straight_through import match_straight_through
@@ -19,7 +19,7 @@ def match(
     a: Params,
     b: Params,
     apply: Apply | None = None,
-    inputs: Array | None = None,
+    inputs: Inputs | None = None,
     labels: Int[Array, "n"] | None = None,
     *,
     matcher: str = "weights",

@@ -1,6 +1,7 @@
 """Activation matching: the order of one network's units in which they are active when another's are."""
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,11 +13,12 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
-from mcomb.base import Apply, Array, Params, UserError
+from mcomb.base import Apply, Array, Inputs, Params, UserError, count_examples
 from mcomb.dead_units import varies
 from mcomb.devices import AXIS, BATCH, device_mesh, in_batches, replicate
 from mcomb.matching.core import Matching, objective, solve_assignment
-from mcomb.symmetry.intermediates import list_intermediates, unit_activations, with_intermediates
+from mcomb.matching.weights import match_weights
+from mcomb.symmetry.intermediates import Intermediate, Intermediates, list_intermediates, unit_activations
 from mcomb.symmetry.spec import Layout, Perms, PermutationSpec
 
 Scores = dict[str, Float[np.ndarray, "..."]]
@@ -26,13 +28,16 @@ The indices are those of A's unit, then those of B's that can be permuted. For t
 [head of A, dimension of A, head of B, dimension of B].
 """
 
+Active = dict[str, list[Intermediate]]
+"""For each permutation, the arrays in which its units are active."""
+
 
 def match_activations(
     spec: PermutationSpec,
     a: Params,
     b: Params,
     apply: Apply,
-    inputs: Array,
+    inputs: Inputs,
     *,
     inner_products: bool = False,
     batch_size: int = BATCH,
@@ -43,22 +48,33 @@ def match_activations(
     permutation's units are active in several arrays, as along a residual stream, the mean correlation counts. With
     `inner_products`, inner products of activations take the place of correlations. The first axis of `inputs` is that
     of examples, and each example is evaluated by itself.
+
+    Units that are active in no array that can be looked at, because they are only inside branches or while loops or
+    between parameters, are matched by weights once all others are matched. A warning names them.
     """
     spec.validate(a)
     spec.validate(b)
     scores = _scores(spec, a, b, apply, inputs, inner_products=inner_products, batch_size=batch_size)
     perms = _best_permutations(spec, scores)
+    inactive = tuple(name for name in spec.sizes if name not in perms)
+    if inactive:
+        warnings.warn(
+            f"units of {', '.join(inactive)} are only inside branches or while loops or between parameters, where "
+            "activations are not seen: they are matched by weights",
+            stacklevel=2,
+        )
+        perms = match_weights(spec, a, b, start=spec.identity() | perms, only=inactive).perms
     trace = objective(spec, a, b), objective(spec, a, b, perms)
-    return Matching(perms, trace[-1], trace)
+    return Matching(perms, trace[-1], trace, by_weights=inactive)
 
 
 def correlations(
-    spec: PermutationSpec, a: Params, b: Params, apply: Apply, inputs: Array, *, batch_size: int = BATCH
+    spec: PermutationSpec, a: Params, b: Params, apply: Apply, inputs: Inputs, *, batch_size: int = BATCH
 ) -> dict[str, Float[np.ndarray, "..."]]:
     """Pearson's correlation of each unit of A with the same unit of B, over all inputs and positions.
 
     It is the mean over the arrays in which the unit is active, and over the units inside it. A unit that never
-    changes correlates with nothing.
+    changes, or that is active nowhere, correlates with nothing.
     """
     scores = _scores(spec, a, b, apply, inputs, inner_products=False, batch_size=batch_size)
     result: dict[str, np.ndarray] = {}
@@ -67,26 +83,26 @@ def correlations(
         if name in scores:
             matrices = _score_matrices(spec, name, scores[name], spec.identity())
             values = [matrices.diagonal(axis1=-2, axis2=-1), *values]
-        result[name] = np.mean(values, axis=0)
+        result[name] = np.mean(values, axis=0) if values else np.zeros(spec.shape(name), np.float32)
     return {name: result[name] for name in spec.sizes}
 
 
 def _best_permutations(spec: PermutationSpec, scores: Scores) -> Perms:
-    """The permutations of the highest scores.
+    """The permutations of the highest scores; none of units without scores.
 
     What is inside a unit, such as the dimensions of a head, is matched for each pair of units: a head's score with
     another is that of the best order of its dimensions.
     """
     scores = dict(scores)
     for name in _innermost_first(spec):
-        for other in spec.nested_in(name):
+        for other in [other for other in spec.nested_in(name) if other in scores]:
             pairs = np.moveaxis(scores[other], len(spec.shape(name)), -2)
             best = np.take_along_axis(pairs, solve_assignment(pairs)[..., None], -1).sum((-2, -1))
             scores[name] = scores.get(name, 0) + best
     perms: Perms = {}
-    for name in reversed(_innermost_first(spec)):
+    for name in [name for name in reversed(_innermost_first(spec)) if name in scores]:
         perms[name] = solve_assignment(_score_matrices(spec, name, scores[name], perms))
-    return {name: perms[name] for name in spec.sizes}
+    return {name: perms[name] for name in spec.sizes if name in perms}
 
 
 def _innermost_first(spec: PermutationSpec) -> list[str]:
@@ -109,11 +125,11 @@ def _score_matrices(spec: PermutationSpec, name: str, scores: np.ndarray, perms:
 
 
 def _scores(
-    spec: PermutationSpec, a: Params, b: Params, apply: Apply, inputs: Array, *, inner_products: bool, batch_size: int
+    spec: PermutationSpec, a: Params, b: Params, apply: Apply, inputs: Inputs, *, inner_products: bool, batch_size: int
 ) -> Scores:
     """The scores of all permutations but those whose units are only active with what is inside them."""
     mesh = device_mesh()
-    size = min(batch_size, -(-len(inputs) // mesh.size))
+    size = min(batch_size, -(-count_examples(inputs) // mesh.size))
     flat_scores = jax.device_get(_compare(apply, spec, size, inner_products, mesh, *replicate((a, b, inputs))))
     scores = {}
     for name, score in flat_scores.items():
@@ -177,40 +193,51 @@ def _compare(
     mesh: Mesh,
     a: Params,
     b: Params,
-    inputs: Array,
+    inputs: Inputs,
 ) -> dict[str, Float[Array, "batch units units"]]:
     """For each permutation the mean of its scores over the arrays with its units, in one pass over all inputs."""
-    active = unit_activations(spec, list_intermediates(spec, apply, a, inputs[:1]))
-    run = with_intermediates(apply, {array.id for arrays in active.values() for array in arrays})
+    # Each example runs alone: so the first axis of every array is theirs, and those that pad the last batch can be
+    # left out. Of each network the arrays are found in the trace that is evaluated.
+    example = jax.tree.map(lambda x: x[:1], inputs)
+    networks = [list_intermediates(spec, apply, params, example) for params in (a, b)]
+    active_a, active_b = (unit_activations(spec, network) for network in networks)
+    for name in active_a.keys() | active_b.keys():
+        in_a, in_b = ([array.layouts for array in active.get(name, ())] for active in (active_a, active_b))
+        if in_a != in_b:
+            raise UserError(
+                f"the units of {name} are active in {len(in_a)} arrays of one network and in {len(in_b)} of the other, "
+                "which their dtypes must be the reason of: give both networks in one dtype"
+            )
 
-    def activations(params: Params, examples: Array) -> dict[str, list[Array]]:
-        # Each example runs alone: so the first axis of every array is theirs, and those that pad the last batch
-        # can be left out.
-        values = jax.vmap(lambda example: run(params, example[None])[1])(examples)
+    def activations(network: Intermediates, active: Active, params: Params, examples: Inputs) -> dict[str, list[Array]]:
+        run = network.tap({array.id for arrays in active.values() for array in arrays})
+        values = jax.vmap(lambda example: run(params, jax.tree.map(lambda x: x[None], example))[1])(examples)
         return {
             name: parts
             for name, arrays in active.items()
             if (parts := [x for array in arrays for x in _units(spec, name, array.layouts, values[array.id])])
         }
 
-    def on_device(batches: list[Array], a: Params, b: Params) -> dict[str, Array]:
-        def add(state: Any, batch: list[Array]) -> tuple[Any, None]:
+    of_a, of_b = partial(activations, networks[0], active_a), partial(activations, networks[1], active_b)
+
+    def on_device(batches: list[Any], a: Params, b: Params) -> dict[str, Array]:
+        def add(state: Any, batch: list[Any]) -> tuple[Any, None]:
             (count, moments), (examples, weight) = state, batch
             update = partial(_add_batch, count, weight)
-            moments = _map_moments(update, moments, activations(a, examples), activations(b, examples))
+            moments = _map_moments(update, moments, of_a(a, examples), of_b(b, examples))
             return (count + weight.sum(), moments), None
 
         def over_devices(local: Moments) -> Moments:
             mean_a, mean_b = (jax.lax.psum(mean * count, AXIS) / total for mean in local[:2])
             return Moments(mean_a, mean_b, *jax.lax.psum(local.about(mean_a, mean_b, count)[2:], AXIS))
 
-        zeros = jax.tree.map(_zero_moments, jax.eval_shape(activations, a, batches[0][0]))
+        zeros = jax.tree.map(_zero_moments, jax.eval_shape(of_a, a, jax.tree.map(lambda x: x[0], batches[0])))
         (count, moments), _ = jax.lax.scan(add, (jnp.zeros(()), zeros), batches)
         total = jax.lax.psum(count, AXIS)
         scores = _map_moments(lambda local: over_devices(local).score(total, inner_products), moments)
         return {name: sum(parts) / len(parts) for name, parts in scores.items()}
 
-    batches = in_batches(batch_size * mesh.size, inputs, jnp.ones(len(inputs)))
+    batches = in_batches(batch_size * mesh.size, [inputs, jnp.ones(count_examples(inputs))])
     specs = (P(None, AXIS), P(), P())
     return jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)(batches, a, b)
 
@@ -261,6 +288,8 @@ def _units(
     are the batch. Along other permutations, of which we do not know the order yet, activations are averaged.
     """
     batch_axes, nested = spec.batched_over.get(name, ()), spec.nested_in(name)
+    if jnp.iscomplexobj(values):
+        values, layouts = jnp.stack([values.real, values.imag], -1), (*layouts, None)
     for labels, part in spec.simple_parts((None, *layouts), values.astype(jnp.float32)):
         for axis in [axis for axis, label in enumerate(labels) if label == name and not set(labels) & set(nested)]:
             batch, outer = (list(map(labels.index, names)) for names in _fixed_and_permuted(spec, batch_axes))

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from scipy.optimize import linear_sum_assignment
 
-from mcomb.base import Params, named_leaves
+from mcomb.base import Params, is_inexact, named_leaves
 from mcomb.symmetry.spec import Layout, Perms, PermutationSpec
 
 
@@ -22,6 +22,7 @@ class Matching:
     trace: the objective at the start and after each sweep over all permutations (or after each gradient step).
     tried: the final objective of every restart; the best one was kept.
     solved, skipped: how many visits to a permutation solved its assignment problem, and how many did not need to.
+    by_weights: the permutations that activation matching had to leave to weight matching.
     losses: for matchers that minimise a loss, the held-out loss of the midpoint of A and permuted B, one for each
         entry of `trace`.
     """
@@ -32,6 +33,7 @@ class Matching:
     tried: tuple[float, ...] = ()
     solved: int = 0
     skipped: int = 0
+    by_weights: tuple[str, ...] = ()
     losses: tuple[float, ...] = ()
 
 
@@ -54,14 +56,20 @@ class WeightPart(NamedTuple):
 
 
 def weight_parts(spec: PermutationSpec, a: Params, b: Params) -> Iterator[WeightPart]:
-    """Yields the weights of A and B part by part, in float32 or wider; leaves that are not floats are left out."""
+    """Yields the weights of A and B part by part, in float32 or wider; leaves that are not floats are left out.
+
+    Complex weights are pairs of reals, along an axis of their own.
+    """
     leaves_a, leaves_b = named_leaves(a), named_leaves(b)
     for name, layouts in spec.axes.items():
-        dtypes = [jnp.result_type(leaves[name]) for leaves in (leaves_a, leaves_b)]
-        if all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
-            dtype = np.result_type(np.float32, *dtypes)
-            both = (np.asarray(leaves[name], dtype) for leaves in (leaves_a, leaves_b))
-            for (labels, part_a), (_, part_b) in zip(*(spec.simple_parts(layouts, leaf) for leaf in both), strict=True):
+        both = leaves_a[name], leaves_b[name]
+        if all(map(is_inexact, both)):
+            dtype = np.result_type(np.float32, *map(jnp.result_type, both))
+            weights = [np.asarray(leaf, dtype) for leaf in both]
+            pairs = np.issubdtype(dtype, np.complexfloating)
+            weights = [np.stack([leaf.real, leaf.imag], -1) for leaf in weights] if pairs else weights
+            parts = (spec.simple_parts((*layouts, None) if pairs else layouts, leaf) for leaf in weights)
+            for (labels, part_a), (_, part_b) in zip(*parts, strict=True):
                 yield WeightPart(labels, part_a, part_b)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jaxtyping import Float, Int, Int32, PRNGKeyArray
 
-from mcomb.base import Apply, Array, Diverged, Params, UserError, named_leaves, stream
+from mcomb.base import Apply, Array, Diverged, Inputs, Params, UserError, count_examples, named_leaves, stream
 from mcomb.combination import combine
 from mcomb.devices import replicate
 from mcomb.evaluation import score
@@ -36,7 +36,7 @@ def match_straight_through(
     a: Params,
     b: Params,
     apply: Apply,
-    inputs: Array,
+    inputs: Inputs,
     labels: Int[Array, "n"],
     *,
     seed: int = 0,
@@ -61,13 +61,15 @@ def match_straight_through(
     for name, leaf in named_leaves(a).items():
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             raise UserError(f"{name} is no float, and nothing can be learnt of it: match by weights or activations")
-    if not len(inputs) == len(labels) >= 2:
-        raise UserError(f"{len(inputs)} inputs and {len(labels)} labels: give as many of both, and at least two")
-    train_count = len(labels) - max(1, len(labels) // 10)  # the rest is held out
+    count = count_examples(inputs, labels)
+    if count < 2:
+        raise UserError(f"{count} examples are too few, for some are held out: give at least two")
+    train_count = count - max(1, count // 10)  # the rest is held out
     a, inputs, labels = replicate((a, inputs, labels))
+    held_out = jax.tree.map(lambda x: x[train_count:], (inputs, labels))
 
     def evaluate_candidate(perms: Perms, permuted: Params) -> Candidate:
-        loss = score(apply, combine(a, permuted, 0.5), inputs[train_count:], labels[train_count:]).loss
+        loss = score(apply, combine(a, permuted, 0.5), *held_out).loss
         if not np.isfinite(loss):
             raise _diverged("on the held-out data")
         return Candidate(perms, objective(spec, a, b, perms), loss)
@@ -117,8 +119,9 @@ def _midpoint_loss(apply: Apply) -> Loss:
     def loss(weights: Params, rows: Int32[Array, "b"], given: Any, key: PRNGKeyArray) -> tuple[Float[Array, ""], None]:
         a, permuted, inputs, labels = given
         # The value is that of the permuted B; the gradient is that with respect to W.
+        batch = jax.tree.map(lambda x: x[rows], inputs)
         straight_through = jax.tree.map(lambda p, w: p + (w - jax.lax.stop_gradient(w)), permuted, weights)
-        outcome = classify(apply(combine(a, straight_through, 0.5), inputs[rows]), labels[rows])
+        outcome = classify(apply(combine(a, straight_through, 0.5), batch), labels[rows])
         return jnp.mean(outcome.loss, where=rows >= 0), None
 
     return loss

@@ -15,7 +15,7 @@ Computing the scores costs most of the time, and three things save it:
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
@@ -45,8 +45,11 @@ def match_weights(
     seed: int = 0,
     restarts: int = 1,
     coarse: bool = False,
+    only: Collection[str] | None = None,
 ) -> Matching:
     """The matching of `b` to `a` by permutation coordinate descent, from the permutations `start` or the identity.
+
+    With `only`, the permutations of these names are matched, and all others stay as they are at the start.
 
     The descent ends at a local optimum, where changing any one permutation brings no gain. Which optimum depends on
     the order of visits; `restarts` runs the descent with that many orders and keeps the best result.
@@ -58,24 +61,24 @@ def match_weights(
     spec.validate(b)
     if restarts < 1:
         raise UserError(f"{restarts} restarts find nothing: give one or more")
-    parts = list(weight_parts(spec, a, b))
+    parts, names = list(weight_parts(spec, a, b)), [name for name in spec.sizes if only is None or name in only]
     matchings = []
     for restart in range(restarts):
         restart_from = start
         if coarse:
             centres = [_kernel_centre(spec, part) for part in parts]
-            restart_from = _coordinate_descent(spec, centres, restart_from, visit_orders(spec, seed, restart)).perms
-        matchings.append(_coordinate_descent(spec, parts, restart_from, visit_orders(spec, seed, restart)))
+            restart_from = _coordinate_descent(spec, centres, restart_from, visit_orders(names, seed, restart)).perms
+        matchings.append(_coordinate_descent(spec, parts, restart_from, visit_orders(names, seed, restart)))
     best = max(matchings, key=lambda matching: matching.objective)
     return replace(best, tried=tuple(matching.objective for matching in matchings))
 
 
-def visit_orders(spec: PermutationSpec, seed: int, restart: int = 0) -> Iterator[list[str]]:
-    """Yields, for one sweep after another without end, the order in which it visits the permutations."""
+def visit_orders(names: Sequence[str], seed: int, restart: int = 0) -> Iterator[list[str]]:
+    """Yields, for one sweep after another without end, the order in which it visits the permutations of these names."""
     key = stream(seed, "visits", restart)
     rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))  # compiles nothing
     while True:
-        yield [list(spec.sizes)[i] for i in rng.permutation(len(spec.sizes))]
+        yield [names[i] for i in rng.permutation(len(names))]
 
 
 def _kernel_centre(spec: PermutationSpec, part: WeightPart) -> WeightPart:

@@ -1,9 +1,9 @@
 """The arrays inside a function: in which of them the units of each permutation are active, and how to get or edit them.
 
-`list_intermediates` interprets a function as `derive` does and lists its equations, also those of nested calls and of
-the bodies of scans, with the arrays that they read and make. `with_intermediates` evaluates the function and returns
-or edits any of these arrays. Branches and while loops are not entered: what is inside may not happen, or happen any
-number of times.
+`list_intermediates` traces a function, interprets it as `derive` does and lists its equations, also those of nested
+calls and of the bodies of scans, with the arrays that they read and make. `Intermediates.tap` evaluates that very trace
+and returns or edits any of these arrays. Branches and while loops are not entered: what is inside may not happen, or
+happen any number of times.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 
 from mcomb.base import Params
@@ -23,9 +24,10 @@ from mcomb.symmetry.spec import Blocks, Layout, PermutationSpec, Segments, axis_
 
 
 class ArrayId(NamedTuple):
-    """An array inside a function: ArrayId((4, 1), 0) is the first result of live equation 1 inside live equation 4.
+    """An array inside a trace: ArrayId((4, 1), 0) is the first result of live equation 1 inside live equation 4.
 
-    ArrayId((ARGUMENTS,), 2) is the function's third argument.
+    ArrayId((ARGUMENTS,), 2) is the third argument. Another trace of the same function, of arguments of other shapes or
+    dtypes, may have other equations: an id means nothing there.
     """
 
     path: EqnPath
@@ -82,15 +84,39 @@ class Equation:
 
 @dataclass(frozen=True)
 class Intermediates:
-    """A function's parameters by name, and its equations in the order of evaluation."""
+    """A trace of a function: its parameters by name, and its equations in the order of evaluation."""
 
     params: Mapping[str, Intermediate]
     equations: Sequence[Equation]
+    traced: core.ClosedJaxpr
+    result_shapes: Any
+
+    def tap(
+        self, wanted: Collection[ArrayId], edits: Mapping[ArrayId, Callable[[Any], Any]] = MappingProxyType({})
+    ) -> Callable[..., tuple[Any, dict[ArrayId, Any]]]:
+        """The function that returns what the traced one does, and the wanted arrays inside of it.
+
+        An edit replaces an array before anything reads it, inside a scan at every step alike. The function takes
+        arguments of the traced shapes and dtypes; compiled, it computes only what is used of it.
+        """
+
+        def run(*args: Any) -> tuple[Any, dict[ArrayId, Any]]:
+            leaves = jax.tree.leaves(args)
+            for leaf, aval in zip(leaves, self.traced.in_avals, strict=True):
+                if (jnp.shape(leaf), jnp.result_type(leaf)) != (aval.shape, aval.dtype):
+                    given = jax.typeof(leaf).str_short()
+                    raise ValueError(f"an argument is {given} where {aval.str_short()} was traced: trace it anew")
+            results, found = evaluator.evaluate(self.traced.jaxpr, self.traced.consts, leaves, ())
+            return jax.tree.unflatten(jax.tree.structure(self.result_shapes), results), found
+
+        evaluator = _Evaluator(frozenset(wanted), edits)
+        return run
 
 
 def list_intermediates(spec: PermutationSpec, fn: Callable[..., Any], params: Params, *inputs: Any) -> Intermediates:
     """The arrays inside `fn(params, *inputs)`, in the names of the spec; from arrays or their shapes."""
-    traced = jax.make_jaxpr(fn)(params, *inputs)
+    # Traced from shapes alone, the function is the same wherever it is listed: inside `jit`, `vmap` or `shard_map`.
+    traced, result_shapes = jax.make_jaxpr(fn, return_shape=True)(*jax.tree.map(_shape, (params, *inputs)))
     leaves, interp = infer_axes(traced, params, *inputs)
     names: dict[Axis, str] = {}
     for leaf, axes in leaves.items():
@@ -103,7 +129,15 @@ def list_intermediates(spec: PermutationSpec, fn: Callable[..., Any], params: Pa
         for i in range(len(traced.jaxpr.invars))
     ]
     lister.visit(traced.jaxpr, (), arguments)
-    return Intermediates(dict(zip(leaves, arguments, strict=False)), lister.equations)
+    return Intermediates(dict(zip(leaves, arguments, strict=False)), lister.equations, traced, result_shapes)
+
+
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    """The shape of an argument, with nothing of where it is or what traces it."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    aval = jax.typeof(leaf)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
 def unit_activations(spec: PermutationSpec, intermediates: Intermediates) -> dict[str, list[Intermediate]]:
@@ -111,7 +145,8 @@ def unit_activations(spec: PermutationSpec, intermediates: Intermediates) -> dic
 
     They are what the next layer's weights see: the arrays that depend on the inputs and that a contraction sums over
     the permutation's axis. If there is none, they are those of which any operation drops the axis; or else any that
-    depend on the inputs; or, where the units are only used between parameters, these parameters.
+    depend on the inputs. A permutation whose units are only used between parameters, or only inside branches and while
+    loops, has none.
     """
     equations = intermediates.equations
     candidates: list[list[tuple[Intermediate, set[str]]]] = [
@@ -119,45 +154,34 @@ def unit_activations(spec: PermutationSpec, intermediates: Intermediates) -> dic
         [pair for equation in equations for pair in equation.dropped],
         [(result, result.names) for equation in equations for result in equation.results],
     ]
-    candidates = [[pair for pair in pairs if pair[0].depends_on_inputs] for pairs in candidates]
-    candidates.append([(leaf, leaf.names) for leaf in intermediates.params.values()])
     arrays: dict[str, list[Intermediate]] = {}
     for pairs in candidates:
         chosen: dict[str, dict[ArrayId, Intermediate]] = {}
         for array, names in pairs:
-            for name in names & spec.sizes.keys() - arrays.keys():
+            for name in names & spec.sizes.keys() - arrays.keys() if array.depends_on_inputs else ():
                 chosen.setdefault(name, {})[array.id] = array
         arrays |= {name: list(by_id.values()) for name, by_id in chosen.items()}
-    return {name: arrays[name] for name in spec.sizes}
+    return {name: arrays[name] for name in spec.sizes if name in arrays}
 
 
-def with_intermediates(
-    fn: Callable[..., Any],
-    wanted: Collection[ArrayId],
-    edits: Mapping[ArrayId, Callable[[Any], Any]] = MappingProxyType({}),
-) -> Callable[..., tuple[Any, dict[ArrayId, Any]]]:
-    """The function that returns what `fn` does, and the wanted arrays inside of it.
+class _Evaluator:
+    """Evaluates a jaxpr, collects the wanted arrays and makes the edits."""
 
-    An edit replaces an array before anything reads it, inside a scan at every step alike. The function takes
-    arguments of the shapes with which the arrays were listed; compiled, it computes only what is used of it.
-    """
-    wanted = frozenset(wanted)
-    paths = {array.path for array in wanted | edits.keys()}
-    entered = {path[:depth] for path in paths for depth in range(len(path))}
+    def __init__(self, wanted: Collection[ArrayId], edits: Mapping[ArrayId, Callable[[Any], Any]]) -> None:
+        self.wanted, self.edits = wanted, edits
+        paths = {array.path for array in {*wanted, *edits}}
+        self.entered = {path[:depth] for path in paths for depth in range(len(path))}
 
-    def run(*args: Any) -> tuple[Any, dict[ArrayId, Any]]:
-        traced, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
-        results, found = evaluate(traced.jaxpr, traced.consts, jax.tree.leaves(args), ())
-        if missing := wanted - found.keys():
-            raise ValueError(f"{min(missing)} is not in this function: list its arrays with arguments of these shapes")
-        return jax.tree.unflatten(jax.tree.structure(shape), results), found
-
-    def evaluate(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], path: EqnPath) -> tuple[list, dict]:
+    def evaluate(
+        self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], path: EqnPath
+    ) -> tuple[list[Any], dict[ArrayId, Any]]:
+        """The results of the jaxpr at a path, and the wanted arrays inside of it."""
         found: dict[ArrayId, Any] = {}
 
         def edit(path: EqnPath, values: Sequence[Any]) -> list[Any]:
-            values = [edits.get(ArrayId(path, i), lambda value: value)(value) for i, value in enumerate(values)]
-            found.update((ArrayId(path, i), value) for i, value in enumerate(values) if ArrayId(path, i) in wanted)
+            ids = [ArrayId(path, i) for i in range(len(values))]
+            values = [self.edits[i](value) if i in self.edits else value for i, value in zip(ids, values, strict=True)]
+            found.update((i, value) for i, value in zip(ids, values, strict=True) if i in self.wanted)
             return values
 
         env = dict(zip(jaxpr.constvars, consts, strict=True))
@@ -169,28 +193,26 @@ def with_intermediates(
         for index, eqn in enumerate(live_equations(jaxpr)):
             eqn_path, operands = (*path, index), list(map(read, eqn.invars))
             inner: dict[ArrayId, Any] = {}
-            if eqn_path not in entered:
+            if eqn_path not in self.entered:
                 results = _evaluate_equation(jaxpr, eqn, operands)
             elif eqn.primitive.name == "scan":
-                results, inner = scan(eqn, operands, eqn_path)
+                results, inner = self._scan(eqn, operands, eqn_path)
             else:  # a call is inlined: custom derivatives are lost
-                results, inner = evaluate(*inner_jaxpr(eqn), operands, eqn_path)
+                results, inner = self.evaluate(*inner_jaxpr(eqn), operands, eqn_path)
             found |= inner
             env |= zip(eqn.outvars, edit(eqn_path, results), strict=True)
         return [read(atom) for atom in jaxpr.outvars], found
 
-    def scan(eqn: core.JaxprEqn, operands: Sequence[Any], path: EqnPath) -> tuple[list, dict]:
+    def _scan(self, eqn: core.JaxprEqn, operands: Sequence[Any], path: EqnPath) -> tuple[list, dict]:
         p = eqn.params
         consts, init, xs = split_list(operands, p["num_consts"], p["num_carry"])
 
         def step(carry: list[Any], x: list[Any]) -> tuple[list, tuple[list, dict]]:
-            results, found = evaluate(*inner_jaxpr(eqn), [*consts, *carry, *x], path)
+            results, found = self.evaluate(*inner_jaxpr(eqn), [*consts, *carry, *x], path)
             return results[: len(carry)], (results[len(carry) :], found)
 
         last, (ys, found) = jax.lax.scan(step, init, xs, p["length"], p["reverse"], p["unroll"])
         return [*last, *ys], found
-
-    return run
 
 
 def _evaluate_equation(jaxpr: core.Jaxpr, eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:

@@ -105,7 +105,7 @@ class Interpreter:
         if jax.dtypes.issubdtype(getattr(value, "dtype", None), jax.dtypes.extended) or not math.prod(shape):
             return self.new_axes(shape, "a constant")
         array = np.asarray(value)
-        differs = [np.any(array != array.take([0], axis)) for axis in range(array.ndim)]
+        differs = [not _look_the_same(array, array.take([0], axis)) for axis in range(array.ndim)]
         return tuple(Axis(size, "a constant") if d else None for size, d in zip(shape, differs, strict=True))
 
     def freeze(self, axes: Iterable[Axis | None]) -> None:
@@ -170,6 +170,16 @@ class Interpreter:
         if inner:
             return f"{outer}/{inner}" if outer and ":" not in outer else inner
         return outer or PurePath(source_info_util.summarize(eqn.source_info)).name
+
+
+def _look_the_same(x: np.ndarray, y: np.ndarray) -> bool:
+    """Whether no program can tell the entries of two arrays apart: 0.0 and −0.0 it can, and NaN from −NaN."""
+    if np.iscomplexobj(x):
+        return _look_the_same(x.real, y.real) and _look_the_same(x.imag, y.imag)
+    if not jax.numpy.issubdtype(x.dtype, np.floating):
+        return bool(np.all(x == y))
+    same_sign = np.signbit(x.astype(np.float32)) == np.signbit(y.astype(np.float32))
+    return bool(np.all(same_sign & ((x == y) | (np.isnan(x) & np.isnan(y)))))
 
 
 def reshape_groups(old_shape: Sequence[int], new_shape: Sequence[int]) -> list[tuple[slice, slice]]:

@@ -73,14 +73,91 @@ def test_a_spec_written_by_hand_is_matched_too():
     check_recovered(mlp_spec(params), params, apply_of(MLP(1, 10)), inputs)
 
 
-def test_units_between_parameters_are_matched_by_their_weights():
-    def low_rank(params, x):
-        return x @ (params["u"] @ params["v"])
+def planted(spec, params):
+    """A network with its units in another order, and the order in which they are in place again."""
+    order = spec.random(jax.random.key(7))
+    return add_noise(spec.apply(order, params), 1e-3), spec.invert(order)
 
-    params = {"u": Shape((8, 5), jnp.float32), "v": Shape((5, 4), jnp.float32)}
-    check_recovered(
-        permutation_spec(low_rank, params, FEATURES), random_arrays(params), low_rank, random_arrays(FEATURES)
-    )
+
+def test_units_that_are_seen_nowhere_are_matched_by_weights_and_named():
+    def fn(params, x):
+        x = x @ (params["u"] @ params["v"])
+        return jax.lax.cond(x.sum() > 0, lambda x: jnp.tanh(x @ params["w"]) @ params["out"], lambda x: x[..., :2], x)
+
+    shapes = {"u": (8, 5), "v": (5, 4), "w": (4, 6), "out": (6, 2)}
+    params = random_arrays({name: Shape(shape, jnp.float32) for name, shape in shapes.items()})
+    x = random_arrays(FEATURES)
+    spec = permutation_spec(fn, params, x)
+    permuted, expected = planted(spec, params)
+    with pytest.warns(UserWarning, match="units of u, w are only inside branches"):
+        matching = match_activations(spec, params, permuted, fn, x)
+    assert matching.by_weights == ("u", "w")
+    assert_equal(matching.perms, expected)
+    assert not correlations(spec, params, permuted, fn, x)["w"].any()
+
+
+def deep(params, x):
+    """Two hidden layers, and the gradient of them with respect to the inputs as forces have it."""
+
+    def energy(x):
+        return (jnp.tanh(jnp.tanh(x @ params["one"]) @ params["two"]) @ params["three"]).sum()
+
+    return jax.grad(energy)(x)
+
+
+DEEP = {"one": Shape((3, 6), jnp.float32), "two": Shape((6, 7), jnp.float32), "three": Shape((7, 1), jnp.float32)}
+
+
+@pytest.mark.parametrize("fn", [deep, lambda params, x: jax.jvp(lambda x: deep(params, x), (x,), (x,))[1]])
+def test_functions_with_derivatives_inside_are_matched(fn):
+    params, x = random_arrays(DEEP), np.random.default_rng(0).standard_normal((40, 3), np.float32)
+    spec = permutation_spec(fn, params, x)
+    permuted, expected = planted(spec, params)
+    assert_equal(match_activations(spec, params, permuted, fn, x).perms, expected)
+
+
+def test_networks_in_two_dtypes_are_matched():
+    def fn(params, x):
+        hidden = jnp.tanh(x @ params["one"].astype(jnp.float32))
+        return jnp.tanh(hidden.astype(params["two"].dtype) @ params["two"]) @ params["three"]
+
+    params, x = random_arrays(DEEP), np.random.default_rng(0).standard_normal((40, 3), np.float32)
+    spec = permutation_spec(fn, params, x)
+    permuted, expected = planted(spec, params)
+    halves = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), permuted)
+    assert_equal(match_activations(spec, params, halves, fn, x).perms, expected)
+    assert_equal(match_activations(spec, halves, params, fn, x).perms, spec.invert(expected))
+
+
+def test_a_network_whose_dtype_makes_it_another_program_is_refused():
+    def fn(params, x):
+        hidden = jnp.tanh(x @ params["one"])
+        return hidden @ params["two"] if hidden.dtype == jnp.float32 else hidden.sum(-1, keepdims=True) * params["two"]
+
+    params = {"one": np.ones((3, 6), np.float32), "two": np.ones((6, 1), np.float32)}
+    spec = PermutationSpec.from_axes(params, {"one": (None, "P"), "two": ("P", None)})
+    x, halves = np.ones((4, 3), np.float32), jax.tree.map(lambda leaf: leaf.astype(np.float16), params)
+    both = jnp.concatenate([x, x])
+
+    def twice(params, x):
+        return fn(params, x.astype(params["one"].dtype))[:1]
+
+    with pytest.raises(UserError, match="give both networks in one dtype"):
+        match_activations(spec, params, halves, twice, both)
+
+
+def test_inputs_may_be_a_tree():
+    def fn(params, x):
+        return jnp.tanh(x["image"] @ params["one"] + x["more"][0][:, None]) @ params["two"] @ params["three"]
+
+    rng = np.random.default_rng(0)
+    x = {"image": rng.standard_normal((40, 3), np.float32), "more": [rng.standard_normal(40, np.float32)]}
+    spec = permutation_spec(fn, DEEP, x)
+    params = random_arrays(DEEP)
+    permuted, expected = planted(spec, params)
+    assert match_activations(spec, params, permuted, fn, x).perms["one"].tolist() == expected["one"].tolist()
+    with pytest.raises(UserError, match="image 40, more/0 39"):
+        match_activations(spec, params, permuted, fn, x | {"more": [x["more"][0][:39]]})
 
 
 def layer(params, x):

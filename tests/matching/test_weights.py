@@ -2,6 +2,7 @@ import itertools
 from functools import cache
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -94,7 +95,7 @@ def check_every_sweep(spec, a, b):
     """Descents that are stopped after no sweep, one sweep and so on: each ends higher than the one before."""
     parts, objectives = list(weight_parts(spec, a, b)), []
     for count in range(len(match_weights(spec, a, b).trace)):
-        stopped = _coordinate_descent(spec, parts, None, itertools.islice(visit_orders(spec, 0), count))
+        stopped = _coordinate_descent(spec, parts, None, itertools.islice(visit_orders(list(spec.sizes), 0), count))
         objectives.append(inner_product(a, spec.apply(stopped.perms, b)))
         check_objective(stopped.objective, a, spec.apply(stopped.perms, b))
         assert len(stopped.trace) == len(objectives)
@@ -134,7 +135,7 @@ def plain_coordinate_descent(spec, a, b, seed):
     """The permutations that coordinate descent ends at if all scores are computed anew at every visit, in float64."""
     leaves = {name: (np.float64(named_leaves(a)[name]), np.float64(named_leaves(b)[name])) for name in spec.axes}
     perms, solved = spec.identity(), 0
-    for order in visit_orders(spec, seed):
+    for order in visit_orders(list(spec.sizes), seed):
         changed = False
         for name in order:
             n = spec.sizes[name]
@@ -225,3 +226,20 @@ def test_weights_that_are_not_numbers_are_refused(problem):
     spec, a = problem
     with pytest.raises(UserError, match="not a number"):
         match_weights(spec, a, jax.tree.map(lambda leaf: leaf * np.nan, a))
+
+
+def test_complex_weights_are_matched_as_pairs_of_reals():
+    def fn(params, x):
+        return jnp.abs(jnp.tanh(x @ params["in"]) @ params["out"])
+
+    rng = np.random.default_rng(0)
+    a = {
+        name: (rng.standard_normal(shape) + 1j * rng.standard_normal(shape)).astype(np.complex64)
+        for name, shape in (("in", (3, 6)), ("out", (6, 2)))
+    }
+    spec = permutation_spec(fn, a, np.ones((4, 3), np.float32))
+    planted = spec.random(jax.random.key(1))
+    matching = match_weights(spec, a, spec.apply(planted, a))
+    assert_equal(matching.perms, spec.invert(planted))
+    norm = sum(np.vdot(leaf, leaf).real for leaf in a.values())
+    assert_close(matching.objective, norm, roundings=8)

@@ -92,6 +92,25 @@ def test_operations_that_tell_units_apart_freeze_them_and_say_so(primitive):
     assert {reason.split(" in ")[0] for reason in reasons} == {primitive}
 
 
+SIGNED = np.array([0.0, -0.0, 0.0, 0.0, 0.0, -0.0], np.float32).reshape(1, 1, 6)
+
+
+@pytest.mark.parametrize(
+    "constant", [SIGNED, SIGNED.astype(jnp.bfloat16), 1j * SIGNED, np.copysign(np.float32(np.nan), SIGNED)]
+)
+@pytest.mark.parametrize("equal", [True, False])
+def test_units_that_a_constants_signs_tell_apart_are_frozen(constant, equal):
+    """Zero and minus zero are equal, but copysign, arctan2 and division tell them apart."""
+    constant = np.full_like(constant, constant[0, 0, 1]) if equal else constant
+
+    def fn(params, x):
+        hidden = jnp.copysign(x @ params, jnp.imag(constant) if np.iscomplexobj(constant) else constant)
+        return (hidden**3).sum(-1)
+
+    spec = permutation_spec(fn, Shape((8, 6), jnp.float32), FEATURES)
+    assert bool(spec.sizes) == equal
+
+
 def test_what_is_written_to_a_mutable_array_is_frozen():
     def fn(params, x):
         written = jax.new_ref(jnp.zeros((2, 5, 6)))

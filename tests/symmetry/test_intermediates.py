@@ -15,7 +15,7 @@ from zoo import CASES, FEATURES, Shape, random_arrays, spec_of
 
 from mcomb import PermutationSpec, permutation_spec
 from mcomb.lab.models import ResNet20
-from mcomb.symmetry.intermediates import ArrayId, list_intermediates, unit_activations, with_intermediates
+from mcomb.symmetry.intermediates import list_intermediates, unit_activations
 
 HALF_THE_DIGITS = EPS**-0.5  # in roundings: what `check_spec` allows
 
@@ -25,9 +25,10 @@ def activations(spec, fn, params, x):
     return unit_activations(spec, list_intermediates(spec, fn, params, x))
 
 
-def evaluate(fn, arrays, params, x):
+def evaluate(spec, fn, arrays, params, x):
     """The function's result and the values of these intermediates."""
-    result, values = jax.jit(with_intermediates(fn, {array.id for array in arrays}))(params, x)
+    tapped = list_intermediates(spec, fn, params, x).tap({array.id for array in arrays})
+    result, values = jax.jit(tapped)(params, x)
     return result, [values[array.id] for array in arrays]
 
 
@@ -35,10 +36,10 @@ def check(fn, spec, params, x):
     """A permuted network computes the same, its arrays are the permuted arrays, and every permutation has some."""
     intermediates = list_intermediates(spec, fn, params, x)
     active = unit_activations(spec, intermediates)
-    assert list(active) == list(spec.sizes)
+    assert active.keys() <= spec.sizes.keys()
     assert all(name in array.names for name, arrays in active.items() for array in arrays)
     permuted = [array for equation in intermediates.equations for array in equation.results if array.names]
-    with_arrays = with_intermediates(fn, {array.id for array in permuted})
+    with_arrays = intermediates.tap({array.id for array in permuted})
     run = jax.jit(lambda params: (fn(params, x), *with_arrays(params, x)))
     with jax.default_matmul_precision("highest"):
         expected, result, before = run(params)
@@ -60,6 +61,7 @@ def test_permuted_networks_of_every_architecture_compute_the_same(name):
         case = CASES[name]()
         spec = permutation_spec(case.fn, case.params, case.input)
         active = check(case.fn, spec, random_arrays(case.params), random_arrays(case.input))
+        assert list(active) == list(spec.sizes)
         assert all(array.depends_on_inputs for arrays in active.values() for array in arrays)
 
 
@@ -121,7 +123,7 @@ def test_a_coarser_spec_may_unite_permutations_and_leave_some_out():
 def test_the_activations_of_an_mlp_are_what_its_weights_see():
     params, x = random_arrays(MLP_PARAMS), random_arrays(MLP_INPUT)
     spec = permutation_spec(mlp, params, x)
-    first, second = (evaluate(mlp, arrays, params, x)[1] for arrays in activations(spec, mlp, params, x).values())
+    first, second = (evaluate(spec, mlp, arrays, params, x)[1] for arrays in activations(spec, mlp, params, x).values())
     hidden = np.maximum(x @ params["w1"] + params["b1"], 0)
     assert_close(first, [hidden], roundings=8)
     assert_close(second, [np.maximum(hidden @ params["w2"], 0)], roundings=8)
@@ -139,15 +141,16 @@ def test_arrays_say_what_they_depend_on():
     assert "reshape" in depends
 
 
-def test_units_between_parameters_are_found_in_the_parameters():
+def test_units_between_parameters_or_in_branches_are_active_nowhere():
     def low_rank(params, x):
-        return x @ (params["u"] @ params["v"])
+        x = x @ (params["u"] @ params["v"])
+        return jax.lax.cond(x.sum() > 0, lambda x: jnp.tanh(x @ params["w"]).sum(-1), lambda x: x.sum(-1), x)
 
-    params = {"u": Shape((8, 3), jnp.float32), "v": Shape((3, 2), jnp.float32)}
+    params = {"u": Shape((8, 3), jnp.float32), "v": Shape((3, 2), jnp.float32), "w": Shape((2, 4), jnp.float32)}
     spec = permutation_spec(low_rank, params, FEATURES)
-    intermediates = list_intermediates(spec, low_rank, params, FEATURES)
-    (arrays,) = unit_activations(spec, intermediates).values()
-    assert arrays == [intermediates.params["u"], intermediates.params["v"]]
+    assert set(spec.sizes.values()) == {2, 3, 4}
+    active = activations(spec, low_rank, params, FEATURES)
+    assert [spec.sizes[name] for name in active] == [2]
     check(low_rank, spec, random_arrays(params), random_arrays(FEATURES))
 
 
@@ -158,7 +161,7 @@ def test_units_that_are_only_summed_are_found_before_the_sum():
     params = Shape((8, 3), jnp.float32)
     spec = permutation_spec(summed, params, FEATURES)
     (arrays,) = activations(spec, summed, params, FEATURES).values()
-    _, (hidden,) = evaluate(summed, arrays, random_arrays(params), random_arrays(FEATURES))
+    _, (hidden,) = evaluate(spec, summed, arrays, random_arrays(params), random_arrays(FEATURES))
     assert_close(hidden, np.tanh(random_arrays(FEATURES) @ random_arrays(params)), roundings=8)
 
 
@@ -177,7 +180,7 @@ def test_arrays_inside_scans_come_with_all_their_steps():
     x = random_arrays(FEATURES)
     spec = permutation_spec(nested, params, x)
     (arrays,) = activations(spec, nested, params, x).values()
-    result, (hidden,) = evaluate(nested, arrays, params, x)
+    result, (hidden,) = evaluate(spec, nested, arrays, params, x)
     expected = np.zeros((3, 2, 2, 5, 4), np.float32)
     for layer in (2, 1, 0):
         for i in range(2):
@@ -192,11 +195,11 @@ def test_edits_are_seen_by_everything_after_them():
     intermediates = list_intermediates(permutation_spec(mlp, params, x), mlp, params, x)
     (biased,) = (e.results[0].id for e in intermediates.equations if e.eqn.primitive.name == "add")
     scale = np.array([[1.0, -2.0, 0.5, 3.0]], np.float32)
-    result, values = jax.jit(with_intermediates(mlp, [biased], {biased: lambda value: value * scale}))(params, x)
+    result, values = jax.jit(intermediates.tap([biased], {biased: lambda value: value * scale}))(params, x)
     scaled = params | {"w1": params["w1"] * scale, "b1": params["b1"] * scale[0]}
     assert_close(result, mlp(scaled, x), roundings=16)
     assert_close(values[biased], x @ scaled["w1"] + scaled["b1"], roundings=8)
-    doubled, _ = with_intermediates(mlp, [], {intermediates.params["w3"].id: lambda value: 2 * value})(params, x)
+    doubled, _ = intermediates.tap([], {intermediates.params["w3"].id: lambda value: 2 * value})(params, x)
     assert_close(doubled, 2 * mlp(params, x), roundings=8)
 
 
@@ -205,7 +208,7 @@ def test_a_function_with_intermediates_can_be_mapped_sharded_and_differentiated(
     params, x = random_arrays(MLP_PARAMS), random_arrays(Shape((2 * mesh.size, 6, 5), jnp.float32))
     spec = permutation_spec(mlp, params, x[0])
     (array,) = next(iter(activations(spec, mlp, params, x[0]).values()))
-    fn = with_intermediates(mlp, [array.id])
+    fn = list_intermediates(spec, mlp, params, x[0]).tap([array.id])
     one_by_one = jax.jit(fn)
     expected = jax.tree.map(lambda *rows: np.stack(rows), *(one_by_one(params, row) for row in x))
     mapped = {
@@ -222,6 +225,9 @@ def test_a_function_with_intermediates_can_be_mapped_sharded_and_differentiated(
     assert_close(gradient, expected, roundings=8)
 
 
-def test_an_array_that_is_not_there_is_refused():
-    with pytest.raises(ValueError, match="list its arrays with arguments of these shapes"):
-        with_intermediates(mlp, [ArrayId((99,), 0)])(random_arrays(MLP_PARAMS), random_arrays(MLP_INPUT))
+def test_arguments_of_another_shape_or_dtype_than_those_traced_are_refused():
+    params, x = random_arrays(MLP_PARAMS), random_arrays(MLP_INPUT)
+    tapped = list_intermediates(permutation_spec(mlp, params, x), mlp, params, x).tap(())
+    for other in (x[:3], x.astype(np.float16)):
+        with pytest.raises(ValueError, match=r"where f(loat)?32\[6,5\] was traced"):
+            tapped(params, other)

@@ -177,6 +177,30 @@ def test_the_check_passes_a_sound_spec_and_names_the_output_that_another_changes
         check_spec(mlp, MLP, wrong, x)
 
 
+def test_the_check_compares_infinities_and_random_keys():
+    def fn(params, x):
+        hidden = x @ params
+        return {"infinite": jnp.where(hidden.sum(-1) > 0, -jnp.inf, hidden.sum(-1)), "key": jax.random.key(1)}
+
+    def order_decides(params, x):
+        return jnp.where((x @ params)[:, 0] > 0, jnp.inf, 0.0), jax.random.key(params[0, 0].astype(int))
+
+    params, x = np.arange(12, dtype=np.float32).reshape(3, 4), np.array([[1, 1, 1], [-1, -1, -1]], np.float32)
+    check_spec(fn, params, permutation_spec(fn, params, x), x)
+    spec = PermutationSpec.from_axes(params, {"": (None, "P")})
+    swapped = {"P": np.array([1, 0, 2, 3])}
+    with pytest.raises(UserError, match="output 1 differs"):
+        check_spec(order_decides, params, spec, x, perms=swapped, draws=0)
+    with pytest.raises(UserError, match="output 0 differs where it is not finite"):
+        check_spec(order_decides, params - 5.5, spec, x, perms={"P": np.array([3, 1, 2, 0])}, draws=0)
+
+
+def test_leaves_of_one_name_are_refused():
+    params = {"a/b": np.ones(2, np.float32), "a": {"b": np.ones(2, np.float32)}}
+    with pytest.raises(UserError, match="two leaves of the tree have the name a/b"):
+        permutation_spec(lambda p, x: x * p["a"]["b"].sum(), params, np.ones(2, np.float32))
+
+
 def test_the_check_tests_the_given_permutations_too():
     x = np.ones((4, 3), np.float32)
     wrong = PermutationSpec.from_axes(MLP, {"up": (None, "P"), "bias": (None,), "down": ("P", None)})
