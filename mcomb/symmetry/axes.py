@@ -5,13 +5,12 @@ concatenation that others follow one another in it ("segments"). Uniting two axe
 freezes them where they do not fit together. Every step only takes freedom away, so a step too many is never wrong.
 """
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
-
-AtomPath = tuple[tuple[str, int], ...]
-"""The steps from an axis to one of its atoms: (("blocks", 1), ("segments", 0)) is the first segment of factor 1."""
 
 
 @dataclass(eq=False)
@@ -19,9 +18,10 @@ class Axis:
     """A node of the union-find. Only the functions of this module change it."""
 
     size: int
-    frozen: str | None = None  # the reason, if it is frozen and has no parts
+    frozen: str | None = None  # the reason, if all of it is known to be frozen
     kind: Literal["", "blocks", "segments"] = ""
-    parts: tuple["Axis", ...] = ()
+    parts: "list[Axis]" = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)  # where each of its segments ends
     parent: "Axis | None" = None  # the axis that this one was united with
 
 
@@ -38,34 +38,51 @@ def product(axes: Sequence[Axis]) -> Axis:
     axes = [axis for axis in axes if axis.size > 1]
     if len(axes) < 2:
         return axes[0] if axes else Axis(1)
-    return Axis(math.prod(axis.size for axis in axes), kind="blocks", parts=tuple(axes))
+    return Axis(math.prod(axis.size for axis in axes), kind="blocks", parts=list(axes))
 
 
 def concatenation(axes: Sequence[Axis]) -> Axis:
     """The axis in which these follow one another."""
-    return axes[0] if len(axes) == 1 else Axis(sum(axis.size for axis in axes), kind="segments", parts=tuple(axes))
+    if len(axes) == 1:
+        return axes[0]
+    ends = list(itertools.accumulate(axis.size for axis in axes))
+    return Axis(ends[-1], kind="segments", parts=list(axes), ends=ends)
 
 
-def flat_parts(axis: Axis, kind: str) -> list[Axis]:
-    """The factors ("blocks") or segments of an axis, nested ones flattened; itself if it is of another kind."""
-    axis = find(axis)
-    return [inner for part in axis.parts for inner in flat_parts(part, kind)] if axis.kind == kind else [axis]
+def flat_parts(axis: Axis, kind: str, keep: Collection[Axis] = ()) -> list[Axis]:
+    """The factors ("blocks") or segments of an axis, nested ones flattened but for those to keep.
+
+    It is the axis itself if it is of another kind.
+    """
+    parts, stack = [], [axis]
+    while stack:
+        part = find(stack.pop())
+        if part.kind == kind and part not in keep:
+            stack += reversed(part.parts)
+        else:
+            parts.append(part)
+    return parts
 
 
-def atoms(axis: Axis, path: AtomPath = ()) -> Iterator[tuple[AtomPath, Axis]]:
-    """The indivisible axes that make up an axis, each with its path."""
-    axis = find(axis)
-    if not axis.parts:
-        yield path, axis
-    for index, part in enumerate(axis.parts):
-        yield from atoms(part, (*path, (axis.kind, index)))
+def atoms(axis: Axis) -> Iterator[Axis]:
+    """The indivisible axes that make up an axis, in order."""
+    stack = [axis]
+    while stack:
+        part = find(stack.pop())
+        if part.parts:
+            stack += reversed(part.parts)
+        else:
+            yield part
 
 
 def freeze(axis: Axis, reason: str) -> None:
     """Forbids any permutation of an axis; what is frozen already keeps its first reason."""
-    for _, atom in atoms(axis):
-        if atom.frozen is None:
-            atom.frozen = reason
+    stack = [axis]
+    while stack:
+        part = find(stack.pop())
+        if part.frozen is None:
+            part.frozen = reason
+            stack += part.parts
 
 
 def unite(a: Axis, b: Axis, reason: str) -> None:
@@ -78,7 +95,8 @@ def unite(a: Axis, b: Axis, reason: str) -> None:
     if not a.parts:
         if a.frozen is not None:
             freeze(b, a.frozen)
-            b.frozen = b.frozen and a.frozen  # of two reasons the first
+            if not b.parts:
+                b.frozen = a.frozen  # of two reasons the first
         a.parent = b
         return
     parts_b = flat_parts(b, b.kind)
@@ -123,7 +141,7 @@ def _split_outer(axis: Axis, outer: int, reason: str) -> tuple[Axis, Axis] | Non
         return None
     inner = axis.size // outer
     if axis.kind == "":
-        axis.kind, axis.parts = "blocks", (Axis(outer, axis.frozen), Axis(inner, axis.frozen))
+        axis.kind, axis.parts = "blocks", [Axis(outer, axis.frozen), Axis(inner, axis.frozen)]
         return axis.parts[0], axis.parts[1]
     # A concatenation of products is itself a product if all of them have the same inner factor.
     pairs = []
@@ -150,24 +168,38 @@ def split_segments(axis: Axis, sizes: Sequence[int], reason: str) -> list[Axis] 
         outer = split_segments(first, [size // inner for size in sizes], reason)
         return None if outer is None else [product([part, *rest]) for part in outer]
     if not axis.parts:
-        axis.kind, axis.parts = "segments", tuple(Axis(size, axis.frozen) for size in sizes)
-    queue = flat_parts(axis, "segments")
-    segments = []
-    for size in sizes:
-        taken: list[Axis] = []
-        missing = size
-        while missing:
-            head = find(queue.pop(0))
-            if head.kind == "segments":  # split since it was queued
-                queue[:0] = flat_parts(head, "segments")
-                continue
-            if head.size > missing:
-                pair = split_segments(head, [missing, head.size - missing], reason)
-                if pair is None:
-                    return None
-                head = pair[0]
-                queue.insert(0, pair[1])
-            taken.append(head)
-            missing -= head.size
-        segments.append(concatenation(taken))
-    return segments
+        if axis.frozen is not None:  # no part of it will ever move, so it need not know them
+            return [Axis(size, axis.frozen) for size in sizes]
+        axis.kind, axis.parts = "segments", [Axis(size) for size in sizes]
+        axis.ends = list(itertools.accumulate(sizes))
+    segments, start = [], 0
+    for end in itertools.accumulate(sizes):
+        stop = _cut(axis, end, reason)
+        if stop is None:
+            return None
+        segments.append(slice(start, stop))
+        start = stop
+    return [concatenation(axis.parts[segment]) for segment in segments]
+
+
+def _cut(axis: Axis, position: int, reason: str) -> int | None:
+    """How many segments of an axis end at a position or before, after the one across it was cut in two.
+
+    None if that one cannot be cut.
+    """
+    while True:
+        index = bisect_left(axis.ends, position)
+        end, part = axis.ends[index], find(axis.parts[index])
+        if end == position:
+            return index + 1
+        start = end - part.size
+        if part.kind == "segments":
+            inner = part.parts
+        else:
+            pair = split_segments(part, [position - start, end - position], reason)
+            if pair is None:
+                return None
+            inner = pair
+        axis.parts[index : index + 1] = inner
+        axis.ends[index : index + 1] = itertools.accumulate((part.size for part in inner), initial=start)
+        del axis.ends[index]

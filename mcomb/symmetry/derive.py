@@ -10,7 +10,7 @@ wherever the permutation goes. `_batch_axes` checks that.
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,16 +18,13 @@ import numpy as np
 from jax.extend import core
 
 from mcomb.base import Params, leaf_name, named_leaves
-from mcomb.symmetry.axes import AtomPath, Axis, atoms, find
+from mcomb.symmetry.axes import Axis, atoms, find, flat_parts
 from mcomb.symmetry.interpreter import ArrayAxes, Interpreter, LabelledAxes
 from mcomb.symmetry.rules import RULES, freeze_everything
 from mcomb.symmetry.spec import Blocks, Frozen, Layout, PermutationSpec, Segments
 
 BatchAxes = dict[Axis, set[Axis]]
 """For each axis, the axes that its permutation is batched over."""
-
-Index = tuple[Hashable, AtomPath]
-"""An index of an operation: the label of an axis, and the path to an atom of it."""
 
 
 def permutation_spec(fn: Callable[..., Any], params: Params, *inputs: Any) -> PermutationSpec:
@@ -62,30 +59,39 @@ def _spec(leaves: Mapping[str, ArrayAxes], interp: Interpreter) -> PermutationSp
     }
     first: dict[Axis, tuple[str, int]] = {}  # where each atom is used first: a leaf and its axis
     for name, i, axis in sorted(all_axes, key=lambda entry: leaf_use[entry[0]]):
-        for _, atom in atoms(axis):
+        for atom in atoms(axis):
             first.setdefault(atom, (name, i))
     order = {atom: i for i, atom in enumerate(first)}
     free = [atom for atom in first if atom.frozen is None and atom.size > 1]
     candidates = _batch_axes(interp.operations)
-    batch_axes = _ordered({atom: candidates.get(atom, set()) & first.keys() for atom in free}, order)
-    fixed = [atom for atom in first if atom not in free and any(atom in others for others in batch_axes.values())]
-    stems = {atom: _module(first[atom][0]) for atom in free}
-    names = _distinct(stems | {atom: "{}[{}]".format(*first[atom]) for atom in fixed})
-    batched_over = {
-        atom: sorted(batch_axes[atom], key=lambda other: (len(batch_axes.get(other, ())), order[other]))
-        for atom in free
-    }
-    return PermutationSpec(
-        axes={name: tuple(axis_layout(axis, names) for axis in axes) for name, axes in leaves.items()},
-        sizes={names[atom]: atom.size for atom in free},
-        batched_over={names[atom]: tuple(names[o] for o in others) for atom, others in batched_over.items() if others},
-        fixed={names[atom]: atom.size for atom in fixed},
-        frozen=tuple(
-            Frozen(name, i, reasons[0])
-            for name, i, axis in all_axes
-            if (reasons := [atom.frozen for _, atom in atoms(axis) if atom.frozen])
-        ),
-    )
+    batch_axes = {atom: candidates.get(atom, set()) & first.keys() for atom in free}
+    while True:
+        batch_axes = _ordered(batch_axes, order)
+        fixed = [atom for atom in first if atom not in free and any(atom in others for others in batch_axes.values())]
+        stems = {atom: _module(first[atom][0]) for atom in free}
+        names = _distinct(stems | {atom: "{}[{}]".format(*first[atom]) for atom in fixed})
+        batched_over = {
+            atom: sorted(batch_axes[atom], key=lambda other: (len(batch_axes.get(other, ())), order[other]))
+            for atom in free
+        }
+        spec = PermutationSpec(
+            axes={name: tuple(axis_layout(axis, names) for axis in axes) for name, axes in leaves.items()},
+            sizes={names[atom]: atom.size for atom in free},
+            batched_over={names[atom]: tuple(names[o] for o in found) for atom, found in batched_over.items() if found},
+            fixed={names[atom]: atom.size for atom in fixed},
+            frozen=tuple(
+                Frozen(name, i, reasons[0])
+                for name, i, axis in all_axes
+                if (reasons := [atom.frozen for atom in atoms(axis) if atom.frozen])
+            ),
+        )
+        # A leaf may have an outer axis twice, inside a segment of another axis. Then it is not clear which one counts.
+        unclear = {pair for name in leaves for pair, _ in spec.unclear_batch_axes(name)}
+        if not unclear:
+            return spec
+        atom_of = {name: atom for atom, name in names.items()}
+        for name, outer in unclear:
+            batch_axes[atom_of[name]].discard(atom_of[outer])
 
 
 def _module(leaf: str) -> str:
@@ -110,33 +116,68 @@ def _batch_axes(operations: Sequence[Sequence[LabelledAxes]]) -> BatchAxes:
 
         "qhd,khd->qhk"  # the order of d may depend on h
         "qhd,kgd->qhkg"  # it may not: for q it would depend on h, for k on g
+
+    An index is taken apart until it is an atom: its segments one by one, each with all other indices of its arrays; its
+    factors all at once. What was seen before, as the longer part of a concatenation that grows, is not seen again.
     """
     batch_axes: BatchAxes = {}
-    for arrays in operations:
-        agreed: dict[tuple[Index, Axis], Index] = {}
-        for array in arrays:
-            indices = [((label, path), atom) for label, axis in array for path, atom in atoms(axis) if atom.size > 1]
-            for index, atom in indices:
-                if atom.frozen is not None:
-                    continue
-                others: dict[Axis, list[Index]] = {}
-                for other_index, other in indices:
-                    if other is not atom and _covers(other_index, index):
-                        others.setdefault(other, []).append(other_index)
-                allowed = {
-                    other
-                    for other, at in others.items()
-                    if len(at) == 1 and agreed.setdefault((index, other), at[0]) == at[0]
-                }
-                batch_axes[atom] = batch_axes.get(atom, allowed) & allowed
+    todo = [
+        _having(label, arrays)
+        for arrays in operations
+        for label in dict.fromkeys(label for array in arrays for label, _ in array)
+    ]
+    seen = set()
+    while todo:
+        arrays = todo.pop()
+        if not arrays or (key := _key(arrays)) in seen:
+            continue
+        seen.add(key)
+        (label, axis), *_ = arrays[0]
+        axis = find(axis)
+        if axis.kind == "segments":
+            todo += [[[(label, part), *others] for _, *others in arrays] for part in axis.parts]
+        elif axis.kind == "blocks":
+            factors = [((label, i), factor) for i, factor in enumerate(axis.parts)]
+            apart = [[*factors, *others] for _, *others in arrays]
+            todo += [_having(factor, apart) for factor, _ in factors]
+        elif axis.frozen is None and axis.size > 1:
+            allowed = _agreed([_outer_indices(axis, others) for _, *others in arrays])
+            batch_axes[axis] = batch_axes.get(axis, allowed) & allowed
     return batch_axes
 
 
-def _covers(index: Index, other: Index) -> bool:
-    """Whether an index has a value wherever the other has: it is in no segment that the other is not in."""
-    (label, path), (other_label, other_path) = index, other
-    depth = max((i for i, (kind, _) in enumerate(path, 1) if kind == "segments"), default=0)
-    return depth == 0 or (label == other_label and path[:depth] == other_path[:depth])
+def _having(label: Hashable, arrays: Iterable[LabelledAxes]) -> list[LabelledAxes]:
+    """The arrays that have an index, which comes first in each."""
+    having = (sorted(array, key=lambda entry: entry[0] != label) for array in arrays)
+    return [array for array in having if array and array[0][0] == label]
+
+
+def _key(arrays: list[LabelledAxes]) -> Hashable:
+    """What is the same for arrays of the same axes, whatever the labels are."""
+    numbers: dict[Hashable, int] = {}
+    return tuple(
+        tuple((numbers.setdefault(label, len(numbers)), id(find(axis))) for label, axis in array) for array in arrays
+    )
+
+
+def _outer_indices(axis: Axis, others: LabelledAxes) -> dict[Axis, list[Hashable]]:
+    """For each atom with an index wherever the axis has one, not just in some segment, its indices in an array."""
+    indices: dict[Axis, list[Hashable]] = {}
+    for label, other in others:
+        for i, factor in enumerate(flat_parts(other, "blocks")):
+            if not factor.parts and factor.size > 1 and factor is not axis:
+                indices.setdefault(factor, []).append((label, i))
+    return indices
+
+
+def _agreed(arrays: list[dict[Axis, list[Hashable]]]) -> set[Axis]:
+    """The atoms that have one index, the same in all arrays."""
+    first, *rest = arrays
+    return {
+        atom
+        for atom, indices in first.items()
+        if len(indices) == 1 and all(array.get(atom) == indices for array in rest)
+    }
 
 
 def _ordered(batch_axes: BatchAxes, order: Mapping[Axis, int]) -> BatchAxes:
@@ -165,7 +206,7 @@ def _part_layout(axis: Axis, names: Mapping[Axis, str]) -> str | int | Blocks | 
     if not axis.parts or axis in names:
         return names.get(axis, axis.size)
     merged: list[Any] = []
-    for part in axis.parts:
+    for part in flat_parts(axis, axis.kind, names.keys()):
         layout = _part_layout(part, names)
         if merged and isinstance(layout, int) and isinstance(merged[-1], int):
             merged[-1] = merged[-1] * layout if axis.kind == "blocks" else merged[-1] + layout

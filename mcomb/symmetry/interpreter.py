@@ -138,7 +138,11 @@ class Interpreter:
     def record(self, arrays: Iterable[tuple[ArrayAxes, Labels]]) -> None:
         """Records the arrays that an operation relates, with the labels of their axes."""
         labelled = [
-            [(label, axis) for axis, label in zip(axes, labels, strict=True) if axis is not None]
+            [
+                (int(label) if isinstance(label, np.integer) else label, axis)  # to compare with any other
+                for axis, label in zip(axes, labels, strict=True)
+                if axis is not None
+            ]
             for axes, labels in arrays
         ]
         for _, axis in itertools.chain.from_iterable(labelled):

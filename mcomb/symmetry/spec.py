@@ -112,14 +112,22 @@ class PermutationSpec:
                 if layout is not None and self.length(layout) != size:
                     whose = f"permutation {layout}" if isinstance(layout, str) else f"its layout {layout}"
                     raise UserError(f"axis {axis} of {name} has {size} entries, but {whose} has {self.length(layout)}")
-            for labels, _ in self.simple_parts(layouts, np.broadcast_to(0, shape)):
-                for perm in labels:
-                    for outer in self.batched_over.get(perm, ()) if isinstance(perm, str) else ():
-                        if labels.count(outer) != 1:
-                            raise UserError(
-                                f"permutation {perm} differs along {outer}, which {name} has "
-                                f"{labels.count(outer)} times where it must have it once"
-                            )
+            for (perm, outer), count in self.unclear_batch_axes(name):
+                raise UserError(
+                    f"permutation {perm} differs along {outer}, which {name} has {count} times where it must have it "
+                    "once"
+                )
+
+    def unclear_batch_axes(self, leaf: str) -> Iterator[tuple[tuple[str, str], int]]:
+        """Pairs of a permutation and an axis that it is batched over but that a part of the leaf has not just once.
+
+        With each pair comes the number of times.
+        """
+        for labels, _ in self.simple_parts(self.axes[leaf], None):
+            for perm in (label for label in labels if isinstance(label, str)):
+                for outer in self.batched_over.get(perm, ()):
+                    if (count := labels.count(outer)) != 1:
+                        yield (perm, outer), count
 
     def axes_of(self, perm: str) -> list[tuple[str, int]]:
         """The (leaf, axis) pairs that a permutation acts on."""
@@ -152,18 +160,22 @@ class PermutationSpec:
     def simple_parts(self, layouts: tuple[Layout, ...], value: Any) -> Iterator[tuple[tuple[Layout, ...], Any]]:
         """The parts of an array in which every axis has one name or none, each with these names.
 
-        An array of layout (Segments(("P", 3)), Blocks((2, "Q"))) has two parts, (P, 2, Q) and (3, 2, Q).
+        An array of layout (Segments(("P", 3)), Blocks((2, "Q"))) has two parts, (P, 2, Q) and (3, 2, Q). The value may
+        be None, if only the names are wanted.
         """
         for axis, layout in enumerate(layouts):
             before, after = layouts[:axis], layouts[axis + 1 :]
             if isinstance(layout, Blocks):
-                lengths = tuple(self.length(factor) for factor in layout.factors)
-                reshaped = value.reshape(value.shape[:axis] + lengths + value.shape[axis + 1 :])
-                yield from self.simple_parts(before + layout.factors + after, reshaped)
+                if value is not None:
+                    lengths = tuple(self.length(factor) for factor in layout.factors)
+                    value = value.reshape(value.shape[:axis] + lengths + value.shape[axis + 1 :])
+                yield from self.simple_parts(before + layout.factors + after, value)
                 return
             if isinstance(layout, Segments):
-                ends = np.cumsum([self.length(part) for part in layout.parts])
-                for part, segment in zip(layout.parts, np.split(value, ends[:-1], axis), strict=True):
+                segments: list[Any] = [None] * len(layout.parts)
+                if value is not None:
+                    segments = np.split(value, np.cumsum([self.length(part) for part in layout.parts])[:-1], axis)
+                for part, segment in zip(layout.parts, segments, strict=True):
                     yield from self.simple_parts((*before, part, *after), segment)
                 return
         yield layouts, value

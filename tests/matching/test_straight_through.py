@@ -154,5 +154,5 @@ def test_a_loss_that_is_not_finite_is_an_error(pair, part, words):
 @pytest.mark.parametrize("count", [0, 1, 1399])
 def test_every_input_needs_a_label(pair, count):
     *networks, labels = pair
-    with pytest.raises(UserError, match=f"{count} labels"):
+    with pytest.raises(UserError, match=f"the labels {count}"):
         match_straight_through(*networks, labels[:count])

@@ -3,6 +3,8 @@
 That they leave the function as it is, in all architectures and in random programs, is tested in `test_intermediates`.
 """
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,7 @@ from zoo import CASES, FEATURES, Shape, random_arrays
 
 from mcomb import PermutationSpec, check_spec, combine, match_weights, permutation_spec
 from mcomb.lab.models import MLP, ResNet20, Tiny10, classifier
+from mcomb.symmetry.derive import _spec, infer_axes
 
 
 def index_shapes(spec: PermutationSpec) -> list[tuple[int, ...]]:
@@ -264,3 +267,89 @@ def test_a_network_of_ones_own_is_aligned_and_combined():
     b = spec.apply(spec.random(jax.random.key(1)), a)
     aligned = spec.apply(match_weights(spec, a, b).perms, b)
     assert_close(combine(a, aligned, 0.5), a, roundings=1)
+
+
+def test_an_outer_axis_that_a_leaf_has_in_a_segment_too_is_none_that_others_are_batched_over():
+    def fn(params, x):
+        hidden = jnp.tanh(jnp.einsum("bc,chd->bhd", x[:, 0], params["in"]))
+        scores = jnp.concatenate([hidden.sum(-1), jnp.ones((2, 1))], 1)
+        return ((hidden * (scores @ params["mix"]).reshape(hidden.shape)) ** 3).sum((1, 2))
+
+    params = {"in": Shape((8, 2, 3), jnp.float32), "mix": Shape((3, 6), jnp.float32)}
+    spec = permutation_spec(fn, params, FEATURES)
+    spec.validate(params)
+    assert index_shapes(spec) == [(2,), (3,)]
+    check_spec(fn, random_arrays(params), spec, random_arrays(FEATURES))
+
+
+def growing_concatenation(steps):
+    def fn(params, x):
+        hidden = x @ params
+        for _ in range(steps):
+            hidden = jnp.concatenate([hidden, jnp.tanh(x @ params)], 1)
+        return hidden.sum(1)
+
+    return fn, Shape((3, 4), jnp.float32), Shape((2, 3), jnp.float32)
+
+
+def recurrence(steps):
+    def fn(params, x):
+        hidden = jnp.zeros((2, 4))
+        for i in range(steps):
+            hidden = jnp.tanh(jnp.concatenate([x[:, i], hidden], 1) @ params["in"])
+        return hidden @ params["out"]
+
+    params = {"in": Shape((7, 4), jnp.float32), "out": Shape((4, 2), jnp.float32)}
+    return fn, params, Shape((2, steps, 3), jnp.float32)
+
+
+def layers_of_a_stack(steps):
+    def fn(params, x):
+        for i in range(steps):
+            x = x + jnp.tanh(x @ params["up"][i]) @ params["down"][i]
+        return x
+
+    params = {"up": Shape((steps, 3, 4), jnp.float32), "down": Shape((steps, 4, 3), jnp.float32)}
+    return fn, params, Shape((2, 3), jnp.float32)
+
+
+def dense_block(steps):
+    def fn(params, x):
+        hidden = x
+        for kernel in params:
+            hidden = jnp.concatenate([hidden, jnp.tanh(hidden @ kernel)], 1)
+        return hidden.sum(1)
+
+    return fn, [Shape((3 + 2 * i, 2), jnp.float32) for i in range(steps)], Shape((2, 3), jnp.float32)
+
+
+def count_calls(problem):
+    """How many functions of this package are called to derive a spec."""
+    fn, params, x = problem
+    traced = jax.make_jaxpr(fn)(params, x)
+    count = 0
+
+    def profile(frame, event, _):
+        nonlocal count
+        count += event == "call" and "symmetry" in frame.f_code.co_filename
+
+    sys.setprofile(profile)
+    try:
+        _spec(*infer_axes(traced, params, x))
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("problem", [growing_concatenation, recurrence, layers_of_a_stack])
+def test_what_a_derivation_costs_grows_with_the_number_of_steps(problem):
+    assert count_calls(problem(80)) < 2.3 * count_calls(problem(40))
+
+
+def test_what_a_dense_block_costs_grows_with_the_size_of_its_spec():
+    assert count_calls(dense_block(40)) < 4.2 * count_calls(dense_block(20))  # twice as many leaves of twice the parts
+
+
+def test_a_long_recurrence_does_not_exhaust_recursion():
+    assert len(permutation_spec(*recurrence(600)).sizes) == 1
+    permutation_spec(*layers_of_a_stack(600))
