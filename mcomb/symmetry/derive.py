@@ -20,7 +20,7 @@ from jax.extend import core
 from mcomb.base import Params, leaf_name, named_leaves
 from mcomb.symmetry.axes import Axis, atoms, find, flat_parts
 from mcomb.symmetry.interpreter import ArrayAxes, Interpreter, LabelledAxes
-from mcomb.symmetry.rules import RULES, freeze_everything
+from mcomb.symmetry.rules import POSITION_RULES, RULES, freeze_everything
 from mcomb.symmetry.spec import Blocks, Frozen, Layout, PermutationSpec, Segments
 
 BatchAxes = dict[Axis, set[Axis]]
@@ -38,7 +38,7 @@ def permutation_spec(fn: Callable[..., Any], params: Params, *inputs: Any) -> Pe
 
 def infer_axes(traced: core.ClosedJaxpr, params: Params, *inputs: Any) -> tuple[dict[str, ArrayAxes], Interpreter]:
     """The axes of each parameter after a function of these arguments was interpreted, and the interpreter."""
-    interp = Interpreter(RULES, default_rule=freeze_everything)
+    interp = Interpreter(RULES, POSITION_RULES, default_rule=freeze_everything)
     leaves = {name: interp.new_axes(np.shape(leaf)) for name, leaf in named_leaves(params).items()}
     paths = jax.tree_util.tree_flatten_with_path(inputs)[0]
     input_axes = [interp.new_axes(np.shape(leaf), f"input {leaf_name(path)}") for path, leaf in paths]

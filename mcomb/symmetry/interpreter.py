@@ -17,14 +17,51 @@ from mcomb.symmetry.axes import Axis, freeze, product, unite
 ArrayAxes = tuple[Axis | None, ...]
 """The axes of an array; None for one along which all entries are equal."""
 
+MOST_KNOWN = 2**20  # entries of an array that is worked out
+
+
+class Known(tuple[Axis | None, ...]):
+    """The axes of an array whose entries are known: it depends on neither parameters nor inputs."""
+
+    value: np.ndarray
+
+
+class Positions(tuple[Axis | None, ...]):
+    """The axes of an array whose entries are positions along some axis, as `argmax` gives them.
+
+    The axis stays free as long as the positions are only used to look something up along it, or compared with all of
+    its positions, as `one_hot` does. Whatever else is done with them freezes it.
+    """
+
+    along: Axis
+    reason: str  # the operation that made them
+    shifted: bool  # by its length, as is done to negative indices, of which there are none
+
+
+def positions(axes: Iterable[Axis | None], along: Axis, reason: str, shifted: bool = False) -> Positions:
+    """An array of positions along an axis."""
+    array = Positions(axes)
+    array.along, array.reason, array.shifted = along, reason, shifted
+    return array
+
+
+def known_value(axes: ArrayAxes) -> np.ndarray:
+    """The entries of a known array."""
+    assert isinstance(axes, Known)
+    return axes.value
+
+
 Labels = Sequence[Hashable]
 """An operation's index labels for the axes of one array, as in an einsum."""
 
 LabelledAxes = list[tuple[Hashable, Axis]]
 """The axes of one array in an operation, with their labels."""
 
-Rule = Callable[..., Sequence[ArrayAxes]]
-"""The axes of an equation's results, from the interpreter, the equation and the axes of its operands."""
+Rule = Callable[..., Sequence[ArrayAxes] | None]
+"""The axes of an equation's results, from the interpreter, the equation and the axes of its operands.
+
+A rule for positions may be None: then they are plain numbers.
+"""
 
 EqnPath = tuple[int, ...]
 """Where an equation is in nested jaxprs: (4, 1) is live equation 1 of the jaxpr inside live equation 4."""
@@ -52,9 +89,10 @@ class DeferredReshape:
 class Interpreter:
     """What is known of the axes in a function, as its equations are interpreted one after the other."""
 
-    def __init__(self, rules: Mapping[str, Rule], default_rule: Rule) -> None:
-        self.rules, self.default_rule = rules, default_rule
+    def __init__(self, rules: Mapping[str, Rule], position_rules: Mapping[str, Rule], default_rule: Rule) -> None:
+        self.rules, self.position_rules, self.default_rule = rules, position_rules, default_rule
         self.reason = ""  # the current operation, to blame if an axis freezes
+        self.unused: set[int] = set()  # which of its results nothing reads
         self.operations: list[list[LabelledAxes]] = []  # the arrays that each operation relates
         self.first_use: dict[Axis, int] = {}  # axes, numbered in the order in which operations first use them
         self.scan_steps: LabelledAxes = []  # an axis for the steps of each scan that we are inside of
@@ -63,6 +101,10 @@ class Interpreter:
         self._scopes = [""]
 
     def interpret(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[ArrayAxes]) -> list[ArrayAxes]:
+        """The axes of a jaxpr's results, from those of its arguments; positions are taken for plain numbers."""
+        return [self.plain(axes) for axes in self.interpret_call(jaxpr, consts, args)]
+
+    def interpret_call(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[ArrayAxes]) -> list[ArrayAxes]:
         """The axes of a jaxpr's results, from those of its arguments."""
         env: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
         env |= zip(jaxpr.constvars, map(self.constant, consts), strict=True)
@@ -71,24 +113,54 @@ class Interpreter:
             return self.constant(atom.val) if isinstance(atom, core.Literal) else env[atom]
 
         path, eqns = self._path, live_equations(jaxpr)
+        read_vars = {atom for eqn in eqns for atom in eqn.invars if isinstance(atom, core.Var)} | {*jaxpr.outvars}
         self._store((*path, ARGUMENTS), args)
         deferred = _deferrable_reshapes(eqns, jaxpr.outvars)
         for index, eqn in enumerate(eqns):
             if deferred.intersection(eqn.outvars):
-                env[eqn.outvars[0]] = reshape = defer_reshape(eqn, read(eqn.invars[0]))
+                env[eqn.outvars[0]] = reshape = defer_reshape(eqn, self.plain(read(eqn.invars[0])))
                 self._store((*path, index), [(None,) * len(reshape.order)])  # only its slices are read
                 continue
             self._path = (*path, index)
             self._scopes.append(self._scope(eqn))
             self.reason = f"{eqn.primitive.name} in {self._scopes[-1]}"
-            rule = self.rules.get(eqn.primitive.name, self.default_rule)
-            results = rule(self, eqn, *map(read, eqn.invars))
-            results = [tuple(axis if axis is not None and axis.size > 1 else None for axis in r) for r in results]
+            operands = list(map(read, eqn.invars))
+            self.unused = {i for i, var in enumerate(eqn.outvars) if var not in read_vars}
+            results = self._apply_rule(eqn, operands)
             env |= zip(eqn.outvars, results, strict=True)
             self._store(self._path, results)
             self._scopes.pop()
         self._path = path
         return [read(atom) for atom in jaxpr.outvars]
+
+    def _apply_rule(self, eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[ArrayAxes]:
+        """The axes of an equation's results."""
+        name = eqn.primitive.name
+        results: Sequence[ArrayAxes] | None = self._work_out(eqn, operands)
+        if results is None and name in self.position_rules and any(isinstance(x, Positions) for x in operands):
+            results = self.position_rules[name](self, eqn, *operands)
+        if results is None:
+            results = self.rules.get(name, self.default_rule)(self, eqn, *map(self.plain, operands))
+        return [_without_ones(axes) for axes in results or ()]
+
+    def plain(self, axes: Any) -> Any:
+        """The axes of an array whose entries are used as numbers; if they are positions, the order matters."""
+        if not isinstance(axes, Positions):
+            return axes
+        freeze(axes.along, axes.reason)
+        return tuple(axes)
+
+    def _work_out(self, eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[ArrayAxes] | None:
+        """The result of a simple equation of known arrays, such as those that `jnp.eye` consists of; or else None."""
+        work_out = WORKED_OUT.get(eqn.primitive.name)
+        if work_out is None or not all(isinstance(operand, Known) for operand in operands):
+            return None
+        aval: Any = eqn.outvars[0].aval
+        if math.prod(aval.shape) > MOST_KNOWN:
+            return None
+        with np.errstate(all="ignore"):
+            result = work_out(eqn.params, *map(known_value, operands))
+            return [self.constant(np.broadcast_to(result, aval.shape).astype(aval.dtype))]
 
     def _store(self, path: EqnPath, results: Sequence[ArrayAxes]) -> None:
         """Stores an equation's results; a loop's body is interpreted several times, and the last time counts."""
@@ -106,7 +178,14 @@ class Interpreter:
             return self.new_axes(shape, "a constant")
         array = np.asarray(value)
         differs = [not _look_the_same(array, array.take([0], axis)) for axis in range(array.ndim)]
-        return tuple(Axis(size, "a constant") if d else None for size, d in zip(shape, differs, strict=True))
+        axes = [Axis(size, "a constant") if d else None for size, d in zip(shape, differs, strict=True)]
+        if array.size > MOST_KNOWN:
+            return tuple(axes)
+        for i, j in _diagonals(array, [axis for axis, d in enumerate(differs) if d]):
+            axes[i] = axes[j] = Axis(shape[i])
+        known = Known(axes)
+        known.value = array
+        return known
 
     def freeze(self, axes: Iterable[Axis | None]) -> None:
         """Forbids any permutation of these axes, and blames the current operation."""
@@ -176,6 +255,29 @@ class Interpreter:
         return outer or PurePath(source_info_util.summarize(eqn.source_info)).name
 
 
+def _without_ones(axes: ArrayAxes) -> ArrayAxes:
+    """The same array, its axes of size one taken for such along which all entries are equal."""
+    plain = tuple(axis if axis is not None and axis.size > 1 else None for axis in axes)
+    if isinstance(axes, Positions):
+        return positions(plain, axes.along, axes.reason, axes.shifted)
+    return axes if isinstance(axes, Known) else plain
+
+
+def _diagonals(array: np.ndarray, axes: Sequence[int]) -> list[tuple[int, int]]:
+    """The pairs of axes in which an array is a multiple of the identity plus a constant, as `jnp.eye` is.
+
+    Both may be permuted together. No axis is in two pairs.
+    """
+    pairs: list[tuple[int, int]] = []
+    for i, j in itertools.combinations(axes, 2):
+        if array.shape[i] == array.shape[j] and not any({i, j} & {*pair} for pair in pairs):
+            matrices = np.moveaxis(array, (i, j), (0, 1))
+            on = np.eye(len(matrices), dtype=bool)
+            if all(_look_the_same(entries, entries[:1]) for entries in (matrices[on], matrices[~on])):
+                pairs.append((i, j))
+    return pairs
+
+
 def _look_the_same(x: np.ndarray, y: np.ndarray) -> bool:
     """Whether no program can tell the entries of two arrays apart: 0.0 and −0.0 it can, and NaN from −NaN."""
     if np.iscomplexobj(x):
@@ -203,6 +305,9 @@ def reshape_groups(old_shape: Sequence[int], new_shape: Sequence[int]) -> list[t
                 new, j = new * new_shape[j], j + 1
             if old == new:
                 break
+        # Axes of size one go with what is before them, so that each group begins with a proper axis.
+        i += next((n for n, size in enumerate(old_shape[i:]) if size != 1), len(old_shape) - i)
+        j += next((n for n, size in enumerate(new_shape[j:]) if size != 1), len(new_shape) - j)
         groups.append((slice(start[0], i), slice(start[1], j)))
     return groups
 
@@ -212,7 +317,9 @@ def defer_reshape(eqn: core.JaxprEqn, operand: Any) -> DeferredReshape:
     if eqn.primitive.name == "transpose":
         return replace(operand, order=tuple(operand.order[axis] for axis in eqn.params["permutation"]))
     old_shape, new_shape = (atom.aval.shape for atom in (eqn.invars[0], eqn.outvars[0]))  # type: ignore[attr-defined]
-    return DeferredReshape(operand, old_shape, new_shape, tuple(range(len(new_shape))))
+    if eqn.params["dimensions"] is not None:  # a transpose comes first
+        old_shape, operand = ([array[i] for i in eqn.params["dimensions"]] for array in (old_shape, operand))
+    return DeferredReshape(tuple(operand), tuple(old_shape), new_shape, tuple(range(len(new_shape))))
 
 
 def _deferrable_reshapes(eqns: Sequence[core.JaxprEqn], outvars: Sequence[Any]) -> set[Any]:
@@ -251,7 +358,7 @@ def _deferrable_reshapes(eqns: Sequence[core.JaxprEqn], outvars: Sequence[Any]) 
 
 def sliced_axis(eqn: core.JaxprEqn) -> int | None:
     """The one axis along which an equation slices its operand without gaps; None if it does anything else."""
-    if eqn.primitive.name == "split":
+    if eqn.primitive.name in ("split", "unstack"):
         return eqn.params["axis"]
     if eqn.primitive.name != "slice" or any(stride != 1 for stride in eqn.params["strides"] or ()):
         return None
@@ -271,3 +378,36 @@ def live_equations(jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:
             live.append(eqn)
             needed |= {atom for atom in eqn.invars if not isinstance(atom, core.Literal)}
     return live[::-1]
+
+
+def _broadcast(params: Any, value: np.ndarray, *sizes: Any) -> np.ndarray:
+    """The value with axes of size one where it is broadcast."""
+    kept = dict(zip(params["broadcast_dimensions"], value.shape, strict=True))
+    return np.broadcast_to(value.reshape([kept.get(i, 1) for i in range(len(params["shape"]))]), params["shape"])
+
+
+WORKED_OUT: dict[str, Callable[..., np.ndarray]] = {
+    "add": lambda _, x, y: x + y,
+    "and": lambda _, x, y: x & y,
+    "broadcast_in_dim": _broadcast,
+    "concatenate": lambda params, *values: np.concatenate(values, params["dimension"]),
+    "convert_element_type": lambda params, x: x,
+    "eq": lambda _, x, y: x == y,
+    "ge": lambda _, x, y: x >= y,
+    "gt": lambda _, x, y: x > y,
+    "iota": lambda params: np.arange(params["shape"][params["dimension"]]).reshape(
+        [-1 if i == params["dimension"] else 1 for i in range(len(params["shape"]))]
+    ),
+    "le": lambda _, x, y: x <= y,
+    "lt": lambda _, x, y: x < y,
+    "mul": lambda _, x, y: x * y,
+    "ne": lambda _, x, y: x != y,
+    "not": lambda _, x: ~x,
+    "or": lambda _, x, y: x | y,
+    "reshape": lambda params, x: x.reshape(params["new_sizes"]),
+    "select_n": lambda _, which, *cases: np.choose(which.astype(int), cases),
+    "squeeze": lambda params, x: x.squeeze(params["dimensions"]),
+    "sub": lambda _, x, y: x - y,
+    "transpose": lambda params, x: x.transpose(params["permutation"]),
+}
+"""How NumPy does what simple primitives do; the result still has to be broadcast and converted."""

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any, SupportsIndex, TypeVar
 
+import numpy as np
 from jax.extend import core
 
 from mcomb.symmetry.axes import Axis, concatenation, split_product, split_segments, unite
@@ -16,9 +17,13 @@ from mcomb.symmetry.interpreter import (
     ArrayAxes,
     DeferredReshape,
     Interpreter,
+    Known,
     Labels,
+    Positions,
     Rule,
     defer_reshape,
+    known_value,
+    positions,
     reshape_groups,
     sliced_axis,
 )
@@ -57,17 +62,28 @@ def reduction(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> li
 
 
 def arg_reduction(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
-    """Freezes the reduced axes, positions along which are the result."""
-    interp.freeze(operand[axis] for axis in eqn.params["axes"])
-    return reduction(interp, eqn, operand)
+    """Positions along the reduced axis.
+
+    Of entries that are exactly equal the first is taken, whichever that is: we count on there being none.
+    """
+    (axes,), (reduced,) = reduction(interp, eqn, operand), eqn.params["axes"]
+    along = operand[reduced]
+    return [axes if along is None else positions(axes, along, interp.reason)]
 
 
 def positional(
-    interp: Interpreter, eqn: core.JaxprEqn, operands: Sequence[ArrayAxes], ordered: Iterable[int]
+    interp: Interpreter,
+    eqn: core.JaxprEqn,
+    operands: Sequence[ArrayAxes],
+    ordered: Iterable[int],
+    order_blind: bool = False,
 ) -> list[ArrayAxes]:
-    """Freezes the ordered axes, along which the order of entries matters; elementwise over all others."""
+    """Freezes the ordered axes, along which the order of entries matters; elementwise over all others.
+
+    An operation that is blind to the order of its operands only freezes these axes of its results.
+    """
     shape, ordered = _shape(eqn.outvars[0]), set(ordered)
-    for operand in operands:
+    for operand in [] if order_blind else operands:
         interp.freeze(operand[axis] for axis in ordered)
 
     # An ordered axis has other labels in operand and result: so no permutation is batched over it.
@@ -75,7 +91,7 @@ def positional(
         return [(*array, axis) if axis in ordered else axis for axis in range(len(shape))]
 
     return interp.relate(
-        [(operand, labels("operand", i)) for i, operand in enumerate(operands)],
+        [(operand, labels("operand", 0 if order_blind else i)) for i, operand in enumerate(operands)],
         [labels("result")] * len(eqn.outvars),
         {("result", axis): Axis(shape[axis], interp.reason) for axis in ordered},
     )
@@ -86,7 +102,18 @@ def cumulative(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> l
 
 
 def sort(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
-    return positional(interp, eqn, operands, [eqn.params["dimension"]])
+    """Freezes the axis of the result, but that of operands only if more is sorted than the keys.
+
+    The sorted keys are the same in whatever order they come (zeros of both signs count as the same, as they do here).
+    Where their positions are sorted with them, the result is positions along their axis.
+    """
+    axis, keys = eqn.params["dimension"], eqn.params["num_keys"]
+    *others, last = operands
+    along = others[0][axis] if len(others) == keys == 1 else None
+    if along is not None and isinstance(last, Known) and _counts(last.value, axis):
+        values, ranked = positional(interp, eqn, others, [axis], order_blind=True)  # as `argsort` does
+        return [values, positions(ranked, along, interp.reason)]
+    return positional(interp, eqn, operands, [axis], order_blind=keys == len(operands))
 
 
 def reverse(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
@@ -94,25 +121,177 @@ def reverse(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list
 
 
 def top_k(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
-    return positional(interp, eqn, [operand], [eqn.params.get("axis", -1) % len(operand)])
+    """The largest entries, and positions along their axis."""
+    axis = eqn.params.get("axis", -1) % len(operand)
+    values, ranked = positional(interp, eqn, [operand], [axis], order_blind=True)
+    along = operand[axis]
+    return [values, ranked if along is None else positions(ranked, along, interp.reason)]
+
+
+def fft(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
+    """Freezes the transformed axes, the last ones; elementwise over the others."""
+    rank = len(operand)
+    return positional(interp, eqn, [operand], range(rank - len(eqn.params["fft_lengths"]), rank))
+
+
+def general_reduction(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
+    """Freezes the reduced axes, for the function that reduces them may depend on the order."""
+    reduced, rank = eqn.params["dimensions"], len(operands[0])
+    for operand in operands:
+        interp.freeze(operand[axis] for axis in reduced if operand)
+    labelled = [(operand, [("reduced", i, j) if j in reduced else j for j in range(rank)])
+                for i, operand in enumerate(operands) if operand]  # fmt: skip
+    return interp.relate(labelled, [_other_axes(rank, reduced)] * len(eqn.outvars))
+
+
+def factorisation(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
+    """Freezes the rows and columns of matrices, which are the last two axes; elementwise over a batch of them."""
+    batch = len(operands[0]) - 2
+    for operand in operands:
+        interp.freeze(operand[batch:])
+
+    def labels(rank: int, *array: Hashable) -> Labels:
+        return [*range(batch), *((*array, axis) for axis in range(rank - batch))]
+
+    shapes = [_shape(var) for var in eqn.outvars]
+    return interp.relate(
+        [(operand, labels(len(operand), "operand", i)) for i, operand in enumerate(operands)],
+        [labels(len(shape), "result", i) for i, shape in enumerate(shapes)],
+        {
+            ("result", i, axis): Axis(size, interp.reason)
+            for i, shape in enumerate(shapes)
+            for axis, size in enumerate(shape[batch:])
+        },
+    )
+
+
+def triangular_solve(interp: Interpreter, eqn: core.JaxprEqn, matrix: ArrayAxes, known: ArrayAxes) -> list[ArrayAxes]:
+    """Elementwise over the columns of the known side, or over its rows if it is on the left: each is solved alone."""
+    batch = range(len(matrix) - 2)
+    interp.freeze(matrix[-2:])
+    ordered, free = (-2, -1) if eqn.params["left_side"] else (-1, -2)
+    interp.freeze([known[ordered]])
+    order = {ordered: "ordered", free: "free"}
+    labels = [*batch, order[-2], order[-1]]
+    return interp.relate([(matrix, [*batch, "row", "column"]), (known, labels)], [labels])
+
+
+def linear_solve(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
+    """The results of the inner function that solves."""
+    lengths = eqn.params["const_lengths"]
+    _, consts, _, known = split_list(operands, lengths.matvec + lengths.vecmat, lengths.solve, lengths.transpose_solve)
+    return interp.interpret(*_open(eqn.params["jaxprs"].solve), [*consts, *known])
+
+
+def shard_map(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
+    """The results of the inner jaxpr, in which the axes that devices share out are frozen."""
+    reason, jaxpr = interp.reason, eqn.params["jaxpr"]
+
+    def convert(axes: ArrayAxes, spec: Iterable[Any], shape: Sequence[int]) -> ArrayAxes:
+        """Replaces the axes that are shared out by frozen ones of the size that they have on the other side."""
+        shared = [axis for axis, names in enumerate(spec) if names is not None and names != ()]
+        interp.freeze(axes[axis] for axis in shared)
+        return tuple(Axis(shape[i], reason) if i in shared else axis for i, axis in enumerate(axes))
+
+    inner = zip(operands, eqn.params["in_specs"], jaxpr.invars, strict=True)
+    results = interp.interpret(jaxpr, (), [convert(axes, spec, _shape(var)) for axes, spec, var in inner])
+    outer = zip(results, eqn.params["out_specs"], eqn.outvars, strict=True)
+    return [convert(axes, spec, _shape(var)) for axes, spec, var in outer]
+
+
+def collective(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
+    """Elementwise: combines or exchanges what devices have at the same position."""
+    if any(isinstance(axis, int) for axis in eqn.params.get("axes", ())):
+        return freeze_everything(interp, eqn, *operands)
+    return [tuple(operand) for operand in operands]  # what was known of them is not known any more
+
+
+def ragged_dot(
+    interp: Interpreter, eqn: core.JaxprEqn, rows: ArrayAxes, matrices: ArrayAxes, sizes: ArrayAxes
+) -> list[ArrayAxes]:
+    """A product of each group of rows with a matrix of its own; the order of rows and of groups matters."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (contracted, batch), (ragged,) = numbers.dot_dimension_numbers, numbers.lhs_ragged_dimensions
+    groups = list(numbers.rhs_group_dimensions)
+    if len(groups) != 1 or ragged in contracted[0] or any(batch):
+        return freeze_everything(interp, eqn, rows, matrices, sizes)
+    interp.freeze([rows[ragged], matrices[groups[0]], *sizes])
+    shared = [{axis: ("contracted", i) for i, axis in enumerate(side)} for side in contracted]
+    left = [shared[0].get(axis, ("left", axis)) for axis in range(len(rows))]
+    right = [shared[1].get(axis, ("right", axis)) for axis in range(len(matrices))]
+    kept = [label for label in left if label[0] == "left"]
+    kept += [label for axis, label in enumerate(right) if label[0] == "right" and axis not in groups]
+    return interp.relate([(rows, left), (matrices, right)], [kept])
 
 
 def reduce_window(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
-    """Pooling: elementwise over the axes along which the window has one entry, without padding or stride."""
+    """Pooling: elementwise over the axes along which the window has one entry, without padding or stride.
+
+    Where windows tile an axis, it is a product of windows, in any order, with what is inside them, also in any order.
+    """
     p = eqn.params
     sizes = zip(p["window_dimensions"], p["window_strides"], p["base_dilation"], p["window_dilation"], strict=True)
-    pooled = [axis for axis, (n, pad) in enumerate(zip(sizes, p["padding"], strict=True)) if {*n} != {1} or any(pad)]
-    return positional(interp, eqn, [operand for operand in operands if operand], pooled)
+    pooled = {axis: n for axis, (n, pad) in enumerate(zip(sizes, p["padding"], strict=True)) if {*n} != {1} or any(pad)}
+    shape, arrays = _shape(eqn.invars[0]), [operand for operand in operands if operand]
+    for axis, (window, stride, *dilation) in pooled.items():
+        tiles = window == stride and dilation == [1, 1] and not any(p["padding"][axis]) and shape[axis] % window == 0
+        if not tiles or eqn.primitive.name == "reduce_window" or len(arrays) > 1:
+            return positional(interp, eqn, arrays, pooled)
+    (operand,) = arrays
+    for axis, (window, *_) in pooled.items():
+        windows, _ = interp.split(operand[axis], (shape[axis] // window, window), split_product)
+        (operand,) = _replace_axis(interp, operand, axis, [windows])
+    return [operand]
 
 
 def dynamic_slice(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes, *starts: ArrayAxes) -> list[ArrayAxes]:
-    return positional(interp, eqn, [operand], _resized_axes(eqn.invars[0], eqn.outvars[0]))
+    """A segment of its axis if it is known where it starts; else it is frozen."""
+    resized = _resized_axes(eqn.invars[0], eqn.outvars[0])
+    if not all(isinstance(starts[axis], Known) for axis in resized):
+        return positional(interp, eqn, [operand], resized)
+    for axis in resized:
+        size, length = _shape(eqn.invars[0])[axis], _shape(eqn.outvars[0])[axis]
+        start = min(max(0, int(known_value(starts[axis]))), size - length)
+        part = _split_segments(interp, operand[axis], [start, length, size - start - length])[1]
+        (operand,) = _replace_axis(interp, operand, axis, [part])
+    return [operand]
 
 
 def dynamic_update_slice(
     interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes, update: ArrayAxes, *starts: ArrayAxes
 ) -> list[ArrayAxes]:
-    return positional(interp, eqn, [operand, update], _resized_axes(*eqn.invars[:2]))
+    """Replaces a segment of an axis if it is known where it starts; else the axis is frozen."""
+    shape, update_shape = (_shape(atom) for atom in eqn.invars[:2])
+    resized = _resized_axes(*eqn.invars[:2])
+    if not all(isinstance(starts[axis], Known) for axis in resized):
+        return positional(interp, eqn, [operand, update], resized)
+    bounds = {axis: shape[axis] - update_shape[axis] for axis in resized}
+    first = {axis: min(max(0, int(known_value(starts[axis]))), last) for axis, last in bounds.items()}
+    return _update_segments(
+        interp, shape, operand, update, {axis: (n, update_shape[axis]) for axis, n in first.items()}
+    )
+
+
+def _update_segments(
+    interp: Interpreter,
+    shape: Sequence[int],
+    operand: ArrayAxes,
+    update: ArrayAxes,
+    segments: dict[int, tuple[int, int]],
+) -> list[ArrayAxes]:
+    """An array, of which a segment of each of some axes (its start and size) is replaced or changed by an update."""
+    updated: dict[Hashable, Axis | None] = {}
+    for axis, (start, size) in segments.items():
+        sizes = [start, size, shape[axis] - start - size]
+        parts = [part or Axis(n) for part, n in zip(_split_segments(interp, operand[axis], sizes), sizes, strict=True)]
+        if (new := update[axis]) is not None:
+            unite(parts[1], new, interp.reason)
+        updated["result", axis] = concatenation([part for part in parts if part.size])
+
+    def labels(array: str) -> Labels:
+        return [(array, axis) if axis in segments else axis for axis in range(len(shape))]
+
+    return interp.relate([(operand, labels("operand")), (update, labels("update"))], [labels("result")], updated)
 
 
 def broadcast(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes, *sizes: ArrayAxes) -> list[ArrayAxes]:
@@ -129,8 +308,8 @@ def squeeze(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list
 
 
 def reshape(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes, *sizes: ArrayAxes) -> list[ArrayAxes]:
-    """Joins the axes of each group and splits the product into new axes."""
-    if eqn.params["dimensions"] is not None or 0 in _shape(eqn.invars[0]):
+    """Joins the axes of each group and splits the product into new axes, perhaps after a transpose."""
+    if 0 in _shape(eqn.invars[0]):
         return freeze_everything(interp, eqn, operand)
     return [_reshape(interp, defer_reshape(eqn, operand))]
 
@@ -218,8 +397,41 @@ def split(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes | Deferred
     return _replace_axis(interp, operand, axis, _split_segments(interp, operand[axis], sizes))
 
 
+def stack(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
+    """A new axis in which the operands are segments of one entry each: none of them can move."""
+    new, rank = eqn.params["axis"], len(operands[0])
+    labels: list[Hashable] = list(range(rank))
+    axis = concatenation([Axis(1, interp.reason) for _ in operands])
+    return interp.relate(
+        [(operand, labels) for operand in operands], [[*labels[:new], "new", *labels[new:]]], {"new": axis}
+    )
+
+
+def unstack(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes | DeferredReshape) -> list[ArrayAxes]:
+    """Segments of one entry each, without their axis."""
+    axis, count = eqn.params["axis"], len(eqn.outvars)
+    if isinstance(operand, DeferredReshape):
+        entries = [_reshape(interp, operand, axis, i, 1) for i in range(count)]
+    else:
+        interp.freeze([operand[axis]])
+        entries = _replace_axis(interp, operand, axis, [None] * count)
+    return [entry[:axis] + entry[axis + 1 :] for entry in entries]
+
+
+def tile(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
+    """Each axis becomes the product of its copies, which are all equal, with itself."""
+    for axis, (size, count) in enumerate(zip(_shape(eqn.invars[0]), eqn.params["reps"], strict=True)):
+        if count != 1 and operand[axis] is not None:
+            (operand,) = _replace_axis(interp, operand, axis, [interp.join([None, operand[axis]], (count, size))])
+    return [operand]
+
+
 def slice_(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes | DeferredReshape) -> list[ArrayAxes]:
-    """A slice without gaps is a segment of its axis; one with a stride is frozen."""
+    """A slice without gaps is a segment of its axis.
+
+    Every third entry of an axis is an entry of each block of three: the blocks may be in any order, what is inside
+    them may not. Other slices with gaps are frozen.
+    """
     p, shape = eqn.params, _shape(eqn.invars[0])
     if isinstance(operand, DeferredReshape):
         sliced = sliced_axis(eqn)
@@ -233,6 +445,9 @@ def slice_(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes | Deferre
             continue
         if stride == 1:
             part = _split_segments(interp, operand[axis], [start, stop - start, size - stop])[1]
+        elif size % stride == 0 and start < stride and len(range(start, stop, stride)) == size // stride:
+            part, inside = interp.split(operand[axis], (size // stride, stride), split_product)
+            interp.freeze([inside])
         else:
             interp.freeze([operand[axis]])
             part = None if operand[axis] is None else Axis(len(range(start, stop, stride)), interp.reason)
@@ -275,13 +490,32 @@ def _replace_axis(
     return interp.relate([(operand, labels("old"))], [labels(label) for label in new], new)
 
 
-def gather(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes, indices: ArrayAxes) -> list[ArrayAxes]:
-    """Elementwise over the axes that every slice covers; the others, whose positions are looked up, are frozen."""
+def gather(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes, indices: ArrayAxes) -> list[ArrayAxes] | None:
+    """Elementwise over the axes that every slice covers; the others, whose positions are looked up, are frozen.
+
+    But an axis along which the indices are positions is that axis, and the axes of a diagonal are one.
+    """
     dims, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     shape, rank = _shape(eqn.invars[0]), len(_shape(eqn.outvars[0]))
+    looked_up = dims.collapsed_slice_dims
+    if isinstance(indices, Known) and len(indices) == 2 and tuple(dims.start_index_map) == tuple(looked_up):
+        positions = np.arange(len(indices.value)).reshape(-1, 1)
+        square = {shape[axis] for axis in looked_up} == {len(positions)} and not dims.operand_batching_dims
+        if square and np.array_equal(indices.value, np.broadcast_to(positions, indices.value.shape)):
+            others = iter(_other_axes(len(shape), looked_up))
+            return interp.relate(
+                [(operand, ["diagonal" if axis in looked_up else axis for axis in range(len(shape))])],
+                [[next(others) if axis in dims.offset_dims else "diagonal" for axis in range(rank)]],
+            )
     collapsed, batched = dims.collapsed_slice_dims, [*dims.operand_batching_dims]
     indexed = [a for a, n in enumerate(shape) if a not in batched and (a in collapsed or sizes[a] != n)]
-    interp.freeze(operand[axis] for axis in indexed)
+    if isinstance(indices, Positions):
+        if indices.shifted or indexed != [*dims.start_index_map] or shape[indexed[0]] != indices.along.size:
+            return None
+        if (along := operand[indexed[0]]) is not None:
+            unite(along, indices.along, interp.reason)
+    else:
+        interp.freeze(operand[axis] for axis in indexed)
     interp.freeze(indices[-1:])
     labels: dict[int, Hashable] = {axis: ("operand", axis) for axis in indexed}
     labels |= {a: ("index", i) for a, i in zip(batched, dims.start_indices_batching_dims, strict=True)}
@@ -302,9 +536,21 @@ def gather(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes, indices:
 def scatter(
     interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes, indices: ArrayAxes, updates: ArrayAxes
 ) -> list[ArrayAxes]:
-    """Elementwise over the axes that every update covers; all others are frozen."""
+    """Elementwise over the axes that every update covers; all others are frozen.
+
+    A single window in a known place is a segment of each axis that it does not cover.
+    """
     dims = eqn.params["dimension_numbers"]
     shape, update_shape = _shape(eqn.invars[0]), _shape(eqn.invars[2])
+    if isinstance(indices, Known) and len(indices) == 1 and len(updates) == len(dims.update_window_dims):
+        window = [axis for axis in range(len(shape)) if axis not in dims.inserted_window_dims]
+        update = dict(zip(window, updates, strict=True))
+        sizes = dict.fromkeys(range(len(shape)), 1) | dict(zip(window, update_shape, strict=True))
+        starts = dict(zip(dims.scatter_dims_to_operand_dims, known_value(indices).tolist(), strict=True))
+        segments = {axis: (starts.get(axis, 0), sizes[axis]) for axis in sizes if sizes[axis] != shape[axis]}
+        if all(0 <= start <= shape[axis] - size for axis, (start, size) in segments.items()):
+            aligned = tuple(update.get(axis) for axis in range(len(shape)))
+            return _update_segments(interp, shape, operand, aligned, segments)
     no_window = {*dims.inserted_window_dims, *dims.operand_batching_dims}
     windowed = [axis for axis in range(len(shape)) if axis not in no_window]
     windows = zip(windowed, dims.update_window_dims, strict=True)
@@ -329,7 +575,7 @@ def scatter(
 
 def call(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
     """The results of the inner jaxpr of jit, remat or custom derivatives."""
-    return interp.interpret(*inner_jaxpr(eqn), operands)
+    return interp.interpret_call(*inner_jaxpr(eqn), operands)
 
 
 def inner_jaxpr(eqn: core.JaxprEqn) -> tuple[core.Jaxpr, Sequence[Any]]:
@@ -340,6 +586,58 @@ def inner_jaxpr(eqn: core.JaxprEqn) -> tuple[core.Jaxpr, Sequence[Any]]:
 def _open(jaxpr: Any) -> tuple[core.Jaxpr, Sequence[Any]]:
     """A jaxpr, closed or not, and its constants."""
     return (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, core.ClosedJaxpr) else (jaxpr, ())
+
+
+def same_positions(
+    interp: Interpreter, eqn: core.JaxprEqn, operand: Positions, *rest: ArrayAxes
+) -> list[ArrayAxes] | None:
+    """The same positions in another shape or integer type."""
+    if not np.issubdtype(eqn.outvars[0].aval.dtype, np.integer):  # type: ignore[attr-defined]
+        return None
+    (axes,) = RULES[eqn.primitive.name](interp, eqn, tuple(operand), *rest) or ()
+    return [positions(axes, operand.along, operand.reason, operand.shifted)]
+
+
+def is_negative(interp: Interpreter, eqn: core.JaxprEqn, operand: Any, bound: Any) -> list[ArrayAxes] | None:
+    """No position is."""
+    if not isinstance(bound, Known) or bound.value.any():
+        return None
+    axes = Known([None] * len(_shape(eqn.outvars[0])))
+    axes.value = np.broadcast_to(False, _shape(eqn.outvars[0]))
+    return [axes]
+
+
+def shift(interp: Interpreter, eqn: core.JaxprEqn, operand: Any, by: Any) -> list[ArrayAxes] | None:
+    """Positions counted from the end: no use of them is known."""
+    if not isinstance(by, Known) or not isinstance(operand, Positions):
+        return None
+    (axes,) = elementwise(interp, eqn, tuple(operand), tuple(by))
+    return [positions(axes, operand.along, operand.reason, shifted=True)]
+
+
+def choose_positions(interp: Interpreter, eqn: core.JaxprEqn, which: Any, *cases: Any) -> list[ArrayAxes] | None:
+    """One of the cases, if it is known which."""
+    if not isinstance(which, Known) or (which.value != which.value.ravel()[:1]).any():
+        return None
+    return [cases[int(which.value.ravel()[0])]]
+
+
+def compare_positions(interp: Interpreter, eqn: core.JaxprEqn, left: Any, right: Any) -> list[ArrayAxes] | None:
+    """If they are compared with all positions of their axis, along an axis of its own, that is the axis."""
+    found, known = (left, right) if isinstance(left, Positions) else (right, left)
+    varying = [axis for axis, one in enumerate(known) if one is not None]
+    if not isinstance(known, Known) or isinstance(found, Known) or found.shifted or len(varying) != 1:
+        return None
+    (axis,) = varying
+    if found[axis] is not None or not _counts(known.value, axis) or known.value.shape[axis] != found.along.size:
+        return None
+    all_positions = tuple(found.along if i == axis else None for i in range(len(known)))
+    return elementwise(interp, eqn, tuple(found), all_positions)
+
+
+def _counts(values: np.ndarray, axis: int) -> bool:
+    """Whether an array has the numbers 0, 1, 2, … along an axis."""
+    return bool(np.all(np.moveaxis(values, axis, -1) == np.arange(values.shape[axis])))
 
 
 def cond(interp: Interpreter, eqn: core.JaxprEqn, which: ArrayAxes, *operands: ArrayAxes) -> list[ArrayAxes]:
@@ -390,6 +688,7 @@ def _loop_carry(
     def varying(arrays: list[ArrayAxes]) -> list[list[bool]]:
         return [[axis is not None for axis in axes] for axes in arrays]
 
+    carry = [tuple(axes) for axes in carry]  # what is known of it is known before the first step only
     while True:
         united = [_unite_arrays(interp, pair) for pair in zip(carry, body(carry), strict=True)]
         if varying(united) == varying(carry):
@@ -432,8 +731,8 @@ RULES: dict[str, Rule] = {
         """
         abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil
         clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf
-        erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag integer_pow is_finite le le_to
-        lgamma log log1p logistic lt lt_to max min mul name ne neg nextafter not or polygamma
+        erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite
+        le le_to lgamma log log1p logistic lt lt_to max min mul mulhi name ne neg nextafter not or polygamma
         population_count pow real reduce_precision regularized_incomplete_beta rem round rsqrt
         select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin
         sinh sqrt square stop_gradient sub tan tanh xor zeta
@@ -445,8 +744,10 @@ RULES: dict[str, Rule] = {
     **_rules(arg_reduction, "argmax argmin"),
     **_rules(cumulative, "cumsum cumprod cummax cummin cumlogsumexp"),
     **_rules(reduce_window, "reduce_window reduce_window_sum reduce_window_max reduce_window_min"),
-    **_rules(scatter, "scatter scatter-add scatter-mul scatter-min scatter-max"),
-    **_rules(pass_through, "optimization_barrier device_put"),
+    **_rules(scatter, "scatter scatter-add scatter-mul scatter-min scatter-max scatter-sub"),
+    **_rules(pass_through, "optimization_barrier device_put reshard layout_constraint"),
+    **_rules(collective, "psum psum_invariant pmax pmin pvary pbroadcast ppermute"),
+    **_rules(factorisation, "cholesky eig eigh hessenberg householder_product lu qr schur svd tridiagonal"),
     "bitcast_convert_type": bitcast,
     "broadcast_in_dim": broadcast,
     "concatenate": concatenate,
@@ -454,18 +755,41 @@ RULES: dict[str, Rule] = {
     "conv_general_dilated": convolution,
     "dot_general": dot_general,
     "dynamic_slice": dynamic_slice,
+    "custom_linear_solve": linear_solve,
     "dynamic_update_slice": dynamic_update_slice,
+    "fft": fft,
     "gather": gather,
     "iota": iota,
     "pad": pad,
+    "ragged_dot_general": ragged_dot,
+    "reduce": general_reduction,
     "reshape": reshape,
     "rev": reverse,
     "scan": scan,
+    "shard_map": shard_map,
     "slice": slice_,
     "sort": sort,
     "split": split,
     "squeeze": squeeze,
+    "stack": stack,
+    "tile": tile,
     "top_k": top_k,
     "transpose": transpose,
+    "triangular_solve": triangular_solve,
+    "unstack": unstack,
     "while": while_,
 }
+
+POSITION_RULES: dict[str, Rule] = {
+    **_rules(call, "jit pjit closed_call core_call remat2 checkpoint composite"),
+    **_rules(call, "custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr"),
+    **_rules(
+        same_positions, "broadcast_in_dim convert_element_type copy reshape slice squeeze stop_gradient transpose"
+    ),
+    "add": shift,
+    "eq": compare_positions,
+    "gather": gather,
+    "lt": is_negative,
+    "select_n": choose_positions,
+}
+"""For primitives with an operand that is positions along an axis; for all others these are plain numbers."""

@@ -250,8 +250,7 @@ def test_the_table_shows_permutations_and_what_is_frozen():
         "frozen by                          axes",
         "conv_general_dilated in VGG/conv0  params/conv0/kernel[0,1]",
         "input 0                            params/conv0/kernel[2]",
-        "conv_general_dilated in VGG/conv1  params/conv1/kernel[0,1]",
-        "reduce_window_max in VGG           params/dense/kernel[0]",
+        "conv_general_dilated in VGG/conv1  params/conv1/kernel[0,1] params/dense/kernel[0]",
         "the output                         params/head/bias[0] params/head/kernel[1]",
     ]
 

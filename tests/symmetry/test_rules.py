@@ -1,0 +1,196 @@
+"""Rules keep as much freedom as a person would count, and permuted parameters compute the same."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from zoo import Shape, random_arrays
+
+from mcomb import check_spec, permutation_spec
+
+ROWS, FEATURES, UNITS = 4, 5, 6
+
+
+class Program(NamedTuple):
+    """A function of parameters of these shapes and of an input, and the shapes of its permutations' index arrays."""
+
+    fn: Callable[..., Any]
+    shapes: dict[str, tuple[int, ...]]
+    free: list[tuple[int, ...]]
+    input: tuple[int, ...] = (ROWS, FEATURES)
+
+
+def layer(middle, free, **shapes):
+    """A layer of tanh units, something that is done with them, and a dense layer."""
+
+    def fn(params, x):
+        return middle(jnp.tanh(x @ params["up"]), params) @ params["down"]
+
+    return Program(fn, {"up": (FEATURES, UNITS), "down": (UNITS, 2)} | shapes, free)
+
+
+def pooled(pool, free):
+    """A layer of tanh units, of which something is computed."""
+    return Program(lambda p, x: pool(jnp.tanh(x @ p["up"])), {"up": (FEATURES, UNITS)}, free)
+
+
+def rotate_pairs(h, params):
+    even, odd = h[:, ::2], h[:, 1::2]
+    return jnp.stack([even - odd, even * odd], -1).reshape(h.shape)
+
+
+def attend(qkv):
+    q, k, v = qkv
+    return jax.nn.softmax(q @ k.T, axis=-1) @ v
+
+
+def fused(params, x):
+    return attend(jnp.unstack((x @ params["qkv"]).reshape(ROWS, 3, UNITS), axis=1)) @ params["down"]
+
+
+def class_token(params, x):
+    tokens = jnp.tanh(x.reshape(ROWS, FEATURES, 1) @ params["up"])
+    return jnp.concatenate([jnp.tile(params["class"], (ROWS, 1, 1)), tokens], 1).max(1) @ params["down"]
+
+
+def ensemble(params, x):
+    """A convolution mapped over its kernels."""
+    return jax.vmap(lambda kernel: jax.nn.relu(jax.lax.conv(x, kernel, (1, 1), "SAME")).sum((1, 2, 3)))(params["k"])
+
+
+def solve(params, x):
+    return jnp.linalg.solve(x.T @ x + jnp.eye(FEATURES), jnp.tanh(x.T @ params["up"])) @ params["down"]
+
+
+def sharded(params, x):
+    def inner(params, x):
+        return jax.lax.psum((jnp.tanh(x @ params["up"]) @ params["down"]).sum(0), "device")
+
+    mesh = Mesh(np.array(jax.devices()[:2]), "device")
+    return jax.shard_map(inner, mesh=mesh, in_specs=(P(), P("device")), out_specs=P())(params, x)
+
+
+def choose(params, x):
+    return jax.lax.top_k(jax.nn.softmax(x @ params["router"]), 2)
+
+
+def experts_by_one_hot(params, x):
+    weight, index = choose(params, x)
+    weights = jnp.einsum("bk,bke->be", weight, jax.nn.one_hot(index, 3))
+    hidden = jnp.tanh(jnp.einsum("bi,eih->beh", x, params["in"]))
+    return jnp.einsum("be,beh,eho->bo", weights, hidden, params["out"])
+
+
+def experts_by_gather(params, x):
+    weight, index = choose(params, x)
+    hidden = jnp.tanh(jnp.einsum("bi,bkih->bkh", x, params["in"][index]))
+    return jnp.einsum("bk,bkh,bkho->bo", weight, hidden, jnp.take(params["out"], index, axis=0))
+
+
+def switch(params, x):
+    gates = jax.nn.softmax(x @ params["router"])
+    index = gates.argmax(-1)
+    gate = jnp.take_along_axis(gates, index.reshape(-1, 1), -1)
+    return gate * jnp.einsum("bi,bih->bh", x, params["in"][index]) @ params["last"]
+
+
+def best_two(params, x):
+    index = jnp.argsort(-(x @ params["router"]), axis=-1)[:, :2]
+    return jnp.einsum("bi,bkih->bh", x, params["in"][index]) @ params["last"]
+
+
+def code_book(params, x):
+    z = x @ params["in"]
+    distances = jnp.square(z.reshape(ROWS, 1, UNITS) - params["codes"].reshape(1, 7, UNITS)).sum(-1)
+    return params["codes"][distances.argmin(-1)] @ params["out"]
+
+
+EXPERTS = {"router": (FEATURES, 3), "in": (3, FEATURES, UNITS), "out": (3, UNITS, 2)}
+ONE_OUTPUT = {"router": (FEATURES, 3), "in": (3, FEATURES, UNITS), "last": (UNITS, 2)}
+WHOLE = [(UNITS,)]
+
+PROGRAMS = {
+    "median": pooled(lambda h: jnp.median(h, -1), WHOLE),
+    "quantile": pooled(lambda h: jnp.quantile(h, jnp.array([0.2, 0.7]), axis=-1), WHOLE),
+    "sort by two keys": pooled(lambda h: jax.lax.sort((h.round(), h), num_keys=2)[1].cumsum(1), WHOLE),
+    "the largest two": pooled(lambda h: jax.lax.top_k(h, 2)[0], WHOLE),
+    "trace": pooled(lambda h: jnp.trace(h.T @ h), WHOLE),
+    "diagonal": pooled(lambda h: jnp.diagonal(h.T @ jnp.sin(h)).prod(), WHOLE),
+    "maximum of each window": pooled(
+        lambda h: jax.lax.reduce_window(h, -jnp.inf, jax.lax.max, (1, 3), (1, 3), "VALID").sum(-1), [(2,), (2, 3)]
+    ),
+    "plus the identity": layer(lambda h, p: h @ (p["w"] + jnp.eye(UNITS)), WHOLE, w=(UNITS, UNITS)),
+    "diagonal matrix": layer(lambda h, p: h @ jnp.diag(p["w"]), WHOLE, w=(UNITS,)),
+    "interleaved pairs": layer(rotate_pairs, [(3,)]),
+    "select": layer(lambda h, p: jnp.select([h > 0, h < -0.5], [h, 2 * h], 0.0), WHOLE),
+    "the first two set": layer(lambda h, p: h.at[:, :2].set(0.0), [(2,), (4,)]),
+    "the middle added to": layer(lambda h, p: h.at[:, 2:4].add(h[:, :2]), [(2,), (2,)]),
+    "updated slice": layer(lambda h, p: jax.lax.dynamic_update_slice(h, h[:, :2], (0, 4)), [(2,), (2,)]),
+    "slice in a known place": layer(
+        lambda h, p: jnp.concatenate([h, jax.lax.dynamic_slice_in_dim(h, 4, 2, 1)], 1), [(2,), (4,)], down=(8, 2)
+    ),
+    "written into zeros": Program(
+        lambda p, x: jnp.zeros((ROWS, 9)).at[:, 2:8].set(jnp.tanh(x @ p["up"])) @ p["down"],
+        {"up": (FEATURES, UNITS), "down": (9, 2)},
+        [(2,), (UNITS,)],
+    ),
+    "stacked": Program(
+        lambda p, x: jnp.stack([jnp.tanh(x @ p["one"]), x @ p["two"]], 1).max(1) @ p["down"],
+        {"one": (FEATURES, UNITS), "two": (FEATURES, UNITS), "down": (UNITS, 2)},
+        WHOLE,
+    ),
+    "query, key and value unstacked": Program(fused, {"qkv": (FEATURES, 18), "down": (UNITS, 2)}, WHOLE * 2),
+    "class token": Program(class_token, {"class": (1, 1, UNITS), "up": (1, UNITS), "down": (UNITS, 2)}, WHOLE),
+    "ensemble of convolutions": Program(ensemble, {"k": (3, UNITS, 2, 3, 3)}, [(3, UNITS)], (ROWS, 2, 4, 4)),
+    "Fourier transform of another axis": Program(
+        lambda p, x: jnp.abs(jnp.fft.fft(jnp.einsum("bt,h->bth", x, p["up"]), axis=1)).sum(1) @ p["down"],
+        {"up": (UNITS,), "down": (UNITS, 2)},
+        WHOLE,
+    ),
+    "linear equations": Program(solve, {"up": (ROWS, UNITS), "down": (UNITS, 2)}, WHOLE),
+    "determinants of a batch": pooled(
+        lambda h: jnp.linalg.det(jnp.einsum("bi,bj->jbi", x := h[:3, :3], h[:3]) + jnp.eye(3)).prod() + x.sum(),
+        [(3,)],
+    ),
+    "shards": Program(sharded, {"up": (FEATURES, UNITS), "down": (UNITS, 2)}, WHOLE),
+    "experts by one-hot vectors": Program(experts_by_one_hot, EXPERTS, [(3,), (3, UNITS)]),
+    "experts by gather": Program(experts_by_gather, EXPERTS, [(3,), (UNITS,)]),
+    "the best expert": Program(switch, ONE_OUTPUT, [(3,), (UNITS,)]),
+    "experts by argsort": Program(best_two, ONE_OUTPUT, [(3,), (UNITS,)]),
+    "code book": Program(code_book, {"in": (FEATURES, UNITS), "codes": (7, UNITS), "out": (UNITS, 2)}, [(6,), (7,)]),
+    "positions as numbers": pooled(lambda h: h.argmax(-1) + 1.0, []),
+    "positions as the result": pooled(lambda h: jax.lax.top_k(h, 2)[1], []),
+    "positions as the result of a loop": pooled(
+        lambda h: jax.lax.scan(lambda c, _: (c + 1, jnp.argmax(h * c, -1)), 1.0, length=2)[1], []
+    ),
+    "positions of another axis": pooled(
+        lambda h: jax.nn.one_hot(h.argmax(-1), UNITS + 1) @ jnp.arange(UNITS + 1.0), []
+    ),
+    "positions that are shifted": pooled(lambda h: jnp.take(h, h.argmax(-1) + 1, -1).sum(), []),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_has_the_freedom_that_a_person_counts_and_computes_the_same_when_it_is_used(name):
+    program = PROGRAMS[name]
+    params = {name: Shape(shape, jnp.float32) for name, shape in program.shapes.items()}
+    x = Shape(program.input, jnp.float32)
+    with jax.numpy_rank_promotion("allow"):
+        spec = permutation_spec(program.fn, params, x)
+        assert sorted(spec.shape(name) for name in spec.sizes) == sorted(program.free), str(spec)
+        check_spec(program.fn, random_arrays(params), spec, random_arrays(x), draws=3)
+
+
+def test_what_sorting_freezes_is_blamed_on_it():
+    def fn(params, x):
+        return jnp.sort(x @ params["up"], axis=-1) * 2 @ params["down"]
+
+    params = {"up": Shape((FEATURES, UNITS), jnp.float32), "down": Shape((UNITS, 2), jnp.float32)}
+    spec = permutation_spec(fn, params, Shape((ROWS, FEATURES), jnp.float32))
+    assert spec.axes == {"up": (None, "up"), "down": (None, None)}
+    assert {frozen.reason.split()[0] for frozen in spec.frozen if frozen.leaf == "down"} == {"sort", "the"}
