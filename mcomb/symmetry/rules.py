@@ -33,6 +33,8 @@ T = TypeVar("T")
 
 def freeze_everything(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
     """The rule of an unknown primitive, which may depend on the order of everything."""
+    if why := FROZEN_ON_PURPOSE.get(eqn.primitive.name):
+        interp.reason = interp.reason.replace(eqn.primitive.name, f"{eqn.primitive.name} ({why})", 1)
     for operand in operands:
         interp.freeze(operand)
     interp.record((operand, [(i, axis) for axis in range(len(operand))]) for i, operand in enumerate(operands))
@@ -721,12 +723,12 @@ def _resized_axes(a: Any, b: Any) -> list[int]:
     return [axis for axis, (n, m) in enumerate(zip(_shape(a), _shape(b), strict=True)) if n != m]
 
 
-def _rules(rule: Rule, names: str) -> dict[str, Rule]:
-    return dict.fromkeys(names.split(), rule)
+def _for_all(value: T, names: str) -> dict[str, T]:
+    return dict.fromkeys(names.split(), value)
 
 
 RULES: dict[str, Rule] = {
-    **_rules(
+    **_for_all(
         elementwise,
         """
         abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil
@@ -738,16 +740,16 @@ RULES: dict[str, Rule] = {
         sinh sqrt square stop_gradient sub tan tanh xor zeta
         """,
     ),
-    **_rules(call, "jit pjit closed_call core_call remat2 checkpoint composite"),
-    **_rules(call, "custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr"),
-    **_rules(reduction, "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor"),
-    **_rules(arg_reduction, "argmax argmin"),
-    **_rules(cumulative, "cumsum cumprod cummax cummin cumlogsumexp"),
-    **_rules(reduce_window, "reduce_window reduce_window_sum reduce_window_max reduce_window_min"),
-    **_rules(scatter, "scatter scatter-add scatter-mul scatter-min scatter-max scatter-sub"),
-    **_rules(pass_through, "optimization_barrier device_put reshard layout_constraint"),
-    **_rules(collective, "psum psum_invariant pmax pmin pvary pbroadcast ppermute"),
-    **_rules(factorisation, "cholesky eig eigh hessenberg householder_product lu qr schur svd tridiagonal"),
+    **_for_all(call, "jit pjit closed_call core_call remat2 checkpoint composite"),
+    **_for_all(call, "custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr custom_vmap_call"),
+    **_for_all(reduction, "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor"),
+    **_for_all(arg_reduction, "argmax argmin"),
+    **_for_all(cumulative, "cumsum cumprod cummax cummin cumlogsumexp"),
+    **_for_all(reduce_window, "reduce_window reduce_window_sum reduce_window_max reduce_window_min"),
+    **_for_all(scatter, "scatter scatter-add scatter-mul scatter-min scatter-max scatter-sub"),
+    **_for_all(pass_through, "optimization_barrier device_put reshard layout_constraint"),
+    **_for_all(collective, "psum psum_invariant pmax pmin pvary pbroadcast ppermute"),
+    **_for_all(factorisation, "cholesky eig eigh hessenberg householder_product lu qr schur svd tridiagonal"),
     "bitcast_convert_type": bitcast,
     "broadcast_in_dim": broadcast,
     "concatenate": concatenate,
@@ -781,9 +783,9 @@ RULES: dict[str, Rule] = {
 }
 
 POSITION_RULES: dict[str, Rule] = {
-    **_rules(call, "jit pjit closed_call core_call remat2 checkpoint composite"),
-    **_rules(call, "custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr"),
-    **_rules(
+    **_for_all(call, "jit pjit closed_call core_call remat2 checkpoint composite"),
+    **_for_all(call, "custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr"),
+    **_for_all(
         same_positions, "broadcast_in_dim convert_element_type copy reshape slice squeeze stop_gradient transpose"
     ),
     "add": shift,
@@ -793,3 +795,29 @@ POSITION_RULES: dict[str, Rule] = {
     "select_n": choose_positions,
 }
 """For primitives with an operand that is positions along an axis; for all others these are plain numbers."""
+
+FROZEN_ON_PURPOSE: dict[str, str] = {
+    **_for_all(
+        "random numbers differ from position to position",
+        """
+        iota_2x32_shape philox2x32 philox4x32 random_bits random_clone random_fold_in random_gamma random_seed
+        random_split random_unwrap random_wrap rng_bit_generator rng_uniform threefry2x32 threefry4x32
+        """,
+    ),
+    **_for_all(
+        "devices share the array out by position",
+        """
+        all_gather all_gather_invariant all_gather_reduced all_to_all axis_index precv psend ragged_all_to_all
+        reduce_scatter unreduced_reduce_scatter
+        """,
+    ),
+    **_for_all(
+        "an array that is written to is not followed",
+        "accum_grad_in_ref addupdate empty_ref free_ref freeze get new_ref run_state swap",
+    ),
+    **_for_all(
+        "what is not JAX cannot be looked into",
+        "call_exported custom_partitioning ffi_call io_callback pure_callback",
+    ),
+}
+"""Primitives without a rule that shall have none, and why."""

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numerics import EPS, assert_close, assert_equal, assert_never_falls, inner_product, inner_product_scale
-from programs import Program
 from scipy.optimize import linear_sum_assignment
 from zoo import spec_of
 
+from benchmarks.programs import Program
 from mcomb import Blocks, PermutationSpec, Segments, match_weights, permutation_spec
 from mcomb.base import UserError, named_leaves
 from mcomb.matching.core import inner_product as matching_inner_product

@@ -91,7 +91,7 @@ def test_operations_that_tell_units_apart_freeze_them_and_say_so(primitive):
     spec = permutation_spec(fn, params, FEATURES)
     assert spec.axes["up"] == (None, None)
     reasons = {frozen.reason for frozen in spec.frozen if (frozen.leaf, frozen.axis) == ("up", 1)}
-    assert {reason.split(" in ")[0] for reason in reasons} == {primitive}
+    assert {reason.split(" in ")[0].split(" (")[0] for reason in reasons} == {primitive}
 
 
 SIGNED = np.array([0.0, -0.0, 0.0, 0.0, 0.0, -0.0], np.float32).reshape(1, 1, 6)

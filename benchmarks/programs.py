@@ -1,11 +1,13 @@
 """Random small programs, for testing that no derived permutation ever changes a function."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 
 Params = dict[str, np.ndarray]
 SIZES = (2, 3, 4, 6)
@@ -20,9 +22,9 @@ class Program:
         self.shapes: dict[str, tuple[int, ...]] = {}
         jax.eval_shape(lambda x: self._run(None, x), self.input)
 
-    def params(self) -> Params:
+    def params(self, seed: int | None = None) -> Params:
         """Random parameters."""
-        rng = np.random.default_rng(self.seed)
+        rng = np.random.default_rng(self.seed if seed is None else seed)
         return {name: rng.standard_normal(shape, np.float32) for name, shape in self.shapes.items()}
 
     def __call__(self, params: Params, x: jax.Array) -> jax.Array:
@@ -194,6 +196,9 @@ def positional(rng, param, values):
         jnp.flip,
         lambda v, axis: jnp.roll(v, 1, axis),
         lambda v, axis: jnp.fft.fft(v, axis=axis).real,
+        jnp.cumprod,
+        jax.lax.cummax,
+        lambda v, axis: jnp.moveaxis(jnp.linalg.qr(jnp.moveaxis(v, axis, -1))[0], -1, axis),
     ]
     return operations[rng.integers(len(operations))](value, axis=axis)
 
@@ -311,10 +316,241 @@ def pool(rng, param, values):
     return jax.lax.reduce_window(value, -jnp.inf, jax.lax.max, window, [1] * value.ndim, "VALID")
 
 
-OPERATIONS: list[Operation] = [
+def stack(rng, param, values):
+    a, b = pick(rng, values), pick(rng, values)
+    if a.shape != b.shape or a.ndim > 3:
+        return None
+    stacked = jnp.stack([a, b], random_axis(rng, a))
+    return stacked if rng.random() < 0.5 else stacked.reshape(2, -1, stacked.shape[-1])
+
+
+def unstack(rng, param, values):
+    value = pick(rng, values)
+    if value.ndim < 3:
+        return None
+    first, *rest = jnp.unstack(value, axis=random_axis(rng, value))
+    return sum((jnp.sin(entry) for entry in rest), first)
+
+
+def unstack_fused(rng, param, values):
+    value = pick(rng, values)
+    width = random_size(rng)
+    fused = jnp.tensordot(value, param(value.shape[-1], 3 * width), 1).reshape(*value.shape[:-1], 3, width)
+    q, k, v = jnp.unstack(fused, axis=-2)
+    return q * jax.nn.sigmoid(k) if rng.random() < 0.5 else jnp.concatenate([q + k, v], -1)
+
+
+def tile(rng, param, values):
+    value = pick(rng, values)
+    axis = random_axis(rng, value)
+    return jnp.tile(value, [2 if i == axis else 1 for i in range(value.ndim)])
+
+
+def order_blind(rng, param, values):
+    value = pick(rng, values)
+    if value.ndim < 3:
+        return None
+    axis = random_axis(rng, value)
+    operations = [
+        lambda v: jnp.median(v, axis),
+        lambda v: jnp.quantile(v, 0.3, axis=axis),
+        lambda v: jax.lax.top_k(v, 1, axis=axis)[0],
+        lambda v: jnp.moveaxis(jnp.sort(v, axis), axis, -1),
+    ]
+    return operations[rng.integers(len(operations))](value)
+
+
+def route(rng, param, values):
+    """Experts or code words that are chosen by position: by one-hot vectors, or looked up."""
+    value = pick(rng, values)
+    experts, width = random_size(rng), random_size(rng)
+    scores = jnp.tensordot(value, param(value.shape[-1], experts), 1)
+    index = [
+        lambda s: s.argmax(-1),
+        lambda s: jax.lax.top_k(s, 2)[1][..., 0],
+        lambda s: jnp.argsort(s, axis=-1)[..., 1],
+    ][rng.integers(3)](scores)
+    table = param(experts, width)
+    if rng.random() < 0.5:
+        return jax.nn.one_hot(index, experts) @ table
+    looked_up = table[index] if rng.random() < 0.5 else jnp.take(table, index, axis=0)
+    return looked_up * jnp.take_along_axis(jax.nn.softmax(scores), index[..., None], -1)
+
+
+def identity_matrix(rng, param, values):
+    value = pick(rng, values)
+    size = value.shape[-1]
+    kernel = param(size, size)
+    if rng.random() < 0.3:
+        return value * jnp.trace(kernel)
+    if rng.random() < 0.5:
+        return value @ (kernel + jnp.eye(size))
+    return value @ jnp.diag(jnp.diagonal(kernel))
+
+
+def strided(rng, param, values):
+    value = pick(rng, values)
+    axis = random_axis(rng, value)
+    if value.shape[axis] % 2:
+        return None
+    even, odd = (jax.lax.slice_in_dim(value, start, None, 2, axis) for start in (0, 1))
+    return jnp.concatenate([even - odd, even * odd], axis) if rng.random() < 0.5 else even + jnp.cos(odd)
+
+
+def write(rng, param, values):
+    value = pick(rng, values)
+    width = value.shape[-1]
+    start = int(rng.integers(width))
+    operations = [
+        lambda v: v.at[..., start:].set(0.5),
+        lambda v: v.at[..., start:].multiply(2.0),
+        lambda v: jax.lax.dynamic_update_slice(v, v[..., : width - start], (0,) * (v.ndim - 1) + (start,)),
+        lambda v: jnp.zeros((*v.shape[:-1], width + 2)).at[..., 1 : width + 1].set(v),
+        lambda v: jax.lax.dynamic_slice_in_dim(v, start, width - start, v.ndim - 1),
+    ]
+    return operations[rng.integers(len(operations))](value)
+
+
+def pool_tiles(rng, param, values):
+    value = pick(rng, values)
+    axis = random_axis(rng, value)
+    if value.shape[axis] % 2:
+        return None
+    window = [2 if i == axis else 1 for i in range(value.ndim)]
+    reducer, start = ((jax.lax.max, -jnp.inf), (jax.lax.add, 0.0))[rng.integers(2)]
+    return jax.lax.reduce_window(value, start, reducer, window, window, "VALID")
+
+
+def linear_algebra(rng, param, values):
+    value = pick(rng, values)
+    if value.ndim != 3:
+        return None
+    gram = jnp.einsum("bsi,bti->bst", value, value) + 2 * jnp.eye(value.shape[1])
+    return jnp.linalg.solve(gram, value) if rng.random() < 0.5 else jnp.linalg.cholesky(gram)
+
+
+def generic_reduction(rng, param, values):
+    value = pick(rng, values)
+    if value.ndim < 3:
+        return None
+    return jax.lax.reduce(
+        value, np.float32(0).astype(value.dtype), lambda a, b: a + jnp.sin(b), (random_axis(rng, value),)
+    )
+
+
+def ensemble(rng, param, values):
+    """A convolution that is mapped over its kernels."""
+    value = pick(rng, values)
+    if value.ndim != 3:
+        return None
+    kernels = param(3, 1, value.shape[-1], random_size(rng))
+    one = partial(
+        jax.lax.conv_general_dilated, window_strides=(1,), padding="SAME", dimension_numbers=("NWC", "WIO", "NWC")
+    )
+    members = jax.vmap(lambda kernel: one(value, kernel))(kernels)
+    return members.sum(0) if rng.random() < 0.5 else jnp.moveaxis(members.sum(-1), 0, 1)
+
+
+def grouped(rng, param, values):
+    """Rows that are multiplied by a matrix of their group."""
+    value = pick(rng, values)
+    width = value.shape[-1]
+    rows = value.reshape(-1, width)
+    sizes = jnp.array([len(rows) // 2, len(rows) - len(rows) // 2], jnp.int32)
+    return jax.lax.ragged_dot(rows, param(2, width, random_size(rng)), sizes).reshape(*value.shape[:-1], -1)
+
+
+def loop_over_stack(rng, param, values):
+    value = pick(rng, values)
+    width, layers = value.shape[-1], 3
+    kernels = param(layers, width, width)
+    if rng.random() < 0.5:
+        for i in range(layers):
+            value = jnp.tanh(value @ kernels[i])
+        return value
+    return jax.lax.fori_loop(0, layers, lambda i, v: jnp.tanh(v @ kernels[i]), value)
+
+
+def sharded(rng, param, values):
+    """Something that each device does with its rows, and a sum over devices."""
+    value = pick(rng, values)
+    kernel = param(value.shape[-1], random_size(rng))
+    mesh = Mesh(np.array(jax.devices()[:1]), "device")
+
+    def inner(kernel, value):
+        hidden = jnp.tanh(jnp.tensordot(value, kernel, 1))
+        return hidden * jax.lax.psum(hidden.sum(), "device")
+
+    specs = (PartitionSpec(), PartitionSpec("device"))
+    return jax.shard_map(inner, mesh=mesh, in_specs=specs, out_specs=PartitionSpec("device"))(kernel, value)
+
+
+def convert(rng, param, values):
+    value = pick(rng, values)
+    integers = jnp.int64 if value.dtype == jnp.float64 else jnp.int32
+    ways = [
+        lambda v: (v * 1j).imag,
+        jax.lax.stop_gradient,
+        lambda v: jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(v, integers), v.dtype),
+        lambda v: v * jax.lax.iota(v.dtype, 2**21)[: v.shape[-1]],  # too long to be worked out
+    ]
+    return ways[rng.integers(len(ways))](value)
+
+
+def derivative(rng, param, values):
+    value = pick(rng, values)
+    kernel = param(value.shape[-1], random_size(rng))
+    energy = lambda v: jnp.sin(v @ kernel).sum()  # noqa: E731
+    return jax.grad(energy)(value) if rng.random() < 0.5 else jax.jvp(jax.grad(energy), (value,), (value,))[1]
+
+
+@jax.custom_jvp
+def doubled(x):
+    """Twice its argument, with a derivative of its own."""
+    return 2 * x
+
+
+doubled.defjvp(lambda primals, tangents: (doubled(*primals), 2 * tangents[0]))
+
+
+def nested(rng, param, values):
+    """Another operation, inside of a transformation or of control flow."""
+    operation = SIMPLE[rng.integers(len(SIMPLE))]
+    seed, recorded = int(rng.integers(2**32)), list(values)
+    kernels: list[jax.Array] = []
+
+    def run(values, given):
+        queue = list(given)
+        return operation(np.random.default_rng(seed), lambda *shape: queue.pop(0), values)
+
+    def record(*shape):
+        kernels.append(param(*shape))
+        return kernels[-1]
+
+    plain = operation(np.random.default_rng(seed), record, recorded)
+    if plain is None:
+        return None
+    wraps = [
+        lambda: jax.jit(run)(recorded, kernels),
+        lambda: jax.checkpoint(run)(recorded, kernels),
+        lambda: doubled(run(recorded, kernels)),
+        lambda: jax.lax.cond(plain.sum() > 0, run, lambda v, k: plain * 0.5, recorded, kernels),
+        lambda: jax.lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, run(recorded, kernels)), (0, plain))[1],
+        lambda: jax.lax.scan(lambda c, _: (c + run(recorded, kernels), None), plain, length=2)[0],
+        lambda: jax.vmap(lambda s: run([s * v for v in recorded], kernels))(jnp.array([0.5, 1.0])).sum(0),
+    ]
+    return wraps[rng.integers(len(wraps))]()
+
+
+SIMPLE: list[Operation] = [
     *(dense, dense, dense, dense_over_two, local, attention, bias, symmetrise, embed, convolve),
     *(transpose, split_axis, merge_axes, reshape, slice_axis, gate, split_fused, pad, concatenate, combine_two),
-    *(scale_by_own_sum, reduce, softmax, self_product, scale_by_constant, pool),
-    *(positional, one_hot_maximum, look_up, update),
-    *(scan_layers, recurrent_layer, loop, branch),
+    *(scale_by_own_sum, reduce, softmax, self_product, scale_by_constant, pool, convert),
+    *(positional, one_hot_maximum, look_up, update, write, strided, pool_tiles, generic_reduction),
+    *(stack, unstack, unstack_fused, tile, order_blind, route, identity_matrix, linear_algebra),
+]
+OPERATIONS: list[Operation] = [
+    *SIMPLE,
+    *(scan_layers, recurrent_layer, loop, branch, loop_over_stack, ensemble, derivative, sharded, grouped),
+    *(nested, nested, nested, nested, nested, nested),
 ]

@@ -1,0 +1,145 @@
+"""Random programs, of which no derived permutation may change the function: what is tried, and what is found.
+
+    python -m benchmarks.fuzz                        # 200 programs: two minutes on one CPU core
+    python -m benchmarks.fuzz --programs 20000
+
+Of each program, in double precision: permuted parameters compute the same; the spec is valid; permutations are undone
+by their inverses, and one after the other is their composition. Of one in `--deep` programs also: activation matching
+finds what NumPy finds from the very activations, and REPAIR leaves the networks at both ends as they are. A program
+that fails is named by its seed: `Program(seed, steps)` is that program again.
+"""
+
+import collections
+import traceback
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from benchmarks.programs import Program
+from mcomb import PermutationSpec, linear, match_activations, mix, permutation_spec
+from mcomb.lab import cli
+from mcomb.lab.cli import Flag
+from mcomb.matching.activations import correlations
+from mcomb.progress import progress_bar
+from mcomb.repair import repaired
+
+TOLERANCE = 1e-7  # of the largest entry, in double precision: what roundings may grow to
+
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # to compile, not to run
+
+
+@dataclass(frozen=True)
+class FuzzConfig:
+    """The flags of the benchmark."""
+
+    programs: Annotated[int, Flag("how many programs", at_least=1)] = 200
+    first: Annotated[int, Flag("the seed of the first", at_least=0)] = 0
+    deep: Annotated[int, Flag("of one in how many programs the matching and REPAIR are tried", at_least=1)] = 50
+
+
+class Unsound(Exception):
+    """A permutation that changes the function, or something else that must hold and does not."""
+
+
+def steps_of(seed: int) -> int:
+    """How many operations the program of a seed has."""
+    return 3 + seed % 8
+
+
+def check_program(program: Program) -> PermutationSpec:
+    """The spec of a program, for which everything holds that must."""
+    params = program.params()
+    spec = permutation_spec(program, params, program.input)
+    spec.validate(params)
+    first, second = (spec.random(jax.random.key(i)) for i in (1, 2))
+    one_by_one = spec.apply(first, spec.apply(second, params))
+    require(equal(spec.apply(spec.compose(first, second), params), one_by_one), "a composition is not both")
+    require(equal(spec.apply(spec.invert(first), spec.apply(first, params)), params), "an inverse does not undo")
+    with jax.enable_x64(True):
+        exact = jax.tree.map(lambda leaf: leaf.astype(np.float64), params)
+        networks = [exact, *(spec.apply(perms, exact) for perms in (first, second))]
+        x = np.random.default_rng(program.seed).standard_normal(program.input.shape)
+        run = jax.jit(
+            lambda networks, x: jax.lax.map(lambda params: program(params, x), networks), compiler_options=QUICK
+        )
+        before, *others = np.asarray(run(jax.tree.map(lambda *leaves: np.stack(leaves), *networks), x))
+    for after in others:
+        off = np.abs(after - before).max() / np.abs(before).max()
+        require(not off > TOLERANCE, f"the function changes by {off:.1e}")
+    return spec
+
+
+def check_matching_and_repair(program: Program, spec: PermutationSpec) -> None:
+    """Activation matching is what NumPy makes of the correlations; REPAIR keeps both ends."""
+    a, b = (program.params(seed) for seed in (program.seed, program.seed + 1))
+    x = np.random.default_rng(program.seed).standard_normal((12, *program.input.shape[1:]), np.float32)
+    pairs = x.reshape(6, *program.input.shape)
+
+    def apply(params: Any, x: Any) -> Any:
+        return jax.vmap(lambda pair: program(params, pair).reshape(-1))(x)
+
+    matching = match_activations(spec, a, b, apply, pairs)
+    for name in spec.sizes:
+        if name in spec.batched_over or spec.nested_in(name) or name in matching.by_weights:
+            continue
+        n = spec.sizes[name]
+        scores = np.zeros((n, n))
+        for shift in range(n):
+            order = np.roll(np.arange(n), shift)
+            shifted = spec.apply(matching.perms | {name: order}, b)
+            scores[np.arange(n), order] = correlations(spec, a, shifted, apply, pairs)[name]
+        best = scores[linear_sum_assignment(scores, maximize=True)].sum()
+        found = scores[np.arange(n), matching.perms[name]].sum()
+        require(found > best - 1e-3 * n, f"{name} is matched with {found:.4f} where {best:.4f} is possible")
+    aligned = spec.apply(matching.perms, b)
+    repair = repaired(spec, apply, mix(linear), (a, aligned), pairs)
+    for share, network in ((0.0, a), (1.0, aligned)):
+        drawn = jax.jit(repair.draw)(jax.random.key(0), jnp.float32(share), *repair.networks)
+        kept, wanted = jax.jit(repair.apply)(drawn, pairs), jax.jit(apply)(network, pairs)
+        off = np.abs(kept - wanted).max() / np.abs(wanted).max()
+        require(not off > 1e-2, f"REPAIR changes a network by {off:.1e}")
+
+
+def require(holds: Any, what: str) -> None:
+    """Raises unless it holds."""
+    if not holds:
+        raise Unsound(what)
+
+
+def equal(left: Any, right: Any) -> bool:
+    """Whether two trees are equal in every bit."""
+    return all(jax.tree.leaves(jax.tree.map(np.array_equal, left, right)))
+
+
+def main(config: FuzzConfig) -> None:
+    """Tries the programs and prints what was found."""
+    counts: collections.Counter[str] = collections.Counter()
+    with jax.numpy_rank_promotion("allow"), progress_bar(config.programs, "program", "fuzzing") as bar:
+        for seed in range(config.first, config.first + config.programs):
+            program = Program(seed, steps_of(seed))
+            try:
+                spec = check_program(program)
+                counts["permutations"] += len(spec.sizes)
+                counts["programs with permutations"] += bool(spec.sizes)
+                if seed % config.deep == 0:
+                    check_matching_and_repair(program, spec)
+                    counts["matched and repaired"] += 1
+            except Unsound as error:
+                counts["unsound"] += 1
+                bar.write(f"Program({seed}, {steps_of(seed)}): {error}")
+            except Exception:  # whatever it is, it is a finding
+                counts["crashed"] += 1
+                bar.write(f"Program({seed}, {steps_of(seed)}):\n{traceback.format_exc(limit=-3)}")
+            counts["programs"] += 1
+            bar.update()
+    names = ("programs", "programs with permutations", "permutations", "matched and repaired", "unsound", "crashed")
+    for name in names:
+        print(f"{counts[name]:>8,}  {name}")
+
+
+if __name__ == "__main__":
+    cli.run(lambda: main(cli.parse(FuzzConfig, __doc__ or "")))

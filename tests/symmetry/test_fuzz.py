@@ -1,0 +1,50 @@
+"""Random programs: a short run of `benchmarks.fuzz`, and that the programs exercise every rule."""
+
+import itertools
+
+import jax
+import pytest
+
+from benchmarks.fuzz import check_matching_and_repair, check_program, steps_of
+from benchmarks.programs import Program
+from mcomb import permutation_spec
+from mcomb.symmetry import rules
+
+COVERING = (0, 6, 7, 18, 21, 22, 44, 46, 56, 143, 154)  # seeds of programs that need all rules between them
+
+
+@pytest.fixture(autouse=True)
+def ranks_are_promoted():
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_permutation_changes_a_random_program(seed):
+    check_program(Program(seed, steps_of(seed)))
+
+
+@pytest.mark.parametrize("seed", [3, 5])
+def test_random_programs_are_matched_and_repaired_as_they_should_be(seed):
+    program = Program(seed, steps_of(seed))
+    check_matching_and_repair(program, check_program(program))
+
+
+def test_random_programs_exercise_every_rule(monkeypatch):
+    tables = rules.RULES, rules.POSITION_RULES
+    unused = {*itertools.chain.from_iterable(table.values() for table in tables)}
+
+    def spy(rule):
+        def run(*args):
+            unused.discard(rule)
+            return rule(*args)
+
+        return run
+
+    for table in tables:
+        for name, rule in table.items():
+            monkeypatch.setitem(table, name, spy(rule))
+    for seed in COVERING:
+        program = Program(seed, steps_of(seed))
+        permutation_spec(program, program.params(), program.input)
+    assert not unused, "find programs that need these, or write an operation that does"
