@@ -44,7 +44,7 @@ class Program:
                 name = f"p{len(names)}"
                 names.append(name)
                 self.shapes[name] = shape
-            return jnp.ones(shape) if params is None else params[name]
+            return jnp.ones(shape) if params is None else jnp.asarray(params[name])
 
         values = [dense(rng, param, [x])]
         for _ in range(self.steps):
@@ -55,41 +55,44 @@ class Program:
         return flat @ param(flat.shape[1], 2)
 
 
-Operation = Callable[[np.random.Generator, Any, list[jax.Array]], jax.Array | None]
+Rng = np.random.Generator
+Values = list[jax.Array]
+Result = jax.Array | None  # None where an operation does not fit what there is
+Operation = Callable[[Rng, Any, Values], Result]
 
 
-def pick(rng: np.random.Generator, values: list[jax.Array]) -> jax.Array:
+def pick(rng: Rng, values: Values) -> jax.Array:
     return values[-1] if rng.random() < 0.6 else values[rng.integers(len(values))]
 
 
-def random_axis(rng: np.random.Generator, value: jax.Array) -> int:
+def random_axis(rng: Rng, value: jax.Array) -> int:
     return int(rng.integers(1, value.ndim))
 
 
-def random_size(rng: np.random.Generator) -> int:
+def random_size(rng: Rng) -> int:
     return int(rng.choice(SIZES))
 
 
-def dense(rng: np.random.Generator, param: Any, values: list[jax.Array]) -> jax.Array:
+def dense(rng: Rng, param: Any, values: Values) -> jax.Array:
     value = pick(rng, values)
     return jnp.moveaxis(jnp.tensordot(value, param(value.shape[-1], random_size(rng)), 1), -1, random_axis(rng, value))
 
 
-def dense_over_two(rng, param, values):
+def dense_over_two(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     if value.ndim < 3:
         return None
     return jnp.tensordot(value, param(*value.shape[-2:], random_size(rng)), 2)
 
 
-def local(rng, param, values):
+def local(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     if value.ndim != 3:
         return None
     return jnp.einsum("bsi,sij->bsj", value, param(*value.shape[1:], random_size(rng)))
 
 
-def attention(rng, param, values):
+def attention(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     if value.ndim != 3:
         return None
@@ -100,25 +103,25 @@ def attention(rng, param, values):
     return jnp.einsum("bqhd,hdo->bqo", mixed, param(heads, dims, value.shape[-1])) if rng.random() < 0.7 else mixed
 
 
-def bias(rng, param, values):
+def bias(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     shape = tuple(n if rng.random() < 0.6 else 1 for n in value.shape[1:])
     return value + param(1, *shape)
 
 
-def scale_by_own_sum(rng, param, values):
+def scale_by_own_sum(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     return value / (1 + jnp.abs(value.sum(random_axis(rng, value), keepdims=True)))
 
 
-def combine_two(rng, param, values):
+def combine_two(rng: Rng, param: Any, values: Values) -> Result:
     a, b = pick(rng, values), pick(rng, values)
     if a.shape != b.shape:
         return None
     return a + b if rng.random() < 0.5 else a * jax.nn.sigmoid(b)
 
 
-def concatenate(rng, param, values):
+def concatenate(rng: Rng, param: Any, values: Values) -> Result:
     a, b = pick(rng, values), pick(rng, values)
     axis = random_axis(rng, a)
     if a.ndim != b.ndim or any(n != m for i, (n, m) in enumerate(zip(a.shape, b.shape, strict=True)) if i != axis):
@@ -126,12 +129,12 @@ def concatenate(rng, param, values):
     return jnp.concatenate([a, b], axis)
 
 
-def transpose(rng, param, values):
+def transpose(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     return value.transpose(0, *(1 + rng.permutation(value.ndim - 1)))
 
 
-def split_axis(rng, param, values):
+def split_axis(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     axis = random_axis(rng, value)
     outer = next((n for n in rng.permutation((2, 3, 4)) if value.shape[axis] % n == 0), None)
@@ -140,7 +143,7 @@ def split_axis(rng, param, values):
     return value.reshape(*value.shape[:axis], outer, -1, *value.shape[axis + 1 :])
 
 
-def merge_axes(rng, param, values):
+def merge_axes(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     axis = random_axis(rng, value)
     if axis + 1 >= value.ndim:
@@ -148,21 +151,21 @@ def merge_axes(rng, param, values):
     return value.reshape(*value.shape[:axis], -1, *value.shape[axis + 2 :])
 
 
-def reshape(rng, param, values):
+def reshape(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     total = value.size // 2
     outer = next(n for n in (*rng.permutation(SIZES), 1) if total % n == 0)
     return value.reshape(2, outer, total // outer)
 
 
-def slice_axis(rng, param, values):
+def slice_axis(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     axis = random_axis(rng, value)
     start = int(rng.integers(0, value.shape[axis]))
     return jax.lax.slice_in_dim(value, start, None, int(rng.choice((1, 1, 2))), axis)
 
 
-def gate(rng, param, values):
+def gate(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     axis = random_axis(rng, value)
     if value.shape[axis] % 2:
@@ -171,7 +174,7 @@ def gate(rng, param, values):
     return a * jax.nn.sigmoid(b)
 
 
-def split_fused(rng, param, values):
+def split_fused(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     width = random_size(rng)
     fused = jnp.tensordot(value, param(value.shape[-1], 3 * width), 1).reshape(*value.shape[:-1], 3, width)
@@ -181,16 +184,16 @@ def split_fused(rng, param, values):
     return jnp.concatenate([fused[..., 0, :] + fused[..., 1, :], fused[..., 2, :]], -1)
 
 
-def pad(rng, param, values):
+def pad(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     axis = random_axis(rng, value)
     return jnp.pad(value, [(int(i == axis), int(rng.integers(2)) if i == axis else 0) for i in range(value.ndim)])
 
 
-def positional(rng, param, values):
+def positional(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     axis = random_axis(rng, value)
-    operations = [
+    operations: list[Any] = [
         jnp.cumsum,
         jnp.sort,
         jnp.flip,
@@ -203,66 +206,67 @@ def positional(rng, param, values):
     return operations[rng.integers(len(operations))](value, axis=axis)
 
 
-def one_hot_maximum(rng, param, values):
+def one_hot_maximum(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     axis = random_axis(rng, value)
     return jax.nn.one_hot(value.argmax(axis), 3)
 
 
-def reduce(rng, param, values):
+def reduce(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     if value.ndim < 3:
         return None
-    return [jnp.max, jnp.sum, jnp.mean, jax.nn.logsumexp][rng.integers(4)](value, axis=random_axis(rng, value))
+    operations: list[Any] = [jnp.max, jnp.sum, jnp.mean, jax.nn.logsumexp]
+    return operations[rng.integers(len(operations))](value, axis=random_axis(rng, value))
 
 
-def softmax(rng, param, values):
+def softmax(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     return jax.nn.softmax(3 * value, axis=random_axis(rng, value))
 
 
-def self_product(rng, param, values):
+def self_product(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     if value.ndim == 2:
         return jnp.einsum("bi,bj->bij", value, value)
     return jnp.einsum("b...ij,b...kj->b...ik", value, value)
 
 
-def look_up(rng, param, values):
+def look_up(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     axis = random_axis(rng, value)
     return jnp.take(value, rng.integers(0, value.shape[axis], random_size(rng)), axis)
 
 
-def embed(rng, param, values):
+def embed(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     return jnp.take(param(5, random_size(rng)), value.argmax(random_axis(rng, value)).astype(int) % 5, axis=0)
 
 
-def update(rng, param, values):
+def update(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     return value.at[:, 0].set(1.0) if rng.random() < 0.5 else value.at[..., :1].add(value[..., -1:])
 
 
-def scale_by_constant(rng, param, values):
+def scale_by_constant(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     axis = random_axis(rng, value)
     known = np.arange(value.shape[axis]) if rng.random() < 0.5 else np.ones(value.shape[axis])
     return value * known.reshape([-1 if i == axis else 1 for i in range(value.ndim)])
 
 
-def symmetrise(rng, param, values):
+def symmetrise(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     kernel = param(value.shape[-1], value.shape[-1])
     return value @ (kernel + kernel.T if rng.random() < 0.5 else kernel @ kernel)
 
 
-def scan_layers(rng, param, values):
+def scan_layers(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     width, hidden, layers = value.shape[-1], random_size(rng), random_size(rng)
     up, down = param(layers, width, hidden), param(layers, hidden, width)
 
-    def layer(carry, kernels):
+    def layer(carry: Any, kernels: Any) -> Any:
         inner = jnp.tanh(jnp.tensordot(carry, kernels[0], 1))
         return carry + jnp.tensordot(inner, kernels[1], 1), inner
 
@@ -270,14 +274,14 @@ def scan_layers(rng, param, values):
     return last if rng.random() < 0.8 else jnp.moveaxis(inner, 0, 1)
 
 
-def recurrent_layer(rng, param, values):
+def recurrent_layer(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     if value.ndim != 3:
         return None
     hidden = random_size(rng)
     kernel, recurrent = param(value.shape[-1], hidden), param(hidden, hidden)
 
-    def step(carry, one):
+    def step(carry: Any, one: Any) -> Any:
         carry = jnp.tanh(one @ kernel + carry @ recurrent)
         return carry, carry
 
@@ -285,19 +289,19 @@ def recurrent_layer(rng, param, values):
     return last if rng.random() < 0.5 else every.swapaxes(0, 1)
 
 
-def loop(rng, param, values):
+def loop(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     kernel = param(value.shape[-1], value.shape[-1])
     return jax.lax.fori_loop(0, 2, lambda i, v: jnp.tanh(jnp.tensordot(v, kernel, 1)), value)
 
 
-def branch(rng, param, values):
+def branch(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     offset = param(*[1] * (value.ndim - 1), value.shape[-1])
     return jax.lax.cond(value.sum() > 0, lambda v: v + offset, lambda v: v * 2, value)
 
 
-def convolve(rng, param, values):
+def convolve(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     if value.ndim != 3:
         return None
@@ -309,14 +313,14 @@ def convolve(rng, param, values):
     )
 
 
-def pool(rng, param, values):
+def pool(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     axis = random_axis(rng, value)
     window = [2 if i == axis else 1 for i in range(value.ndim)]
     return jax.lax.reduce_window(value, -jnp.inf, jax.lax.max, window, [1] * value.ndim, "VALID")
 
 
-def stack(rng, param, values):
+def stack(rng: Rng, param: Any, values: Values) -> Result:
     a, b = pick(rng, values), pick(rng, values)
     if a.shape != b.shape or a.ndim > 3:
         return None
@@ -324,7 +328,7 @@ def stack(rng, param, values):
     return stacked if rng.random() < 0.5 else stacked.reshape(2, -1, stacked.shape[-1])
 
 
-def unstack(rng, param, values):
+def unstack(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     if value.ndim < 3:
         return None
@@ -332,7 +336,7 @@ def unstack(rng, param, values):
     return sum((jnp.sin(entry) for entry in rest), first)
 
 
-def unstack_fused(rng, param, values):
+def unstack_fused(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     width = random_size(rng)
     fused = jnp.tensordot(value, param(value.shape[-1], 3 * width), 1).reshape(*value.shape[:-1], 3, width)
@@ -340,13 +344,13 @@ def unstack_fused(rng, param, values):
     return q * jax.nn.sigmoid(k) if rng.random() < 0.5 else jnp.concatenate([q + k, v], -1)
 
 
-def tile(rng, param, values):
+def tile(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     axis = random_axis(rng, value)
     return jnp.tile(value, [2 if i == axis else 1 for i in range(value.ndim)])
 
 
-def order_blind(rng, param, values):
+def order_blind(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     if value.ndim < 3:
         return None
@@ -360,7 +364,7 @@ def order_blind(rng, param, values):
     return operations[rng.integers(len(operations))](value)
 
 
-def route(rng, param, values):
+def route(rng: Rng, param: Any, values: Values) -> Result:
     """Experts or code words that are chosen by position: by one-hot vectors, or looked up."""
     value = pick(rng, values)
     experts, width = random_size(rng), random_size(rng)
@@ -377,7 +381,7 @@ def route(rng, param, values):
     return looked_up * jnp.take_along_axis(jax.nn.softmax(scores), index[..., None], -1)
 
 
-def identity_matrix(rng, param, values):
+def identity_matrix(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     size = value.shape[-1]
     kernel = param(size, size)
@@ -388,7 +392,7 @@ def identity_matrix(rng, param, values):
     return value @ jnp.diag(jnp.diagonal(kernel))
 
 
-def strided(rng, param, values):
+def strided(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     axis = random_axis(rng, value)
     if value.shape[axis] % 2:
@@ -397,7 +401,7 @@ def strided(rng, param, values):
     return jnp.concatenate([even - odd, even * odd], axis) if rng.random() < 0.5 else even + jnp.cos(odd)
 
 
-def write(rng, param, values):
+def write(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     width = value.shape[-1]
     start = int(rng.integers(width))
@@ -411,7 +415,7 @@ def write(rng, param, values):
     return operations[rng.integers(len(operations))](value)
 
 
-def pool_tiles(rng, param, values):
+def pool_tiles(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     axis = random_axis(rng, value)
     if value.shape[axis] % 2:
@@ -421,7 +425,7 @@ def pool_tiles(rng, param, values):
     return jax.lax.reduce_window(value, start, reducer, window, window, "VALID")
 
 
-def linear_algebra(rng, param, values):
+def linear_algebra(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     if value.ndim != 3:
         return None
@@ -429,7 +433,7 @@ def linear_algebra(rng, param, values):
     return jnp.linalg.solve(gram, value) if rng.random() < 0.5 else jnp.linalg.cholesky(gram)
 
 
-def generic_reduction(rng, param, values):
+def generic_reduction(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     if value.ndim < 3:
         return None
@@ -438,7 +442,7 @@ def generic_reduction(rng, param, values):
     )
 
 
-def ensemble(rng, param, values):
+def ensemble(rng: Rng, param: Any, values: Values) -> Result:
     """A convolution that is mapped over its kernels."""
     value = pick(rng, values)
     if value.ndim != 3:
@@ -451,7 +455,7 @@ def ensemble(rng, param, values):
     return members.sum(0) if rng.random() < 0.5 else jnp.moveaxis(members.sum(-1), 0, 1)
 
 
-def grouped(rng, param, values):
+def grouped(rng: Rng, param: Any, values: Values) -> Result:
     """Rows that are multiplied by a matrix of their group."""
     value = pick(rng, values)
     width = value.shape[-1]
@@ -460,7 +464,7 @@ def grouped(rng, param, values):
     return jax.lax.ragged_dot(rows, param(2, width, random_size(rng)), sizes).reshape(*value.shape[:-1], -1)
 
 
-def loop_over_stack(rng, param, values):
+def loop_over_stack(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     width, layers = value.shape[-1], 3
     kernels = param(layers, width, width)
@@ -471,13 +475,13 @@ def loop_over_stack(rng, param, values):
     return jax.lax.fori_loop(0, layers, lambda i, v: jnp.tanh(v @ kernels[i]), value)
 
 
-def sharded(rng, param, values):
+def sharded(rng: Rng, param: Any, values: Values) -> Result:
     """Something that each device does with its rows, and a sum over devices."""
     value = pick(rng, values)
     kernel = param(value.shape[-1], random_size(rng))
     mesh = Mesh(np.array(jax.devices()[:1]), "device")
 
-    def inner(kernel, value):
+    def inner(kernel: Any, value: Any) -> Any:
         hidden = jnp.tanh(jnp.tensordot(value, kernel, 1))
         return hidden * jax.lax.psum(hidden.sum(), "device")
 
@@ -485,7 +489,7 @@ def sharded(rng, param, values):
     return jax.shard_map(inner, mesh=mesh, in_specs=specs, out_specs=PartitionSpec("device"))(kernel, value)
 
 
-def convert(rng, param, values):
+def convert(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     integers = jnp.int64 if value.dtype == jnp.float64 else jnp.int32
     ways = [
@@ -497,7 +501,7 @@ def convert(rng, param, values):
     return ways[rng.integers(len(ways))](value)
 
 
-def derivative(rng, param, values):
+def derivative(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     kernel = param(value.shape[-1], random_size(rng))
     energy = lambda v: jnp.sin(v @ kernel).sum()  # noqa: E731
@@ -505,7 +509,7 @@ def derivative(rng, param, values):
 
 
 @jax.custom_jvp
-def doubled(x):
+def doubled(x: Any) -> Any:
     """Twice its argument, with a derivative of its own."""
     return 2 * x
 
@@ -513,17 +517,17 @@ def doubled(x):
 doubled.defjvp(lambda primals, tangents: (doubled(*primals), 2 * tangents[0]))
 
 
-def nested(rng, param, values):
+def nested(rng: Rng, param: Any, values: Values) -> Result:
     """Another operation, inside of a transformation or of control flow."""
     operation = SIMPLE[rng.integers(len(SIMPLE))]
     seed, recorded = int(rng.integers(2**32)), list(values)
     kernels: list[jax.Array] = []
 
-    def run(values, given):
+    def run(values: Values, given: Values) -> Any:
         queue = list(given)
         return operation(np.random.default_rng(seed), lambda *shape: queue.pop(0), values)
 
-    def record(*shape):
+    def record(*shape: int) -> jax.Array:
         kernels.append(param(*shape))
         return kernels[-1]
 
