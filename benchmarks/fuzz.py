@@ -118,7 +118,7 @@ def equal(left: Any, right: Any) -> bool:
 def main(config: FuzzConfig) -> None:
     """Tries the programs and prints what was found."""
     counts: collections.Counter[str] = collections.Counter()
-    with jax.numpy_rank_promotion("allow"), progress_bar(config.programs, "program", "fuzzing") as bar:
+    with progress_bar(config.programs, "program", "fuzzing") as bar:
         for seed in range(config.first, config.first + config.programs):
             program = Program(seed, steps_of(seed))
             try:

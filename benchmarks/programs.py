@@ -429,7 +429,7 @@ def linear_algebra(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     if value.ndim != 3:
         return None
-    gram = jnp.einsum("bsi,bti->bst", value, value) + 2 * jnp.eye(value.shape[1])
+    gram = jnp.einsum("bsi,bti->bst", value, value) + 2 * jnp.eye(value.shape[1])[None]
     return jnp.linalg.solve(gram, value) if rng.random() < 0.5 else jnp.linalg.cholesky(gram)
 
 
@@ -496,7 +496,9 @@ def convert(rng: Rng, param: Any, values: Values) -> Result:
         lambda v: (v * 1j).imag,
         jax.lax.stop_gradient,
         lambda v: jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(v, integers), v.dtype),
-        lambda v: v * jax.lax.iota(v.dtype, 2**21)[: v.shape[-1]],  # too long to be worked out
+        lambda v: (
+            v * jax.lax.iota(v.dtype, 2**21)[: v.shape[-1]].reshape([1] * (v.ndim - 1) + [-1])
+        ),  # too long to know
     ]
     return ways[rng.integers(len(ways))](value)
 

@@ -5,7 +5,7 @@
 
 For each the inner product of weights that it reaches, the seconds it takes, compilation among them, and the barriers of
 `linear` and of `uniform`, of the very networks that `--matcher` has these measure; beside them no matching, and the
-best of several orders in which weight matching may visit the permutations. The paper: the three are very close in
+best of several restarts of weight matching. The paper: the three are very close in
 performance. Expect on digits test loss barriers of uniform shares of 1.5 naive, 0.06 by weights, 0.07 by activations
 and 0.03 by ste.
 """
@@ -38,24 +38,24 @@ class MatchersConfig(SweepConfig):
     """The flags of a sweep but for --matcher, which is no field here: all matchers are compared."""
 
     matcher: ClassVar[str] = ""  # type: ignore[misc]
-    orders: Annotated[int, Flag("orders of visits to try in weight matching", at_least=2)] = 8
+    restarts: Annotated[int, Flag("restarts of weight matching to try", at_least=2)] = 8
 
 
 def matchings(config: Any) -> dict[str, tuple[str, int]]:
-    """Each matcher's matching of B to A, and that of the best of several orders of visits."""
-    methods = {matcher: (matcher, 1) for matcher in MATCHERS} | {best_of(config.orders): ("weights", config.orders)}
+    """Each matcher's matching of B to A, and that of the best of several restarts of weight matching."""
+    methods = {matcher: (matcher, 1) for matcher in MATCHERS} | {best_of(config.restarts): ("weights", config.restarts)}
     return {f"B to A, {name}": method for name, method in methods.items()}
 
 
-def best_of(orders: int) -> str:
-    """What weight matching with several orders of visits is called."""
-    return f"weights best of {orders}"
+def best_of(restarts: int) -> str:
+    """What weight matching with several restarts is called."""
+    return f"weights best of {restarts}"
 
 
 def measure(run: Run) -> Results:
     """What each matcher reaches and takes, and its barriers."""
     config, a, b = run.config, *(run.networks[letter].params for letter in "AB")
-    names = ["weights", best_of(config.orders), *(name for name in MATCHERS if name != "weights")]
+    names = ["weights", best_of(config.restarts), *(name for name in MATCHERS if name != "weights")]
     kept = {name: run.matchings[f"B to A, {name}"] for name in names}
     pairs = {"naive": (a, b)} | {name: (a, run.align(f"B to A, {name}")) for name in names}
     tasks: dict[str, Task] = {}
@@ -63,7 +63,7 @@ def measure(run: Run) -> Results:
         samples = 1 if sweep == "linear" else config.samples
         values = np.repeat(np.linspace(0, last, config.points, dtype=np.float32), samples)
         tasks |= {f"{sweep}, {name}": Task(combine, pair, values, rng_name=sweep) for name, pair in pairs.items()}
-    best = kept[best_of(config.orders)].matching
+    best = kept[best_of(config.restarts)].matching
     reached = {name: {"objective": it.matching.objective, "seconds": it.seconds} for name, it in kept.items()}
     return {
         "reached": {"naive": {"objective": best.trace[0], "seconds": 0.0}} | reached,
@@ -100,7 +100,7 @@ def judge(results: Results) -> Verdict:
         bool(close and below),
         f"By weights, by activations and by ste, barriers are {'all' if below else 'not all'} below half of the naive "
         f"one and differ by {'less' if close else 'more'} than a tenth of it. Test loss / accuracy, "
-        f"{'; '.join(sentences)}. Of {len(tried)} orders of visits, the best has an inner product {spread:.2%} above "
+        f"{'; '.join(sentences)}. Of {len(tried)} restarts, the best has an inner product {spread:.2%} above "
         "the worst.",
     )
 

@@ -155,9 +155,9 @@ def _networks_and_matchings(experiment: Experiment, store: Store) -> tuple[dict[
     wanted = experiment.matchings
     methods = wanted(store.config) if callable(wanted) else dict.fromkeys(wanted, (store.config.matcher, 1))
     matchings = {}
-    for name, (matcher, orders) in methods.items():
+    for name, (matcher, restarts) in methods.items():
         b, a = networks[name[0]], networks[name.split()[2][0]]
-        matchings[name] = store.matching(a, b, matcher, orders)
+        matchings[name] = store.matching(a, b, matcher, restarts)
     return networks, matchings
 
 

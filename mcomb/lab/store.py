@@ -221,15 +221,15 @@ class Store:
         ]
         return ",".join([f"seed-{seed}", *changed])
 
-    def matching(self, a: Network, b: Network, matcher: str, orders: int = 1) -> KeptMatching:
+    def matching(self, a: Network, b: Network, matcher: str, restarts: int = 1) -> KeptMatching:
         """The matching of B to A, found once and kept for just these two networks.
 
         It depends on the networks, the matcher and the dataset alone: whatever is evaluated, the matcher sees the
-        same images. Of several `orders` of visits, weight matching keeps the best.
+        same images. Of several `restarts`, weight matching keeps the best.
         """
         name = f"{b.name}-to-{a.name}"
         name += f",matcher={matcher}" if matcher != "weights" else ""
-        name += f",orders={orders}" if orders > 1 else ""
+        name += f",restarts={restarts}" if restarts > 1 else ""
         path = self.home / "matchings" / f"{name}.npz"
         made_from = [a.fingerprint, b.fingerprint, f"version {versions.MATCHING}"]
         if matcher != "weights":
@@ -239,17 +239,17 @@ class Store:
             if not self.make:
                 raise NotKeptError(name)
             with lock(make_writable(path.parent) / f".{name}.lock", f"matching {b.name} to {a.name}"):
-                kept = _read_matching(path, made_from, self.spec, say=False) or self._match(a, b, matcher, orders)
+                kept = _read_matching(path, made_from, self.spec, say=False) or self._match(a, b, matcher, restarts)
                 _write_matching(path, made_from, kept)
         return kept
 
-    def _match(self, a: Network, b: Network, matcher: str, orders: int) -> KeptMatching:
-        how = matcher if orders == 1 else f"{matcher}, best of {orders} orders"
+    def _match(self, a: Network, b: Network, matcher: str, restarts: int) -> KeptMatching:
+        how = matcher if restarts == 1 else f"{matcher}, best of {restarts} restarts"
         print(f"matching {b.name} to {a.name} by {how} …", flush=True)
         start = time.monotonic()
         with self.timed("matching"):
-            if orders > 1:
-                matching = match_weights(self.spec, a.params, b.params, restarts=orders)
+            if restarts > 1:
+                matching = match_weights(self.spec, a.params, b.params, restarts=restarts)
             else:
                 images = self.data.train.first(MATCHING_IMAGES)
                 matching = match(self.spec, a.params, b.params, self.apply, *images, matcher=matcher)

@@ -52,7 +52,10 @@ def match_weights(
     With `only`, the permutations of these names are matched, and all others stay as they are at the start.
 
     The descent ends at a local optimum, where changing any one permutation brings no gain. Which optimum depends on
-    the order of visits; `restarts` runs the descent with that many orders and keeps the best result.
+    where it starts and on the order of visits. With several `restarts` it runs as often, each time with an order of its
+    own, and the best result is kept: the first and the third from `start`, the second from permutations that are
+    matched one after the other, each by the weights it shares with those before (`_grow`), the fourth from random ones;
+    and so on, in turn.
 
     With `coarse`, each descent is preceded by one on the centres of the convolution kernels only. That takes a
     fraction of the products and leaves few sweeps for the full weights. It ends at another optimum, usually as good.
@@ -64,13 +67,39 @@ def match_weights(
     parts, names = list(weight_parts(spec, a, b)), [name for name in spec.sizes if only is None or name in only]
     matchings = []
     for restart in range(restarts):
+        orders = visit_orders(names, seed, restart)
         restart_from = start
+        if restart % 4 == 1:
+            restart_from = _grow(spec, parts, start, next(orders))
+        elif restart % 4 == 3:
+            random = spec.random(stream(seed, "start", restart))
+            restart_from = (start or spec.identity()) | {name: random[name] for name in names}
         if coarse:
             centres = [_kernel_centre(spec, part) for part in parts]
-            restart_from = _coordinate_descent(spec, centres, restart_from, visit_orders(names, seed, restart)).perms
-        matchings.append(_coordinate_descent(spec, parts, restart_from, visit_orders(names, seed, restart)))
+            restart_from = _coordinate_descent(spec, centres, restart_from, orders).perms
+        matchings.append(_coordinate_descent(spec, parts, restart_from, orders))
     best = max(matchings, key=lambda matching: matching.objective)
     return replace(best, tried=tuple(matching.objective for matching in matchings))
+
+
+def _grow(spec: PermutationSpec, parts: Sequence[WeightPart], start: Perms | None, order: Sequence[str]) -> Perms:
+    """The permutations of `order`, each matched once, by the weights on which only it and those before it act.
+
+    That which most weights tell of comes first. Weights between units of which neither are matched tell nothing.
+    """
+    perms, todo = spec.identity() if start is None else dict(start), list(order)
+
+    def telling(name: str) -> list[WeightPart]:
+        unknown = {*todo} - {name, *spec.nested_in(name)}
+        return [part for part in parts if name in part.labels and not unknown.intersection(part.labels)]
+
+    with ThreadPoolExecutor(1) as pool:
+        while todo:
+            name = max(todo, key=lambda name: sum(part.a.size for part in telling(name)))
+            visible = telling(name) or [part for part in parts if name in part.labels]
+            perms |= _Descent(spec, visible, perms, pool).visit(name)().perms
+            todo = [other for other in todo if other != name and other not in spec.nested_in(name)]
+    return perms
 
 
 def visit_orders(names: Sequence[str], seed: int, restart: int = 0) -> Iterator[list[str]]:

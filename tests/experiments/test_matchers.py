@@ -10,7 +10,7 @@ NAMES = ["naive", "weights", "weights best of 2", "activations", "ste"]
 
 @pytest.fixture
 def found(results):
-    return results(matchers, *FLAGS, "--orders", "2")
+    return results(matchers, *FLAGS, "--restarts", "2")
 
 
 def test_matchers_are_compared_by_the_networks_that_each_would_give_a_sweep(found, results):
@@ -27,7 +27,7 @@ def test_matchers_are_compared_by_the_networks_that_each_would_give_a_sweep(foun
         assert ("matched by ste" in line["title"]) == (matcher == "ste")
 
 
-def test_every_matcher_beats_none_and_the_best_of_several_orders_is_the_best(found, draws_pairs):
+def test_every_matcher_beats_none_and_the_best_of_several_restarts_is_the_best(found, draws_pairs):
     assert draws_pairs(matchers, found)
     reached = {name: it["objective"] for name, it in found["reached"].items()}
     assert max(found["tried"]) == reached["weights best of 2"] >= reached["weights"]
@@ -39,17 +39,19 @@ def test_every_matcher_beats_none_and_the_best_of_several_orders_is_the_best(fou
 def test_a_matching_is_kept_for_each_matcher_with_the_time_it_took(found, results, config_of, monkeypatch):
     kept = {path.name for path in Store(config_of(linear)).home.glob("matchings/*")}
     pair = "seed-1,epochs=40-to-seed-0,epochs=40"
-    ways = ("", ",orders=2", ",matcher=activations", ",matcher=ste")
+    ways = ("", ",restarts=2", ",matcher=activations", ",matcher=ste")
     assert {f"{pair}{way}.npz" for way in ways} <= kept
     for name in ("match", "match_weights"):
         monkeypatch.setattr(stores, name, lambda *args, **options: pytest.fail("matched again"))
-    again = results(matchers, *FLAGS, "--orders", "2", "--train-images", "50")  # what is evaluated changes no matching
+    again = results(
+        matchers, *FLAGS, "--restarts", "2", "--train-images", "50"
+    )  # what is evaluated changes no matching
     assert again["barriers"] != found["barriers"]
     assert again["reached"] == found["reached"]
     assert again["matchings"] == found["matchings"]
 
 
-def test_a_finding_has_the_barriers_of_every_matcher_and_the_spread_of_orders():
+def test_a_finding_has_the_barriers_of_every_matcher_and_the_spread_of_restarts():
     values = {"naive": 0.6, "weights": 0.02, "activations": 0.03, "ste": 0.05}
     barriers = {
         f"{sweep}, {name}": {"test": {"loss": value, "accuracy": value}}

@@ -103,14 +103,14 @@ def test_what_is_kept_is_read_and_not_made_again(store, no_work, capsys):
 def test_a_matching_is_read_as_it_was_found(tmp_path):
     store = Store(dataclasses.replace(CONFIG, epochs=0, out=tmp_path))
     a, b = store.networks("AB").values()
-    for matcher, orders in (("weights", 1), ("weights", 3), ("activations", 1)):
-        found, again = (store.matching(a, b, matcher, orders) for _ in range(2))
+    for matcher, restarts in (("weights", 1), ("weights", 3), ("activations", 1)):
+        found, again = (store.matching(a, b, matcher, restarts) for _ in range(2))
         for field in dataclasses.fields(Matching):
             assert_equal(getattr(again.matching, field.name), getattr(found.matching, field.name))
         assert (again.seconds, again.fingerprint) == (found.seconds, found.fingerprint)
     pair = "seed-1,epochs=0-to-seed-0,epochs=0"
     kept = {path.name for path in store.home.glob("matchings/*.npz")}
-    assert kept == {f"{pair}.npz", f"{pair},orders=3.npz", f"{pair},matcher=activations.npz"}
+    assert kept == {f"{pair}.npz", f"{pair},restarts=3.npz", f"{pair},matcher=activations.npz"}
 
 
 def matching_file(store):

@@ -2,7 +2,6 @@
 
 import itertools
 
-import jax
 import pytest
 
 from benchmarks.fuzz import check_matching_and_repair, check_program, steps_of
@@ -11,12 +10,6 @@ from mcomb import permutation_spec
 from mcomb.symmetry import rules
 
 COVERING = (0, 6, 7, 18, 21, 22, 44, 46, 56, 143, 154)  # seeds of programs that need all rules between them
-
-
-@pytest.fixture(autouse=True)
-def ranks_are_promoted():
-    with jax.numpy_rank_promotion("allow"):
-        yield
 
 
 @pytest.mark.parametrize("seed", range(12))
