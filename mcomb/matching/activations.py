@@ -49,8 +49,9 @@ def match_activations(
     `inner_products`, inner products of activations take the place of correlations. The first axis of `inputs` is that
     of examples, and each example is evaluated by itself.
 
-    Units that are active in no array that can be looked at, because they are only inside branches or while loops or
-    between parameters, are matched by weights once all others are matched. A warning names them.
+    Units that are active in no array that can be looked at, because they are only inside branches or while loops,
+    between parameters, or in entries of a stack that are read one by one, are matched by weights once all others are
+    matched. A warning names them.
     """
     spec.validate(a)
     spec.validate(b)
@@ -59,8 +60,8 @@ def match_activations(
     inactive = tuple(name for name in spec.sizes if name not in perms)
     if inactive:
         warnings.warn(
-            f"units of {', '.join(inactive)} are only inside branches or while loops or between parameters, where "
-            "activations are not seen: they are matched by weights",
+            f"units of {', '.join(inactive)} are only inside branches or while loops, between parameters, or in "
+            "entries of a stack, where activations are not seen: they are matched by weights",
             stacklevel=2,
         )
         perms = match_weights(spec, a, b, start=spec.identity() | perms, only=inactive).perms

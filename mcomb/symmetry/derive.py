@@ -19,9 +19,10 @@ from jax.extend import core
 
 from mcomb.base import Params, leaf_name, named_leaves
 from mcomb.symmetry.axes import Axis, atoms, find, flat_parts
-from mcomb.symmetry.interpreter import ArrayAxes, Interpreter, LabelledAxes
-from mcomb.symmetry.rules import POSITION_RULES, RULES, freeze_everything
+from mcomb.symmetry.interpreter import ArrayAxes, Interpreter, LabelledAxes, stack_of
+from mcomb.symmetry.rules import POSITION_RULES, RULES, STACK_RULES, freeze_everything
 from mcomb.symmetry.spec import Blocks, Frozen, Layout, PermutationSpec, Segments
+from mcomb.symmetry.stacks import unite_entries
 
 BatchAxes = dict[Axis, set[Axis]]
 """For each axis, the axes that its permutation is batched over."""
@@ -36,15 +37,16 @@ def permutation_spec(fn: Callable[..., Any], params: Params, *inputs: Any) -> Pe
     return _spec(*infer_axes(jax.make_jaxpr(fn)(params, *inputs), params, *inputs))
 
 
-def infer_axes(traced: core.ClosedJaxpr, params: Params, *inputs: Any) -> tuple[dict[str, ArrayAxes], Interpreter]:
+def infer_axes(traced: core.ClosedJaxpr, params: Params, *inputs: Any) -> tuple[Mapping[str, ArrayAxes], Interpreter]:
     """The axes of each parameter after a function of these arguments was interpreted, and the interpreter."""
-    interp = Interpreter(RULES, POSITION_RULES, default_rule=freeze_everything)
-    leaves = {name: interp.new_axes(np.shape(leaf)) for name, leaf in named_leaves(params).items()}
+    interp = Interpreter(RULES, freeze_everything, POSITION_RULES, STACK_RULES)
+    leaves = {name: stack_of(interp.new_axes(np.shape(leaf))) for name, leaf in named_leaves(params).items()}
     paths = jax.tree_util.tree_flatten_with_path(inputs)[0]
     input_axes = [interp.new_axes(np.shape(leaf), f"input {leaf_name(path)}") for path, leaf in paths]
     results = interp.interpret(traced.jaxpr, traced.consts, [*leaves.values(), *input_axes])
     interp.reason = "the output"
     interp.freeze(itertools.chain.from_iterable(results))
+    unite_entries(leaves.values(), interp)
     interp.reason = "no use: the function does without it"
     interp.freeze(axis for axes in leaves.values() for axis in axes if axis not in interp.first_use)
     return leaves, interp

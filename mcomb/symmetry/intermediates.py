@@ -123,7 +123,7 @@ def list_intermediates(spec: PermutationSpec, fn: Callable[..., Any], params: Pa
         for axis, layout in zip(axes, spec.axes[leaf], strict=True):
             if axis is not None:
                 _add_names(spec, axis, layout, names)
-    lister = _Lister(interp, names)
+    lister = _Lister(interp, names, spec)
     arguments = [
         Intermediate(ArrayId((ARGUMENTS,), i), lister.layouts((ARGUMENTS,), i), i >= len(leaves), i < len(leaves))
         for i in range(len(traced.jaxpr.invars))
@@ -237,8 +237,8 @@ def _add_names(spec: PermutationSpec, axis: Axis, layout: Layout, names: dict[Ax
 class _Lister:
     """Collects the equations of nested jaxprs after they were interpreted, in the names of a spec."""
 
-    def __init__(self, interp: Interpreter, names: Mapping[Axis, str]) -> None:
-        self.interp, self.names = interp, names
+    def __init__(self, interp: Interpreter, names: Mapping[Axis, str], spec: PermutationSpec) -> None:
+        self.interp, self.names, self.spec = interp, names, spec
         self.equations: list[Equation] = []
 
     def visit(self, jaxpr: core.Jaxpr, path: EqnPath, args: Sequence[Intermediate | None]) -> list[Intermediate | None]:
@@ -262,8 +262,17 @@ class _Lister:
         return list(map(read, jaxpr.outvars))
 
     def layouts(self, path: EqnPath, index: int) -> tuple[Layout, ...]:
-        """The layouts of an array's axes."""
-        return tuple(axis_layout(axis, self.names) for axis in self.interp.results[path][index])
+        """The layouts of an array's axes.
+
+        An entry of a stack has no axis of entries: what is batched over that has no name in it.
+        """
+        axes, names = self.interp.results[path][index], self.names
+        layouts = tuple(axis_layout(axis, names) for axis in axes)
+        found = {name for layout in layouts for name in axis_names(layout)}
+        if all(found.issuperset(self.spec.batched_over.get(name, ())) for name in found):
+            return layouts
+        names = {a: name for a, name in names.items() if found.issuperset(self.spec.batched_over.get(name, ()))}
+        return tuple(axis_layout(axis, names) for axis in axes)
 
     def _scan(self, eqn: core.JaxprEqn, path: EqnPath, operands: Sequence[Intermediate | None]) -> list[Intermediate]:
         """The results of a scan, of which the carry is taken to depend on everything that goes in."""

@@ -38,6 +38,21 @@ class Positions(tuple[Axis | None, ...]):
     shifted: bool  # by its length, as is done to negative indices, of which there are none
 
 
+class Stack(tuple[Axis | None, ...]):
+    """The axes of a parameter that may be read entry by entry along one of them: see `stacks`."""
+
+    along: int | None  # the axis of the entries
+    entries: "dict[Hashable, ArrayAxes]"  # the axes of each that is read, by its index: a number, or an expression
+    is_whole: bool  # whether it is used in any other way
+
+
+def stack_of(axes: Iterable[Axis | None]) -> Stack:
+    """The axes of a parameter before it is used."""
+    array = Stack(axes)
+    array.along, array.entries, array.is_whole = None, {}, False
+    return array
+
+
 def positions(axes: Iterable[Axis | None], along: Axis, reason: str, shifted: bool = False) -> Positions:
     """An array of positions along an axis."""
     array = Positions(axes)
@@ -89,14 +104,23 @@ class DeferredReshape:
 class Interpreter:
     """What is known of the axes in a function, as its equations are interpreted one after the other."""
 
-    def __init__(self, rules: Mapping[str, Rule], position_rules: Mapping[str, Rule], default_rule: Rule) -> None:
-        self.rules, self.position_rules, self.default_rule = rules, position_rules, default_rule
+    def __init__(
+        self,
+        rules: Mapping[str, Rule],
+        default_rule: Rule,
+        position_rules: Mapping[str, Rule],
+        stack_rules: Mapping[str, Rule],
+    ) -> None:
+        self.rules, self.default_rule = rules, default_rule
+        self.position_rules, self.stack_rules = position_rules, stack_rules
         self.reason = ""  # the current operation, to blame if an axis freezes
         self.unused: set[int] = set()  # which of its results nothing reads
         self.operations: list[list[LabelledAxes]] = []  # the arrays that each operation relates
         self.first_use: dict[Axis, int] = {}  # axes, numbered in the order in which operations first use them
         self.scan_steps: LabelledAxes = []  # an axis for the steps of each scan that we are inside of
         self.results: dict[EqnPath, list[ArrayAxes]] = {}  # of each equation; enclosing scans' steps come first
+        self.loop_axes: list[Axis] = []  # of what loops carry from step to step, or return
+        self.expressions: dict[Any, Hashable] = {}  # for each scalar of the current jaxpr, how it is computed
         self._path: EqnPath = ()
         self._scopes = [""]
 
@@ -116,6 +140,7 @@ class Interpreter:
         read_vars = {atom for eqn in eqns for atom in eqn.invars if isinstance(atom, core.Var)} | {*jaxpr.outvars}
         self._store((*path, ARGUMENTS), args)
         deferred = _deferrable_reshapes(eqns, jaxpr.outvars)
+        expressions: dict[Any, Hashable] = {var: (path, i) for i, var in enumerate(jaxpr.invars)}
         for index, eqn in enumerate(eqns):
             if deferred.intersection(eqn.outvars):
                 env[eqn.outvars[0]] = reshape = defer_reshape(eqn, self.plain(read(eqn.invars[0])))
@@ -126,7 +151,9 @@ class Interpreter:
             self.reason = f"{eqn.primitive.name} in {self._scopes[-1]}"
             operands = list(map(read, eqn.invars))
             self.unused = {i for i, var in enumerate(eqn.outvars) if var not in read_vars}
+            self.expressions = expressions
             results = self._apply_rule(eqn, operands)
+            expressions |= {var: _expression(eqn, expressions, self._path, i) for i, var in enumerate(eqn.outvars)}
             env |= zip(eqn.outvars, results, strict=True)
             self._store(self._path, results)
             self._scopes.pop()
@@ -137,17 +164,30 @@ class Interpreter:
         """The axes of an equation's results."""
         name = eqn.primitive.name
         results: Sequence[ArrayAxes] | None = self._work_out(eqn, operands)
-        if results is None and name in self.position_rules and any(isinstance(x, Positions) for x in operands):
-            results = self.position_rules[name](self, eqn, *operands)
+        for kind, rules in ((Stack, self.stack_rules), (Positions, self.position_rules)):
+            if results is None and name in rules and any(isinstance(operand, kind) for operand in operands):
+                results = rules[name](self, eqn, *operands)
         if results is None:
             results = self.rules.get(name, self.default_rule)(self, eqn, *map(self.plain, operands))
         return [_without_ones(axes) for axes in results or ()]
 
+    def read_entry(self, stack: Stack, axis: int, index: Hashable) -> list[ArrayAxes] | None:
+        """The axes of an entry of a stack, with its own axis; None if entries of another axis were read before."""
+        if stack.along not in (None, axis) or stack[axis] is None:
+            return None
+        stack.along = axis
+        new = [None if i == axis or a is None else Axis(a.size) for i, a in enumerate(stack)]
+        self.record([(tuple(stack), range(len(stack)))])
+        return [stack.entries.setdefault(index, tuple(new))]
+
     def plain(self, axes: Any) -> Any:
-        """The axes of an array whose entries are used as numbers; if they are positions, the order matters."""
-        if not isinstance(axes, Positions):
+        """The axes of an array that is used as any other: not as positions, and not entry by entry."""
+        if isinstance(axes, Positions):
+            freeze(axes.along, axes.reason)
+        elif isinstance(axes, Stack):
+            axes.is_whole = True
+        else:
             return axes
-        freeze(axes.along, axes.reason)
         return tuple(axes)
 
     def _work_out(self, eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[ArrayAxes] | None:
@@ -253,6 +293,15 @@ class Interpreter:
         if inner:
             return f"{outer}/{inner}" if outer and ":" not in outer else inner
         return outer or PurePath(source_info_util.summarize(eqn.source_info)).name
+
+
+def _expression(eqn: core.JaxprEqn, known: Mapping[Any, Hashable], path: EqnPath, result: int) -> Hashable:
+    """How a scalar is computed: the same for scalars that are equal because of it, such as twice i + 1."""
+    scalar = all(getattr(atom.aval, "shape", None) == () for atom in (*eqn.invars, *eqn.outvars))
+    if eqn.effects or not scalar or eqn.primitive.multiple_results or eqn.primitive.name not in SCALAR_OPERATIONS:
+        return (*path, result)
+    operands = [np.asarray(a.val).item() if isinstance(a, core.Literal) else known.get(a, a) for a in eqn.invars]
+    return (eqn.primitive.name, str(eqn.outvars[0].aval), *operands)
 
 
 def _without_ones(axes: ArrayAxes) -> ArrayAxes:
@@ -385,6 +434,8 @@ def _broadcast(params: Any, value: np.ndarray, *sizes: Any) -> np.ndarray:
     kept = dict(zip(params["broadcast_dimensions"], value.shape, strict=True))
     return np.broadcast_to(value.reshape([kept.get(i, 1) for i in range(len(params["shape"]))]), params["shape"])
 
+
+SCALAR_OPERATIONS = {"add", "convert_element_type", "lt", "max", "min", "mul", "select_n", "sub"}
 
 WORKED_OUT: dict[str, Callable[..., np.ndarray]] = {
     "add": lambda _, x, y: x + y,

@@ -642,8 +642,31 @@ def _counts(values: np.ndarray, axis: int) -> bool:
     return bool(np.all(np.moveaxis(values, axis, -1) == np.arange(values.shape[axis])))
 
 
+def slice_of_stack(interp: Interpreter, eqn: core.JaxprEqn, operand: Any) -> list[ArrayAxes] | None:
+    """An entry, if it is one."""
+    axis = sliced_axis(eqn)
+    if axis is None or _shape(eqn.outvars[0])[axis] != 1:
+        return None
+    return interp.read_entry(operand, axis, int(eqn.params["start_indices"][axis]))
+
+
+def dynamic_slice_of_stack(
+    interp: Interpreter, eqn: core.JaxprEqn, operand: Any, *starts: Any
+) -> list[ArrayAxes] | None:
+    """An entry, if it is one: by its number if that is known, or else by the expression that it is computed by."""
+    resized = _resized_axes(eqn.invars[0], eqn.outvars[0])
+    if len(resized) != 1 or _shape(eqn.outvars[0])[resized[0]] != 1:
+        return None
+    (axis,) = resized
+    start, last = starts[axis], _shape(eqn.invars[0])[axis] - 1
+    if isinstance(start, Known):
+        return interp.read_entry(operand, axis, min(max(0, int(start.value)), last))
+    return interp.read_entry(operand, axis, interp.expressions[eqn.invars[1 + axis]])
+
+
 def cond(interp: Interpreter, eqn: core.JaxprEqn, which: ArrayAxes, *operands: ArrayAxes) -> list[ArrayAxes]:
     """The results of all branches, united."""
+    interp.plain(which)
     branches = [interp.interpret(*_open(branch), operands) for branch in eqn.params["branches"]]
     return [_unite_arrays(interp, results) for results in zip(*branches, strict=True)]
 
@@ -651,6 +674,7 @@ def cond(interp: Interpreter, eqn: core.JaxprEqn, which: ArrayAxes, *operands: A
 def while_(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
     p = eqn.params
     cond_consts, body_consts, carry = split_list(operands, p["cond_nconsts"], p["body_nconsts"])
+    carry = list(map(interp.plain, carry))
     body = _open(p["body_jaxpr"])
     carry = _loop_carry(interp, carry, lambda carry: interp.interpret(*body, [*body_consts, *carry]))
     interp.interpret(*_open(p["cond_jaxpr"]), [*cond_consts, *carry])
@@ -661,6 +685,7 @@ def scan(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[
     """The results of the body, in which all but the constants and the carry has an axis of steps."""
     p = eqn.params
     consts, carry, xs = split_list(operands, p["num_consts"], p["num_carry"])
+    carry, xs = (list(map(interp.plain, arrays)) for arrays in (carry, xs))
     reason = interp.reason
     steps = Axis(p["length"], reason if carry else None)
     for x in xs:
@@ -679,6 +704,7 @@ def scan(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[
     for axes in (*consts, *xs):
         if any(axis in interp.first_use for axis in axes):  # outside of the scan, constants have no axis of steps
             interp.record([(axes, range(len(axes)))])
+    interp.loop_axes += [axis for y in ys for axis in y if axis is not None]
     return [*carry, *ys]
 
 
@@ -693,6 +719,7 @@ def _loop_carry(
     carry = [tuple(axes) for axes in carry]  # what is known of it is known before the first step only
     while True:
         united = [_unite_arrays(interp, pair) for pair in zip(carry, body(carry), strict=True)]
+        interp.loop_axes += [axis for axes in united for axis in axes if axis is not None]
         if varying(united) == varying(carry):
             return united
         carry = united
@@ -795,6 +822,17 @@ POSITION_RULES: dict[str, Rule] = {
     "select_n": choose_positions,
 }
 """For primitives with an operand that is positions along an axis; for all others these are plain numbers."""
+
+STACK_RULES: dict[str, Rule] = {
+    **_for_all(call, "jit pjit closed_call core_call remat2 checkpoint composite"),
+    **_for_all(call, "custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr custom_vmap_call"),
+    "cond": cond,
+    "dynamic_slice": dynamic_slice_of_stack,
+    "scan": scan,
+    "slice": slice_of_stack,
+    "while": while_,
+}
+"""For primitives that leave it open whether a parameter is only read entry by entry; all others use all of it."""
 
 FROZEN_ON_PURPOSE: dict[str, str] = {
     **_for_all(

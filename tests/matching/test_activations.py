@@ -96,6 +96,23 @@ def test_units_that_are_seen_nowhere_are_matched_by_weights_and_named():
     assert not correlations(spec, params, permuted, fn, x)["w"].any()
 
 
+def test_layers_of_a_stack_are_matched_each_in_its_own_order():
+    def fn(params, x):
+        x = x @ params["in"]
+        for i in range(3):
+            x = x + jnp.tanh(x @ params["up"][i]) @ params["down"][i]
+        return x
+
+    shapes = {"in": (8, 5), "up": (3, 5, 6), "down": (3, 6, 5)}
+    params = random_arrays({name: Shape(shape, jnp.float32) for name, shape in shapes.items()})
+    spec = permutation_spec(fn, params, random_arrays(FEATURES))
+    permuted, expected = planted(spec, params)
+    with pytest.warns(UserWarning, match="units of up are only"):
+        matching = match_activations(spec, params, permuted, fn, random_arrays(FEATURES))
+    assert matching.perms["up"].shape == (3, 6)
+    assert_equal(matching.perms, expected)
+
+
 def deep(params, x):
     """Two hidden layers, and the gradient of them with respect to the inputs as forces have it."""
 

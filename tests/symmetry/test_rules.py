@@ -110,6 +110,51 @@ def code_book(params, x):
     return params["codes"][distances.argmin(-1)] @ params["out"]
 
 
+def residual(params, x, i):
+    return x + jnp.tanh(x @ params["up"][i] + params["bias"][i].reshape(1, -1)) @ params["down"][i]
+
+
+def by_number(params, x):
+    for i in range(3):
+        x = residual(params, x, i)
+    return x
+
+
+def by_counter(params, x):
+    return jax.lax.fori_loop(0, 3, lambda i, x: residual(params, x, i), x)
+
+
+def while_counting(params, x):
+    return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, residual(params, c[1], c[0])), (0, x))[1]
+
+
+def carried_over(params, x):
+    """A unit of entry i meets one of entry i + 1."""
+
+    def step(i, carry):
+        hidden, x = carry
+        return jnp.tanh(x @ params["up"][i]) + params["bias"][i].reshape(1, -1), x + hidden @ params["down"][i]
+
+    return jax.lax.fori_loop(0, 3, step, (jnp.zeros((ROWS, UNITS)), x))[1]
+
+
+def in_reverse(params, x):
+    return sum(jnp.tanh(x @ params["up"][i] + params["bias"][i]) @ params["down"][2 - i] for i in range(3))
+
+
+def and_as_a_whole(params, x):
+    return by_number(params, x) + jnp.einsum("bi,lij,ljk->bk", x, params["up"], params["down"])
+
+
+def heads_in_layers(params, x):
+    def layer(i):
+        heads = jnp.tanh(jnp.einsum("bi,ihd->bhd", x, params["up"][i]))
+        return jnp.einsum("bhd,hdo->bo", heads, params["down"][i])
+
+    return layer(0) + layer(1)
+
+
+LAYERS = {"up": (3, FEATURES, UNITS), "bias": (3, UNITS), "down": (3, UNITS, FEATURES)}
 EXPERTS = {"router": (FEATURES, 3), "in": (3, FEATURES, UNITS), "out": (3, UNITS, 2)}
 ONE_OUTPUT = {"router": (FEATURES, 3), "in": (3, FEATURES, UNITS), "last": (UNITS, 2)}
 WHOLE = [(UNITS,)]
@@ -163,6 +208,13 @@ PROGRAMS = {
     "the best expert": Program(switch, ONE_OUTPUT, [(3,), (UNITS,)]),
     "experts by argsort": Program(best_two, ONE_OUTPUT, [(3,), (UNITS,)]),
     "code book": Program(code_book, {"in": (FEATURES, UNITS), "codes": (7, UNITS), "out": (UNITS, 2)}, [(6,), (7,)]),
+    "layers by their number": Program(by_number, LAYERS, [(3, UNITS)]),
+    "layers by a counter": Program(by_counter, LAYERS, [(3, UNITS)]),
+    "layers by a counter of a while loop": Program(while_counting, LAYERS, [(3, UNITS)]),
+    "layers whose units meet those of the next": Program(carried_over, LAYERS, WHOLE),
+    "layers in reverse": Program(in_reverse, LAYERS, WHOLE),
+    "layers that are also used as a whole": Program(and_as_a_whole, LAYERS, WHOLE),
+    "heads in layers": Program(heads_in_layers, {"up": (2, 5, 3, 4), "down": (2, 3, 4, 2)}, [(2, 3), (2, 3, 4)]),
     "positions as numbers": pooled(lambda h: h.argmax(-1) + 1.0, []),
     "positions as the result": pooled(lambda h: jax.lax.top_k(h, 2)[1], []),
     "positions as the result of a loop": pooled(
