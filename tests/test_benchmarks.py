@@ -1,4 +1,4 @@
-from benchmarks import matching, training
+from benchmarks import derivation, fuzz, matching, training
 
 
 def test_the_matchers_are_measured_side_by_side_and_reach_one_objective(capsys):
@@ -16,3 +16,21 @@ def test_ways_to_train_are_measured_side_by_side(capsys):
     ways = ["before", "data-parallel", "side by side"]
     assert [way for line, way in zip(lines, ways, strict=True) if f" {way} " in line] == ways
     assert lines[0].split()[-1] == "1.00"
+
+
+def test_derivations_are_timed_by_depth(capsys, monkeypatch):
+    monkeypatch.setattr(derivation, "problems", lambda: [("ten steps", derivation.recurrence(10))])
+    derivation.main(derivation.DerivationConfig(rounds=1))
+    head, line = capsys.readouterr().out.splitlines()
+    assert head.split()[:2] == ["equations", "permutations"]
+    assert line.split()[:4] == ["ten", "steps", "52", "1"]
+
+
+def test_random_programs_are_counted_and_failures_named(capsys, monkeypatch):
+    fuzz.main(fuzz.FuzzConfig(programs=2, first=1))
+    assert "2  programs\n" in capsys.readouterr().out
+    monkeypatch.setattr(fuzz, "TOLERANCE", -1.0)
+    fuzz.main(fuzz.FuzzConfig(programs=2, first=1))
+    out, err = capsys.readouterr()
+    assert "2  unsound\n" in out
+    assert "Program(1, 4): the function changes by" in out + err

@@ -34,7 +34,7 @@ def permutation_spec(fn: Callable[..., Any], params: Params, *inputs: Any) -> Pe
     `print(spec)` shows what each permutation acts on, and what is frozen by which operation. A permutation's name
     is that of the first module it acts on.
     """
-    return _spec(*infer_axes(jax.make_jaxpr(fn)(params, *inputs), params, *inputs))
+    return derive_spec(jax.make_jaxpr(fn)(params, *inputs), params, *inputs)
 
 
 def infer_axes(traced: core.ClosedJaxpr, params: Params, *inputs: Any) -> tuple[Mapping[str, ArrayAxes], Interpreter]:
@@ -52,8 +52,9 @@ def infer_axes(traced: core.ClosedJaxpr, params: Params, *inputs: Any) -> tuple[
     return leaves, interp
 
 
-def _spec(leaves: Mapping[str, ArrayAxes], interp: Interpreter) -> PermutationSpec:
-    """The spec of the axes that are still free."""
+def derive_spec(traced: core.ClosedJaxpr, params: Params, *inputs: Any) -> PermutationSpec:
+    """The spec of a function that was traced with these arguments: that of the axes that are still free."""
+    leaves, interp = infer_axes(traced, params, *inputs)
     all_axes = [(name, i, axis) for name, axes in leaves.items() for i, axis in enumerate(axes) if axis is not None]
     leaf_use = {
         name: min((interp.first_use.get(axis, math.inf) for axis in axes if axis is not None), default=math.inf)

@@ -4,6 +4,7 @@ That they leave the function as it is, in all architectures and in random progra
 """
 
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from zoo import CASES, FEATURES, Shape, random_arrays
 
 from mcomb import PermutationSpec, check_spec, combine, match_weights, permutation_spec
 from mcomb.lab.models import MLP, ResNet20, Tiny10, classifier
-from mcomb.symmetry.derive import _spec, infer_axes
+from mcomb.symmetry.derive import derive_spec
 
 
 def index_shapes(spec: PermutationSpec) -> list[tuple[int, ...]]:
@@ -37,6 +38,12 @@ def test_every_architecture_has_the_permutations_a_person_would_count(name):
         case = CASES[name]()
         spec = permutation_spec(case.fn, case.params, case.input)
         assert index_shapes(spec) == sorted(case.perm_shapes)
+
+
+def test_every_architecture_is_in_the_documents_table():
+    page = (Path(__file__).parents[2] / "docs" / "symmetries.md").read_text()
+    rows = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| ")]
+    assert not [name for name in CASES if not any(name in row for row in rows)]
 
 
 @pytest.mark.parametrize(
@@ -334,7 +341,7 @@ def count_calls(problem):
 
     sys.setprofile(profile)
     try:
-        _spec(*infer_axes(traced, params, x))
+        derive_spec(traced, params, x)
     finally:
         sys.setprofile(None)
     return count

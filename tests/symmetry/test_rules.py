@@ -154,6 +154,20 @@ def heads_in_layers(params, x):
     return layer(0) + layer(1)
 
 
+def rotary(params, x):
+    """Attention over the rows, in which pairs of neighbouring dimensions turn with the row."""
+    q, k, v = (jnp.einsum("tc,chd->thd", x, params[name]) for name in "qkv")
+    angles = jnp.arange(ROWS)[:, None] / 10.0 ** jnp.arange(2)[None]
+    cos, sin = (jnp.expand_dims(f(angles), 1) for f in (jnp.cos, jnp.sin))
+
+    def turn(z):
+        even, odd = z[..., ::2], z[..., 1::2]
+        return jnp.stack([even * cos - odd * sin, even * sin + odd * cos], -1).reshape(z.shape)
+
+    weights = jax.nn.softmax(jnp.einsum("qhd,khd->hqk", turn(q), turn(k)))
+    return jnp.einsum("hqk,khd,hdo->qo", weights, v, params["out"])
+
+
 LAYERS = {"up": (3, FEATURES, UNITS), "bias": (3, UNITS), "down": (3, UNITS, FEATURES)}
 EXPERTS = {"router": (FEATURES, 3), "in": (3, FEATURES, UNITS), "out": (3, UNITS, 2)}
 ONE_OUTPUT = {"router": (FEATURES, 3), "in": (3, FEATURES, UNITS), "last": (UNITS, 2)}
@@ -190,6 +204,7 @@ PROGRAMS = {
         WHOLE,
     ),
     "query, key and value unstacked": Program(fused, {"qkv": (FEATURES, 18), "down": (UNITS, 2)}, WHOLE * 2),
+    "rotary embeddings": Program(rotary, dict.fromkeys("qkv", (FEATURES, 3, 4)) | {"out": (3, 4, 2)}, [(3,), (3, 4)]),
     "class token": Program(class_token, {"class": (1, 1, UNITS), "up": (1, UNITS), "down": (UNITS, 2)}, WHOLE),
     "ensemble of convolutions": Program(ensemble, {"k": (3, UNITS, 2, 3, 3)}, [(3, UNITS)], (ROWS, 2, 4, 4)),
     "Fourier transform of another axis": Program(
