@@ -20,7 +20,8 @@ from jax.extend import core
 from mcomb.base import Params, leaf_name, named_leaves
 from mcomb.symmetry.axes import Axis, atoms, find, flat_parts
 from mcomb.symmetry.interpreter import ArrayAxes, Interpreter, LabelledAxes, stack_of
-from mcomb.symmetry.rules import POSITION_RULES, RULES, STACK_RULES, freeze_everything
+from mcomb.symmetry.rules import POSITION_RULES, RULES, STACK_RULES
+from mcomb.symmetry.rules.common import freeze_everything
 from mcomb.symmetry.spec import Blocks, Frozen, Layout, PermutationSpec, Segments
 from mcomb.symmetry.stacks import unite_entries
 

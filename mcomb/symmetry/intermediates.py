@@ -19,7 +19,9 @@ from mcomb.base import Params
 from mcomb.symmetry.axes import Axis, find, split_product, split_segments
 from mcomb.symmetry.derive import axis_layout, infer_axes
 from mcomb.symmetry.interpreter import ARGUMENTS, EqnPath, Interpreter, live_equations
-from mcomb.symmetry.rules import RULES, call, inner_jaxpr, split_list
+from mcomb.symmetry.rules import RULES
+from mcomb.symmetry.rules.common import split_list
+from mcomb.symmetry.rules.control import call, inner_jaxpr
 from mcomb.symmetry.spec import Blocks, Layout, PermutationSpec, Segments, axis_names
 
 

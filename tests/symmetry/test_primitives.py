@@ -7,7 +7,8 @@ import jax.extend.core.primitives
 import pytest
 from jax.extend import core
 
-from mcomb.symmetry.rules import FROZEN_ON_PURPOSE, RULES
+from mcomb.symmetry.rules import RULES
+from mcomb.symmetry.rules.common import FROZEN_ON_PURPOSE
 
 RECORDED = "0.10.2"  # the version of JAX that the list below is exact for
 WITHOUT = {

@@ -1,0 +1,136 @@
+"""For each primitive, a rule that gives the axes of its results.
+
+Most primitives are elementwise, products or reductions. Their rules write them like an einsum, with a label for each
+axis of each operand and result, and `Interpreter.relate` unites the axes with the same label.
+"""
+
+from mcomb.symmetry.interpreter import Rule
+from mcomb.symmetry.rules.common import elementwise, for_all, pass_through
+from mcomb.symmetry.rules.control import (
+    call,
+    collective,
+    cond,
+    dynamic_slice_of_stack,
+    scan,
+    shard_map,
+    slice_of_stack,
+    while_,
+)
+from mcomb.symmetry.rules.lookups import (
+    arg_reduction,
+    choose_positions,
+    compare_positions,
+    dynamic_slice,
+    dynamic_update_slice,
+    gather,
+    is_negative,
+    same_positions,
+    scatter,
+    shift,
+    sort,
+    top_k,
+)
+from mcomb.symmetry.rules.products import (
+    convolution,
+    dot_general,
+    factorisation,
+    linear_solve,
+    ragged_dot,
+    triangular_solve,
+)
+from mcomb.symmetry.rules.reductions import cumulative, fft, general_reduction, reduce_window, reduction, reverse
+from mcomb.symmetry.rules.shapes import (
+    bitcast,
+    broadcast,
+    concatenate,
+    iota,
+    pad,
+    reshape,
+    slice_,
+    split,
+    squeeze,
+    stack,
+    tile,
+    transpose,
+    unstack,
+)
+
+RULES: dict[str, Rule] = {
+    **for_all(
+        elementwise,
+        """
+        abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil
+        clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf
+        erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite
+        le le_to lgamma log log1p logistic lt lt_to max min mul mulhi name ne neg nextafter not or polygamma
+        population_count pow real reduce_precision regularized_incomplete_beta rem round rsqrt
+        select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin
+        sinh sqrt square stop_gradient sub tan tanh xor zeta
+        """,
+    ),
+    **for_all(call, "jit pjit closed_call core_call remat2 checkpoint composite"),
+    **for_all(call, "custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr custom_vmap_call"),
+    **for_all(reduction, "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor"),
+    **for_all(arg_reduction, "argmax argmin"),
+    **for_all(cumulative, "cumsum cumprod cummax cummin cumlogsumexp"),
+    **for_all(reduce_window, "reduce_window reduce_window_sum reduce_window_max reduce_window_min"),
+    **for_all(scatter, "scatter scatter-add scatter-mul scatter-min scatter-max scatter-sub"),
+    **for_all(pass_through, "optimization_barrier device_put reshard layout_constraint"),
+    **for_all(collective, "psum psum_invariant pmax pmin pvary pbroadcast ppermute"),
+    **for_all(factorisation, "cholesky eig eigh hessenberg householder_product lu qr schur svd tridiagonal"),
+    "bitcast_convert_type": bitcast,
+    "broadcast_in_dim": broadcast,
+    "concatenate": concatenate,
+    "cond": cond,
+    "conv_general_dilated": convolution,
+    "dot_general": dot_general,
+    "dynamic_slice": dynamic_slice,
+    "custom_linear_solve": linear_solve,
+    "dynamic_update_slice": dynamic_update_slice,
+    "fft": fft,
+    "gather": gather,
+    "iota": iota,
+    "pad": pad,
+    "ragged_dot_general": ragged_dot,
+    "reduce": general_reduction,
+    "reshape": reshape,
+    "rev": reverse,
+    "scan": scan,
+    "shard_map": shard_map,
+    "slice": slice_,
+    "sort": sort,
+    "split": split,
+    "squeeze": squeeze,
+    "stack": stack,
+    "tile": tile,
+    "top_k": top_k,
+    "transpose": transpose,
+    "triangular_solve": triangular_solve,
+    "unstack": unstack,
+    "while": while_,
+}
+
+POSITION_RULES: dict[str, Rule] = {
+    **for_all(call, "jit pjit closed_call core_call remat2 checkpoint composite"),
+    **for_all(call, "custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr"),
+    **for_all(
+        same_positions, "broadcast_in_dim convert_element_type copy reshape slice squeeze stop_gradient transpose"
+    ),
+    "add": shift,
+    "eq": compare_positions,
+    "gather": gather,
+    "lt": is_negative,
+    "select_n": choose_positions,
+}
+"""For primitives with an operand that is positions along an axis; for all others these are plain numbers."""
+
+STACK_RULES: dict[str, Rule] = {
+    **for_all(call, "jit pjit closed_call core_call remat2 checkpoint composite"),
+    **for_all(call, "custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr custom_vmap_call"),
+    "cond": cond,
+    "dynamic_slice": dynamic_slice_of_stack,
+    "scan": scan,
+    "slice": slice_of_stack,
+    "while": while_,
+}
+"""For primitives that leave it open whether a parameter is only read entry by entry; all others use all of it."""

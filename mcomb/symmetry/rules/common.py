@@ -1,0 +1,110 @@
+"""What rules share: the simplest of them, and the shapes of operands."""
+
+import itertools
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from typing import Any, SupportsIndex, TypeVar
+
+from jax.extend import core
+
+from mcomb.symmetry.axes import Axis
+from mcomb.symmetry.interpreter import ArrayAxes, Interpreter, Labels
+
+T = TypeVar("T")
+
+
+def freeze_everything(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
+    """The rule of an unknown primitive, which may depend on the order of everything."""
+    if why := FROZEN_ON_PURPOSE.get(eqn.primitive.name):
+        interp.reason = interp.reason.replace(eqn.primitive.name, f"{eqn.primitive.name} ({why})", 1)
+    for operand in operands:
+        interp.freeze(operand)
+    interp.record((operand, [(i, axis) for axis in range(len(operand))]) for i, operand in enumerate(operands))
+    return [interp.new_axes(shape_of(var), interp.reason) for var in eqn.outvars]
+
+
+def elementwise(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
+    """One label for each axis; scalars have none."""
+    rank = len(shape_of(eqn.outvars[0]))
+    return interp.relate([(axes, range(len(axes))) for axes in operands], [range(rank)] * len(eqn.outvars))
+
+
+def pass_through(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
+    """The operands themselves."""
+    return list(operands)
+
+
+def positional(
+    interp: Interpreter,
+    eqn: core.JaxprEqn,
+    operands: Sequence[ArrayAxes],
+    ordered: Iterable[int],
+    order_blind: bool = False,
+) -> list[ArrayAxes]:
+    """Freezes the ordered axes, along which the order of entries matters; elementwise over all others.
+
+    An operation that is blind to the order of its operands only freezes these axes of its results.
+    """
+    shape, ordered = shape_of(eqn.outvars[0]), set(ordered)
+    for operand in [] if order_blind else operands:
+        interp.freeze(operand[axis] for axis in ordered)
+
+    # An ordered axis has other labels in operand and result: so no permutation is batched over it.
+    def labels(*array: Hashable) -> Labels:
+        return [(*array, axis) if axis in ordered else axis for axis in range(len(shape))]
+
+    return interp.relate(
+        [(operand, labels("operand", 0 if order_blind else i)) for i, operand in enumerate(operands)],
+        [labels("result")] * len(eqn.outvars),
+        {("result", axis): Axis(shape[axis], interp.reason) for axis in ordered},
+    )
+
+
+def shape_of(atom: Any) -> tuple[int, ...]:
+    return atom.aval.shape
+
+
+def other_axes(rank: int, axes: Collection[SupportsIndex]) -> list[int]:
+    return [axis for axis in range(rank) if axis not in axes]
+
+
+def resized_axes(a: Any, b: Any) -> list[int]:
+    """The axes along which two arrays have different sizes."""
+    return [axis for axis, (n, m) in enumerate(zip(shape_of(a), shape_of(b), strict=True)) if n != m]
+
+
+def split_list(values: Sequence[T], *counts: int) -> list[list[T]]:
+    """Consecutive lists of so many values, and a last one of the rest."""
+    ends = [*itertools.accumulate(counts), len(values)]
+    return [list(values[start:stop]) for start, stop in zip([0, *ends], ends, strict=False)]
+
+
+def for_all(value: T, names: str) -> dict[str, T]:
+    """The same value for all of the names."""
+    return dict.fromkeys(names.split(), value)
+
+
+FROZEN_ON_PURPOSE: dict[str, str] = {
+    **for_all(
+        "random numbers differ from position to position",
+        """
+        iota_2x32_shape philox2x32 philox4x32 random_bits random_clone random_fold_in random_gamma random_seed
+        random_split random_unwrap random_wrap rng_bit_generator rng_uniform threefry2x32 threefry4x32
+        """,
+    ),
+    **for_all(
+        "devices share the array out by position",
+        """
+        all_gather all_gather_invariant all_gather_reduced all_to_all axis_index precv psend ragged_all_to_all
+        reduce_scatter unreduced_reduce_scatter
+        """,
+    ),
+    **for_all(
+        "an array that is written to is not followed",
+        "accum_grad_in_ref addupdate empty_ref free_ref freeze get new_ref run_state swap",
+    ),
+    **for_all(
+        "what is not JAX cannot be looked into",
+        "call_exported custom_partitioning ffi_call io_callback pure_callback",
+    ),
+}
+"""Primitives without a rule that shall have none, and why."""

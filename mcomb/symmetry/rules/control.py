@@ -1,0 +1,137 @@
+"""Rules of jaxprs inside equations: calls, branches, loops, shards; and of entries that are read from a stack."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from jax.extend import core
+
+from mcomb.symmetry.axes import Axis, unite
+from mcomb.symmetry.interpreter import ArrayAxes, Interpreter, Known, sliced_axis
+from mcomb.symmetry.rules.common import freeze_everything, resized_axes, shape_of, split_list
+
+
+def call(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
+    """The results of the inner jaxpr of jit, remat or custom derivatives."""
+    return interp.interpret_call(*inner_jaxpr(eqn), operands)
+
+
+def inner_jaxpr(eqn: core.JaxprEqn) -> tuple[core.Jaxpr, Sequence[Any]]:
+    """The one jaxpr inside an equation, and its constants."""
+    return open_jaxpr(next(eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params))
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[core.Jaxpr, Sequence[Any]]:
+    """A jaxpr, closed or not, and its constants."""
+    return (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, core.ClosedJaxpr) else (jaxpr, ())
+
+
+def cond(interp: Interpreter, eqn: core.JaxprEqn, which: ArrayAxes, *operands: ArrayAxes) -> list[ArrayAxes]:
+    """The results of all branches, united."""
+    interp.plain(which)
+    branches = [interp.interpret(*open_jaxpr(branch), operands) for branch in eqn.params["branches"]]
+    return [unite_arrays(interp, results) for results in zip(*branches, strict=True)]
+
+
+def while_(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
+    p = eqn.params
+    cond_consts, body_consts, carry = split_list(operands, p["cond_nconsts"], p["body_nconsts"])
+    carry = list(map(interp.plain, carry))
+    body = open_jaxpr(p["body_jaxpr"])
+    carry = _loop_carry(interp, carry, lambda carry: interp.interpret(*body, [*body_consts, *carry]))
+    interp.interpret(*open_jaxpr(p["cond_jaxpr"]), [*cond_consts, *carry])
+    return carry
+
+
+def scan(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
+    """The results of the body, in which all but the constants and the carry has an axis of steps."""
+    p = eqn.params
+    consts, carry, xs = split_list(operands, p["num_consts"], p["num_carry"])
+    carry, xs = (list(map(interp.plain, arrays)) for arrays in (carry, xs))
+    reason = interp.reason
+    steps = Axis(p["length"], reason if carry else None)
+    for x in xs:
+        if x[0] is not None:
+            unite(steps, x[0], reason)
+    ys: list[ArrayAxes] = []
+
+    def body(carry: list[ArrayAxes]) -> list[ArrayAxes]:
+        interp.scan_steps.append((("step", len(interp.scan_steps)), steps))
+        results = interp.interpret(*inner_jaxpr(eqn), [*consts, *carry, *(x[1:] for x in xs)])
+        interp.scan_steps.pop()
+        ys[:] = [(steps, *y) for y in results[len(carry) :]]
+        return results[: len(carry)]
+
+    carry = _loop_carry(interp, carry, body)
+    for axes in (*consts, *xs):
+        if any(axis in interp.first_use for axis in axes):  # outside of the scan, constants have no axis of steps
+            interp.record([(axes, range(len(axes)))])
+    interp.loop_axes += [axis for y in ys for axis in y if axis is not None]
+    return [*carry, *ys]
+
+
+def _loop_carry(
+    interp: Interpreter, carry: list[ArrayAxes], body: Callable[[list[ArrayAxes]], list[ArrayAxes]]
+) -> list[ArrayAxes]:
+    """The carry of a loop, its axes united with those that the body returns, until that changes nothing."""
+
+    def varying(arrays: list[ArrayAxes]) -> list[list[bool]]:
+        return [[axis is not None for axis in axes] for axes in arrays]
+
+    carry = [tuple(axes) for axes in carry]  # what is known of it is known before the first step only
+    while True:
+        united = [unite_arrays(interp, pair) for pair in zip(carry, body(carry), strict=True)]
+        interp.loop_axes += [axis for axes in united for axis in axes if axis is not None]
+        if varying(united) == varying(carry):
+            return united
+        carry = united
+
+
+def unite_arrays(interp: Interpreter, arrays: Sequence[ArrayAxes]) -> ArrayAxes:
+    """One array that may be any of these: their axes are united."""
+    labels = range(len(arrays[0]))
+    return interp.relate([(axes, labels) for axes in arrays], [labels])[0]
+
+
+def shard_map(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
+    """The results of the inner jaxpr, in which the axes that devices share out are frozen."""
+    reason, jaxpr = interp.reason, eqn.params["jaxpr"]
+
+    def convert(axes: ArrayAxes, spec: Iterable[Any], shape: Sequence[int]) -> ArrayAxes:
+        """Replaces the axes that are shared out by frozen ones of the size that they have on the other side."""
+        shared = [axis for axis, names in enumerate(spec) if names is not None and names != ()]
+        interp.freeze(axes[axis] for axis in shared)
+        return tuple(Axis(shape[i], reason) if i in shared else axis for i, axis in enumerate(axes))
+
+    inner = zip(operands, eqn.params["in_specs"], jaxpr.invars, strict=True)
+    results = interp.interpret(jaxpr, (), [convert(axes, spec, shape_of(var)) for axes, spec, var in inner])
+    outer = zip(results, eqn.params["out_specs"], eqn.outvars, strict=True)
+    return [convert(axes, spec, shape_of(var)) for axes, spec, var in outer]
+
+
+def collective(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
+    """Elementwise: combines or exchanges what devices have at the same position."""
+    if any(isinstance(axis, int) for axis in eqn.params.get("axes", ())):
+        return freeze_everything(interp, eqn, *operands)
+    return [tuple(operand) for operand in operands]  # what was known of them is not known any more
+
+
+def slice_of_stack(interp: Interpreter, eqn: core.JaxprEqn, operand: Any) -> list[ArrayAxes] | None:
+    """An entry, if it is one."""
+    axis = sliced_axis(eqn)
+    if axis is None or shape_of(eqn.outvars[0])[axis] != 1:
+        return None
+    return interp.read_entry(operand, axis, int(eqn.params["start_indices"][axis]))
+
+
+def dynamic_slice_of_stack(
+    interp: Interpreter, eqn: core.JaxprEqn, operand: Any, *starts: Any
+) -> list[ArrayAxes] | None:
+    """An entry, if it is one: by its number if that is known, or else by the expression that it is computed by."""
+    resized = resized_axes(eqn.invars[0], eqn.outvars[0])
+    if len(resized) != 1 or shape_of(eqn.outvars[0])[resized[0]] != 1:
+        return None
+    (axis,) = resized
+    start, last = starts[axis], shape_of(eqn.invars[0])[axis] - 1
+    if isinstance(start, Known):
+        return interp.read_entry(operand, axis, min(max(0, int(start.value)), last))
+    return interp.read_entry(operand, axis, interp.expressions[eqn.invars[1 + axis]])

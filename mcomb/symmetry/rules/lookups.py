@@ -1,0 +1,234 @@
+"""Rules of looking up and writing in some place, and of the positions that `argmax`, `top_k` and `argsort` give.
+
+The latter are arrays of `Positions`, for which some primitives have a rule of their own.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend import core
+
+from mcomb.symmetry.axes import Axis, concatenation, unite
+from mcomb.symmetry.interpreter import ArrayAxes, Interpreter, Known, Labels, Positions, known_value, positions
+from mcomb.symmetry.rules.common import elementwise, other_axes, positional, resized_axes, shape_of
+from mcomb.symmetry.rules.reductions import reduction
+from mcomb.symmetry.rules.shapes import cut_segments, replace_axis
+
+
+def arg_reduction(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
+    """Positions along the reduced axis.
+
+    Of entries that are exactly equal the first is taken, whichever that is: we count on there being none.
+    """
+    (axes,), (reduced,) = reduction(interp, eqn, operand), eqn.params["axes"]
+    along = operand[reduced]
+    return [axes if along is None else positions(axes, along, interp.reason)]
+
+
+def sort(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
+    """Freezes the axis of the result, but that of operands only if more is sorted than the keys.
+
+    The sorted keys are the same in whatever order they come (zeros of both signs count as the same, as they do here).
+    Where their positions are sorted with them, the result is positions along their axis.
+    """
+    axis, keys = eqn.params["dimension"], eqn.params["num_keys"]
+    *others, last = operands
+    along = others[0][axis] if len(others) == keys == 1 else None
+    if along is not None and isinstance(last, Known) and counts_up(last.value, axis):
+        values, ranked = positional(interp, eqn, others, [axis], order_blind=True)  # as `argsort` does
+        return [values, positions(ranked, along, interp.reason)]
+    return positional(interp, eqn, operands, [axis], order_blind=keys == len(operands))
+
+
+def top_k(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
+    """The largest entries, and positions along their axis."""
+    axis = eqn.params.get("axis", -1) % len(operand)
+    values, ranked = positional(interp, eqn, [operand], [axis], order_blind=True)
+    along = operand[axis]
+    return [values, ranked if along is None else positions(ranked, along, interp.reason)]
+
+
+def gather(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes, indices: ArrayAxes) -> list[ArrayAxes] | None:
+    """Elementwise over the axes that every slice covers; the others, whose positions are looked up, are frozen.
+
+    But an axis along which the indices are positions is that axis, and the axes of a diagonal are one.
+    """
+    dims, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    shape, rank = shape_of(eqn.invars[0]), len(shape_of(eqn.outvars[0]))
+    looked_up = dims.collapsed_slice_dims
+    if isinstance(indices, Known) and len(indices) == 2 and tuple(dims.start_index_map) == tuple(looked_up):
+        positions = np.arange(len(indices.value)).reshape(-1, 1)
+        square = {shape[axis] for axis in looked_up} == {len(positions)} and not dims.operand_batching_dims
+        if square and np.array_equal(indices.value, np.broadcast_to(positions, indices.value.shape)):
+            others = iter(other_axes(len(shape), looked_up))
+            return interp.relate(
+                [(operand, ["diagonal" if axis in looked_up else axis for axis in range(len(shape))])],
+                [[next(others) if axis in dims.offset_dims else "diagonal" for axis in range(rank)]],
+            )
+    collapsed, batched = dims.collapsed_slice_dims, [*dims.operand_batching_dims]
+    indexed = [a for a, n in enumerate(shape) if a not in batched and (a in collapsed or sizes[a] != n)]
+    if isinstance(indices, Positions):
+        if indices.shifted or indexed != [*dims.start_index_map] or shape[indexed[0]] != indices.along.size:
+            return None
+        if (along := operand[indexed[0]]) is not None:
+            unite(along, indices.along, interp.reason)
+    else:
+        interp.freeze(operand[axis] for axis in indexed)
+    interp.freeze(indices[-1:])
+    labels: dict[int, Hashable] = {axis: ("operand", axis) for axis in indexed}
+    labels |= {a: ("index", i) for a, i in zip(batched, dims.start_indices_batching_dims, strict=True)}
+    kept = [axis for axis in range(len(shape)) if axis not in collapsed and axis not in batched]
+    offsets = dict(zip(dims.offset_dims, kept, strict=True))
+    offset_labels = {i: ("result", axis) if axis in indexed else axis for i, axis in offsets.items()}
+    index_axes = iter(range(len(indices)))
+    return interp.relate(
+        [
+            (operand, [labels.get(axis, axis) for axis in range(len(shape))]),
+            (indices, [("index", i) for i in range(len(indices))]),
+        ],
+        [[offset_labels[i] if i in offset_labels else ("index", next(index_axes)) for i in range(rank)]],
+        {("result", axis): Axis(sizes[axis], interp.reason) for axis in indexed},
+    )
+
+
+def scatter(
+    interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes, indices: ArrayAxes, updates: ArrayAxes
+) -> list[ArrayAxes]:
+    """Elementwise over the axes that every update covers; all others are frozen.
+
+    A single window in a known place is a segment of each axis that it does not cover.
+    """
+    dims = eqn.params["dimension_numbers"]
+    shape, update_shape = shape_of(eqn.invars[0]), shape_of(eqn.invars[2])
+    if isinstance(indices, Known) and len(indices) == 1 and len(updates) == len(dims.update_window_dims):
+        window = [axis for axis in range(len(shape)) if axis not in dims.inserted_window_dims]
+        update = dict(zip(window, updates, strict=True))
+        sizes = dict.fromkeys(range(len(shape)), 1) | dict(zip(window, update_shape, strict=True))
+        starts = dict(zip(dims.scatter_dims_to_operand_dims, known_value(indices).tolist(), strict=True))
+        segments = {axis: (starts.get(axis, 0), sizes[axis]) for axis in sizes if sizes[axis] != shape[axis]}
+        if all(0 <= start <= shape[axis] - size for axis, (start, size) in segments.items()):
+            aligned = tuple(update.get(axis) for axis in range(len(shape)))
+            return _update_segments(interp, shape, operand, aligned, segments)
+    no_window = {*dims.inserted_window_dims, *dims.operand_batching_dims}
+    windowed = [axis for axis in range(len(shape)) if axis not in no_window]
+    windows = zip(windowed, dims.update_window_dims, strict=True)
+    covered = {i: axis for axis, i in windows if update_shape[i] == shape[axis]}  # {axis of updates: axis of operand}
+    interp.freeze(indices)
+    interp.freeze(axis for i, axis in enumerate(updates) if i not in covered)
+    interp.freeze(axis for i, axis in enumerate(operand) if i not in covered.values())
+
+    def labels(array: str) -> Labels:
+        return [axis if axis in covered.values() else (array, axis) for axis in range(len(shape))]
+
+    return interp.relate(
+        [
+            (operand, labels("operand")),
+            (updates, [covered.get(i, ("update", i)) for i in range(len(updates))]),
+            (indices, [("index", i) for i in range(len(indices))]),
+        ],
+        [labels("result")],
+        {("result", axis): Axis(size, interp.reason) for axis, size in enumerate(shape)},
+    )
+
+
+def dynamic_slice(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes, *starts: ArrayAxes) -> list[ArrayAxes]:
+    """A segment of its axis if it is known where it starts; else it is frozen."""
+    resized = resized_axes(eqn.invars[0], eqn.outvars[0])
+    if not all(isinstance(starts[axis], Known) for axis in resized):
+        return positional(interp, eqn, [operand], resized)
+    for axis in resized:
+        size, length = shape_of(eqn.invars[0])[axis], shape_of(eqn.outvars[0])[axis]
+        start = min(max(0, int(known_value(starts[axis]))), size - length)
+        part = cut_segments(interp, operand[axis], [start, length, size - start - length])[1]
+        (operand,) = replace_axis(interp, operand, axis, [part])
+    return [operand]
+
+
+def dynamic_update_slice(
+    interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes, update: ArrayAxes, *starts: ArrayAxes
+) -> list[ArrayAxes]:
+    """Replaces a segment of an axis if it is known where it starts; else the axis is frozen."""
+    shape, update_shape = (shape_of(atom) for atom in eqn.invars[:2])
+    resized = resized_axes(*eqn.invars[:2])
+    if not all(isinstance(starts[axis], Known) for axis in resized):
+        return positional(interp, eqn, [operand, update], resized)
+    bounds = {axis: shape[axis] - update_shape[axis] for axis in resized}
+    first = {axis: min(max(0, int(known_value(starts[axis]))), last) for axis, last in bounds.items()}
+    return _update_segments(
+        interp, shape, operand, update, {axis: (n, update_shape[axis]) for axis, n in first.items()}
+    )
+
+
+def _update_segments(
+    interp: Interpreter,
+    shape: Sequence[int],
+    operand: ArrayAxes,
+    update: ArrayAxes,
+    segments: dict[int, tuple[int, int]],
+) -> list[ArrayAxes]:
+    """An array, of which a segment of each of some axes (its start and size) is replaced or changed by an update."""
+    updated: dict[Hashable, Axis | None] = {}
+    for axis, (start, size) in segments.items():
+        sizes = [start, size, shape[axis] - start - size]
+        parts = [part or Axis(n) for part, n in zip(cut_segments(interp, operand[axis], sizes), sizes, strict=True)]
+        if (new := update[axis]) is not None:
+            unite(parts[1], new, interp.reason)
+        updated["result", axis] = concatenation([part for part in parts if part.size])
+
+    def labels(array: str) -> Labels:
+        return [(array, axis) if axis in segments else axis for axis in range(len(shape))]
+
+    return interp.relate([(operand, labels("operand")), (update, labels("update"))], [labels("result")], updated)
+
+
+def same_positions(
+    interp: Interpreter, eqn: core.JaxprEqn, operand: Positions, *rest: ArrayAxes
+) -> list[ArrayAxes] | None:
+    """The same positions in another shape or integer type."""
+    if not np.issubdtype(eqn.outvars[0].aval.dtype, np.integer):  # type: ignore[attr-defined]
+        return None
+    (axes,) = interp.rules[eqn.primitive.name](interp, eqn, tuple(operand), *rest) or ()
+    return [positions(axes, operand.along, operand.reason, operand.shifted)]
+
+
+def is_negative(interp: Interpreter, eqn: core.JaxprEqn, operand: Any, bound: Any) -> list[ArrayAxes] | None:
+    """No position is."""
+    if not isinstance(bound, Known) or bound.value.any():
+        return None
+    axes = Known([None] * len(shape_of(eqn.outvars[0])))
+    axes.value = np.broadcast_to(False, shape_of(eqn.outvars[0]))
+    return [axes]
+
+
+def shift(interp: Interpreter, eqn: core.JaxprEqn, operand: Any, by: Any) -> list[ArrayAxes] | None:
+    """Positions counted from the end: no use of them is known."""
+    if not isinstance(by, Known) or not isinstance(operand, Positions):
+        return None
+    (axes,) = elementwise(interp, eqn, tuple(operand), tuple(by))
+    return [positions(axes, operand.along, operand.reason, shifted=True)]
+
+
+def choose_positions(interp: Interpreter, eqn: core.JaxprEqn, which: Any, *cases: Any) -> list[ArrayAxes] | None:
+    """One of the cases, if it is known which."""
+    if not isinstance(which, Known) or (which.value != which.value.ravel()[:1]).any():
+        return None
+    return [cases[int(which.value.ravel()[0])]]
+
+
+def compare_positions(interp: Interpreter, eqn: core.JaxprEqn, left: Any, right: Any) -> list[ArrayAxes] | None:
+    """If they are compared with all positions of their axis, along an axis of its own, that is the axis."""
+    found, known = (left, right) if isinstance(left, Positions) else (right, left)
+    varying = [axis for axis, one in enumerate(known) if one is not None]
+    if not isinstance(known, Known) or isinstance(found, Known) or found.shifted or len(varying) != 1:
+        return None
+    (axis,) = varying
+    if found[axis] is not None or not counts_up(known.value, axis) or known.value.shape[axis] != found.along.size:
+        return None
+    all_positions = tuple(found.along if i == axis else None for i in range(len(known)))
+    return elementwise(interp, eqn, tuple(found), all_positions)
+
+
+def counts_up(values: np.ndarray, axis: int) -> bool:
+    """Whether an array has the numbers 0, 1, 2, … along an axis."""
+    return bool(np.all(np.moveaxis(values, axis, -1) == np.arange(values.shape[axis])))

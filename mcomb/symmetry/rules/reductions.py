@@ -1,0 +1,57 @@
+"""Rules of reductions, pooling, and operations along an axis whose order matters."""
+
+from jax.extend import core
+
+from mcomb.symmetry.axes import split_product
+from mcomb.symmetry.interpreter import ArrayAxes, Interpreter
+from mcomb.symmetry.rules.common import other_axes, positional, shape_of
+from mcomb.symmetry.rules.shapes import replace_axis
+
+
+def reduction(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
+    """Drops the reduced axes, which stay free: the order of the entries does not matter."""
+    return interp.relate([(operand, range(len(operand)))], [other_axes(len(operand), eqn.params["axes"])])
+
+
+def general_reduction(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
+    """Freezes the reduced axes, for the function that reduces them may depend on the order."""
+    reduced, rank = eqn.params["dimensions"], len(operands[0])
+    for operand in operands:
+        interp.freeze(operand[axis] for axis in reduced if operand)
+    labelled = [(operand, [("reduced", i, j) if j in reduced else j for j in range(rank)])
+                for i, operand in enumerate(operands) if operand]  # fmt: skip
+    return interp.relate(labelled, [other_axes(rank, reduced)] * len(eqn.outvars))
+
+
+def cumulative(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
+    return positional(interp, eqn, [operand], [eqn.params["axis"]])
+
+
+def reverse(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
+    return positional(interp, eqn, [operand], eqn.params["dimensions"])
+
+
+def fft(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
+    """Freezes the transformed axes, the last ones; elementwise over the others."""
+    rank = len(operand)
+    return positional(interp, eqn, [operand], range(rank - len(eqn.params["fft_lengths"]), rank))
+
+
+def reduce_window(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
+    """Pooling: elementwise over the axes along which the window has one entry, without padding or stride.
+
+    Where windows tile an axis, it is a product of windows, in any order, with what is inside them, also in any order.
+    """
+    p = eqn.params
+    sizes = zip(p["window_dimensions"], p["window_strides"], p["base_dilation"], p["window_dilation"], strict=True)
+    pooled = {axis: n for axis, (n, pad) in enumerate(zip(sizes, p["padding"], strict=True)) if {*n} != {1} or any(pad)}
+    shape, arrays = shape_of(eqn.invars[0]), [operand for operand in operands if operand]
+    for axis, (window, stride, *dilation) in pooled.items():
+        tiles = window == stride and dilation == [1, 1] and not any(p["padding"][axis]) and shape[axis] % window == 0
+        if not tiles or eqn.primitive.name == "reduce_window" or len(arrays) > 1:
+            return positional(interp, eqn, arrays, pooled)
+    (operand,) = arrays
+    for axis, (window, *_) in pooled.items():
+        windows, _ = interp.split(operand[axis], (shape[axis] // window, window), split_product)
+        (operand,) = replace_axis(interp, operand, axis, [windows])
+    return [operand]
