@@ -48,9 +48,27 @@ def infer_axes(traced: core.ClosedJaxpr, params: Params, *inputs: Any) -> tuple[
     interp.reason = "the output"
     interp.freeze(itertools.chain.from_iterable(results))
     unite_entries(leaves.values(), interp)
+    used = _prepare(axis for arrays in interp.operations for array in arrays for _, axis in array)
     interp.reason = "no use: the function does without it"
-    interp.freeze(axis for axes in leaves.values() for axis in axes if axis not in interp.first_use)
+    for axis in itertools.chain.from_iterable(leaves.values()):
+        interp.freeze(atom for atom in (atoms(axis) if axis is not None else ()) if atom not in used)
     return leaves, interp
+
+
+def _prepare(axes: Iterable[Axis]) -> set[Axis]:
+    """All atoms of these axes, after those that are in fixed entries throughout have become one frozen atom."""
+    seen: set[Axis] = set()
+    stack = list(axes)
+    while stack:
+        axis = find(stack.pop())
+        if axis in seen:
+            continue
+        seen.add(axis)
+        if axis.kind == "segments" and all(not find(p).parts and (p.size == 1 or find(p).frozen) for p in axis.parts):
+            reason = next((find(part).frozen for part in axis.parts if find(part).frozen), None)
+            axis.kind, axis.parts, axis.frozen = "", [], reason or "entries that are read one by one"
+        stack += axis.parts
+    return {axis for axis in seen if not axis.parts}
 
 
 def derive_spec(traced: core.ClosedJaxpr, params: Params, *inputs: Any) -> PermutationSpec:

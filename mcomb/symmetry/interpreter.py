@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.extend import core, source_info_util
 
-from mcomb.symmetry.axes import Axis, freeze, product, unite
+from mcomb.symmetry.axes import Axis, concatenation, freeze, product, unite
 
 ArrayAxes = tuple[Axis | None, ...]
 """The axes of an array; None for one along which all entries are equal."""
@@ -217,8 +217,8 @@ class Interpreter:
         if jax.dtypes.issubdtype(getattr(value, "dtype", None), jax.dtypes.extended) or not math.prod(shape):
             return self.new_axes(shape, "a constant")
         array = np.asarray(value)
-        differs = [not _look_the_same(array, array.take([0], axis)) for axis in range(array.ndim)]
-        axes = [Axis(size, "a constant") if d else None for size, d in zip(shape, differs, strict=True)]
+        differs = [not _look_the_same(array, array.take([0], axis)).all() for axis in range(array.ndim)]
+        axes = [_constant_axis(array, axis) if d else None for axis, d in enumerate(differs)]
         if array.size > MOST_KNOWN:
             return tuple(axes)
         for i, j in _diagonals(array, [axis for axis, d in enumerate(differs) if d]):
@@ -312,6 +312,19 @@ def _without_ones(axes: ArrayAxes) -> ArrayAxes:
     return axes if isinstance(axes, Known) else plain
 
 
+def _constant_axis(array: np.ndarray, axis: int) -> Axis:
+    """An axis along which a known array varies: frozen, but for runs of entries that look the same."""
+    entries = np.moveaxis(array, axis, 0)
+    if array.size > MOST_KNOWN:
+        return Axis(len(entries), "a constant")
+    alike = _look_the_same(entries[1:], entries[:-1]).reshape(len(entries) - 1, -1).all(1)
+    starts = [0, *(1 + np.flatnonzero(~alike)), len(entries)]
+    sizes = [int(stop - start) for start, stop in itertools.pairwise(starts)]
+    if max(sizes) == 1:
+        return Axis(len(entries), "a constant")
+    return concatenation([Axis(size, "a constant" if size == 1 else None) for size in sizes])
+
+
 def _diagonals(array: np.ndarray, axes: Sequence[int]) -> list[tuple[int, int]]:
     """The pairs of axes in which an array is a multiple of the identity plus a constant, as `jnp.eye` is.
 
@@ -322,19 +335,19 @@ def _diagonals(array: np.ndarray, axes: Sequence[int]) -> list[tuple[int, int]]:
         if array.shape[i] == array.shape[j] and not any({i, j} & {*pair} for pair in pairs):
             matrices = np.moveaxis(array, (i, j), (0, 1))
             on = np.eye(len(matrices), dtype=bool)
-            if all(_look_the_same(entries, entries[:1]) for entries in (matrices[on], matrices[~on])):
+            if all(_look_the_same(entries, entries[:1]).all() for entries in (matrices[on], matrices[~on])):
                 pairs.append((i, j))
     return pairs
 
 
-def _look_the_same(x: np.ndarray, y: np.ndarray) -> bool:
-    """Whether no program can tell the entries of two arrays apart: 0.0 and −0.0 it can, and NaN from −NaN."""
+def _look_the_same(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """For each entry, whether no program can tell two arrays apart: 0.0 and −0.0 it can, and NaN from −NaN."""
     if np.iscomplexobj(x):
-        return _look_the_same(x.real, y.real) and _look_the_same(x.imag, y.imag)
+        return _look_the_same(x.real, y.real) & _look_the_same(x.imag, y.imag)
     if not jax.numpy.issubdtype(x.dtype, np.floating):
-        return bool(np.all(x == y))
+        return x == y
     same_sign = np.signbit(x.astype(np.float32)) == np.signbit(y.astype(np.float32))
-    return bool(np.all(same_sign & ((x == y) | (np.isnan(x) & np.isnan(y)))))
+    return same_sign & ((x == y) | (np.isnan(x) & np.isnan(y)))
 
 
 def reshape_groups(old_shape: Sequence[int], new_shape: Sequence[int]) -> list[tuple[slice, slice]]:
@@ -458,6 +471,7 @@ WORKED_OUT: dict[str, Callable[..., np.ndarray]] = {
     "reshape": lambda params, x: x.reshape(params["new_sizes"]),
     "select_n": lambda _, which, *cases: np.choose(which.astype(int), cases),
     "squeeze": lambda params, x: x.squeeze(params["dimensions"]),
+    "stack": lambda params, *values: np.stack(values, params["axis"]),
     "sub": lambda _, x, y: x - y,
     "transpose": lambda params, x: x.transpose(params["permutation"]),
 }

@@ -154,6 +154,16 @@ def heads_in_layers(params, x):
     return layer(0) + layer(1)
 
 
+def tell_apart(h, params):
+    heads = h.reshape(ROWS, 2, 3) * jnp.stack([h.sum(), h.max()]).reshape(1, 2, 1)
+    return heads.reshape(h.shape)
+
+
+def add_groups(h, params):
+    groups = jnp.einsum("bgi,gio->bgo", h.reshape(ROWS, 2, 3), params["mid"])
+    return groups[:, 0] + groups[:, 1]
+
+
 def rotary(params, x):
     """Attention over the rows, in which pairs of neighbouring dimensions turn with the row."""
     q, k, v = (jnp.einsum("tc,chd->thd", x, params[name]) for name in "qkv")
@@ -168,6 +178,7 @@ def rotary(params, x):
     return jnp.einsum("hqk,khd,hdo->qo", weights, v, params["out"])
 
 
+MASK = np.repeat(np.array([[1, 2, 3]], np.float32), [2, 1, 3], axis=1)  # of six units, two, one and three are alike
 LAYERS = {"up": (3, FEATURES, UNITS), "bias": (3, UNITS), "down": (3, UNITS, FEATURES)}
 EXPERTS = {"router": (FEATURES, 3), "in": (3, FEATURES, UNITS), "out": (3, UNITS, 2)}
 ONE_OUTPUT = {"router": (FEATURES, 3), "in": (3, FEATURES, UNITS), "last": (UNITS, 2)}
@@ -230,6 +241,18 @@ PROGRAMS = {
     "layers in reverse": Program(in_reverse, LAYERS, WHOLE),
     "layers that are also used as a whole": Program(and_as_a_whole, LAYERS, WHOLE),
     "heads in layers": Program(heads_in_layers, {"up": (2, 5, 3, 4), "down": (2, 3, 4, 2)}, [(2, 3), (2, 3, 4)]),
+    "positional embeddings of which some are used": Program(
+        lambda p, x: (jnp.tanh(x @ p["up"]) + p["position"][:ROWS]) @ p["down"],
+        {"up": (FEATURES, UNITS), "position": (3000, UNITS), "down": (UNITS, 2)},
+        WHOLE,
+    ),
+    "mask with runs of equal entries": Program(
+        lambda p, x: jnp.tanh(x @ (p["up"] * MASK)) @ p["down"],
+        {"up": (FEATURES, UNITS), "down": (UNITS, 2)},
+        [(2,), (3,)],
+    ),
+    "units of heads that are told apart": layer(tell_apart, [(2, 3)]),
+    "units of groups that are added one by one": layer(add_groups, [(2, 3), (4,)], mid=(2, 3, 4), down=(4, 2)),
     "positions as numbers": pooled(lambda h: h.argmax(-1) + 1.0, []),
     "positions as the result": pooled(lambda h: jax.lax.top_k(h, 2)[1], []),
     "positions as the result of a loop": pooled(

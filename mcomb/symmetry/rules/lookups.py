@@ -13,7 +13,7 @@ from mcomb.symmetry.axes import Axis, concatenation, unite
 from mcomb.symmetry.interpreter import ArrayAxes, Interpreter, Known, Labels, Positions, known_value, positions
 from mcomb.symmetry.rules.common import elementwise, other_axes, positional, resized_axes, shape_of
 from mcomb.symmetry.rules.reductions import reduction
-from mcomb.symmetry.rules.shapes import cut_segments, replace_axis
+from mcomb.symmetry.rules.shapes import cut_segments, take_part
 
 
 def arg_reduction(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
@@ -141,7 +141,7 @@ def dynamic_slice(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes, *
         size, length = shape_of(eqn.invars[0])[axis], shape_of(eqn.outvars[0])[axis]
         start = min(max(0, int(known_value(starts[axis]))), size - length)
         part = cut_segments(interp, operand[axis], [start, length, size - start - length])[1]
-        (operand,) = replace_axis(interp, operand, axis, [part])
+        operand = take_part(interp, operand, axis, part)
     return [operand]
 
 

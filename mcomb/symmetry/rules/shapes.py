@@ -90,14 +90,14 @@ def split(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes | Deferred
     if isinstance(operand, DeferredReshape):
         ends = itertools.accumulate(sizes)
         return [_reshape(interp, operand, axis, int(end - n), int(n)) for n, end in zip(sizes, ends, strict=True)]
-    return replace_axis(interp, operand, axis, cut_segments(interp, operand[axis], sizes))
+    return [take_part(interp, operand, axis, part) for part in cut_segments(interp, operand[axis], sizes)]
 
 
 def stack(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
-    """A new axis in which the operands are segments of one entry each: none of them can move."""
+    """A new axis along which the operands are entries, none of which can move."""
     new, rank = eqn.params["axis"], len(operands[0])
     labels: list[Hashable] = list(range(rank))
-    axis = concatenation([Axis(1, interp.reason) for _ in operands])
+    axis = Axis(len(operands), interp.reason)
     return interp.relate(
         [(operand, labels) for operand in operands], [[*labels[:new], "new", *labels[new:]]], {"new": axis}
     )
@@ -141,7 +141,9 @@ def slice_(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes | Deferre
             continue
         if stride == 1:
             part = cut_segments(interp, operand[axis], [start, stop - start, size - stop])[1]
-        elif size % stride == 0 and start < stride and len(range(start, stop, stride)) == size // stride:
+            operand = take_part(interp, operand, axis, part)
+            continue
+        if size % stride == 0 and start < stride and len(range(start, stop, stride)) == size // stride:
             part, inside = interp.split(operand[axis], (size // stride, stride), split_product)
             interp.freeze([inside])
         else:
@@ -172,6 +174,13 @@ def cut_segments(interp: Interpreter, axis: Axis | None, sizes: Iterable[Support
     lengths = [int(size) for size in sizes]
     parts = iter(interp.split(axis, [length for length in lengths if length], split_segments))
     return tuple(next(parts) if length else None for length in lengths)
+
+
+def take_part(interp: Interpreter, operand: ArrayAxes, axis: int, part: Axis | None) -> ArrayAxes:
+    """The array with one axis cut down to a part of it. What is not taken has no use here, and is not recorded."""
+    taken = (*operand[:axis], part, *operand[axis + 1 :])
+    interp.record([(taken, range(len(taken)))])
+    return taken
 
 
 def replace_axis(
