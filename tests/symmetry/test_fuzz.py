@@ -9,22 +9,22 @@ from benchmarks.programs import Program
 from mcomb import permutation_spec
 from mcomb.symmetry import rules
 
-COVERING = (0, 6, 7, 18, 21, 22, 44, 46, 56, 143, 154)  # seeds of programs that need all rules between them
+COVERING = (0, 6, 7, 18, 21, 22, 44, 46, 47, 56, 143, 154)  # seeds of programs that need all rules between them
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_no_permutation_changes_a_random_program(seed):
     check_program(Program(seed, steps_of(seed)))
 
 
-@pytest.mark.parametrize("seed", [3, 5])
+@pytest.mark.parametrize("seed", [5])
 def test_random_programs_are_matched_and_repaired_as_they_should_be(seed):
     program = Program(seed, steps_of(seed))
     check_matching_and_repair(program, check_program(program))
 
 
 def test_random_programs_exercise_every_rule(monkeypatch):
-    tables = rules.RULES, rules.POSITION_RULES
+    tables = rules.RULES, rules.POSITION_RULES, rules.STACK_RULES
     unused = {*itertools.chain.from_iterable(table.values() for table in tables)}
 
     def spy(rule):
