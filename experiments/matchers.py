@@ -5,9 +5,8 @@
 
 For each the inner product of weights that it reaches, the seconds it takes, compilation among them, and the barriers of
 `linear` and of `uniform`, of the very networks that `--matcher` has these measure; beside them no matching, and the
-best of several restarts of weight matching. The paper: the three are very close in
-performance. Expect on digits test loss barriers of uniform shares of 1.5 naive, 0.06 by weights, 0.07 by activations
-and 0.03 by ste.
+best of several restarts of weight matching. The paper: the three are very close in performance. Expect on digits test
+loss barriers of uniform shares of 1.5 naive, 0.06 by weights, 0.07 by activations and 0.03 by ste.
 """
 
 import itertools

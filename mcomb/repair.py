@@ -29,6 +29,16 @@ class Layer(NamedTuple):
     sample_axes: tuple[int, ...]  # of the output: all but the units', as the batch's and those of positions
 
 
+class TracedLayers(NamedTuple):
+    """A trace of a function, and the layers in it."""
+
+    intermediates: Intermediates
+    layers: list[Layer]
+
+
+LayerFinder = Callable[[Params, Inputs], TracedLayers]
+
+
 class Moments(NamedTuple):
     """The mean and variance of each unit of a layer; the axes of samples have size 1."""
 
@@ -134,6 +144,21 @@ def list_layers(spec: PermutationSpec, intermediates: Intermediates) -> list[Lay
     return layers
 
 
+def layer_finder(spec: PermutationSpec, apply: Apply) -> LayerFinder:
+    """Finds the layers of a network; what has the same shapes and dtypes is traced only once."""
+    found: dict[Any, TracedLayers] = {}
+
+    def find(params: Params, inputs: Inputs) -> TracedLayers:
+        leaves, structure = jax.tree.flatten((params, inputs))
+        key = structure, *((jnp.shape(leaf), jax.typeof(leaf).dtype) for leaf in leaves)
+        if key not in found:
+            intermediates = list_intermediates(spec, apply, params, inputs)
+            found[key] = TracedLayers(intermediates, list_layers(spec, intermediates))
+        return found[key]
+
+    return find
+
+
 def zip_layers(*lists: Sequence[Any]) -> list[tuple[Any, ...]]:
     """What several traces of a function have of each layer; an error unless all have the same layers."""
     if len(counts := {len(one) for one in lists}) > 1:
@@ -151,7 +176,7 @@ def _params_only(equation: Equation) -> list[Intermediate]:
 
 
 def shares(
-    spec: PermutationSpec, apply: Apply, combined: Params, networks: Sequence[Params], inputs: Inputs
+    find_layers: LayerFinder, combined: Params, networks: Sequence[Params], inputs: Inputs
 ) -> Float[Array, "layers networks"]:
     """The share of each network in each layer of a combination: the affine combination with the nearest weights.
 
@@ -159,8 +184,7 @@ def shares(
     """
 
     def weights(params: Params) -> list[Array]:
-        intermediates = list_intermediates(spec, apply, params, inputs)
-        layers = list_layers(spec, intermediates)
+        intermediates, layers = find_layers(params, inputs)
         arrays = intermediates.tap({layer.weights for layer in layers})(params, inputs)[1]
         return [arrays[layer.weights].astype(jnp.float32) for layer in layers]
 
@@ -184,8 +208,7 @@ def _repaired_apply(spec: PermutationSpec, apply: Apply) -> Apply:
     """The function of a `RepairedNetwork` and its inputs."""
 
     def run(network: RepairedNetwork, inputs: Inputs) -> Array:
-        intermediates = list_intermediates(spec, apply, network.params, inputs)
-        layers = list_layers(spec, intermediates)
+        intermediates, layers = layer_finder(spec, apply)(network.params, inputs)
         edits = {layer.output: one.apply for layer, one in zip_layers(layers, network.corrections)}
         return intermediates.tap((), edits)(network.params, inputs)[0]
 
@@ -199,16 +222,17 @@ def _repaired_draw(spec: PermutationSpec, apply: Apply, draw: Draw, ends: Callab
     def run(key: PRNGKeyArray, parameter: Any, *args: Any) -> RepairedNetwork:
         *repaired_networks, (batches, goals) = args
         networks = [network.params for network in repaired_networks]
+        find_layers = layer_finder(spec, apply)
         params = draw(key, parameter, *networks)
         if ends is not None:
             networks = ends(parameter, *networks)
             goals = _network_moments(spec, apply, networks, batches)
-        layer_shares = shares(spec, apply, params, networks, jax.tree.map(lambda x: x[0], batches))
+        layer_shares = shares(find_layers, params, networks, jax.tree.map(lambda x: x[0], batches))
 
         def batch_moments(args: tuple[Inputs, list[Moments]]) -> list[Moments]:
             # The networks' moments on this very batch are the goal: so each network by itself stays as it is.
             batch, goals = args
-            return _moments(spec, apply, params, batch, list(zip(goals, layer_shares, strict=True)))
+            return _moments(find_layers, params, batch, list(zip(goals, layer_shares, strict=True)))
 
         moments = jax.lax.map(batch_moments, (batches, goals))
         moments, goals = jax.tree.map(lambda per_batch: per_batch.mean(0), (moments, goals))
@@ -221,19 +245,17 @@ def _repaired_draw(spec: PermutationSpec, apply: Apply, draw: Draw, ends: Callab
 def _network_moments(spec: PermutationSpec, apply: Apply, networks: Sequence[Params], batches: Inputs) -> list[Moments]:
     """For each layer the moments on each batch of each network."""
 
+    find_layers = layer_finder(spec, apply)
+
     def batch_moments(batch: Inputs) -> list[Moments]:
-        each = zip_layers(*(_moments(spec, apply, params, batch) for params in networks))
+        each = zip_layers(*(_moments(find_layers, params, batch) for params in networks))
         return [jax.tree.map(lambda *per_network: jnp.stack(per_network), *layer) for layer in each]
 
     return jax.lax.map(batch_moments, batches)
 
 
 def _moments(
-    spec: PermutationSpec,
-    apply: Apply,
-    params: Params,
-    inputs: Inputs,
-    goals: Sequence[tuple[Any, ...]] | None = None,
+    find_layers: LayerFinder, params: Params, inputs: Inputs, goals: Sequence[tuple[Any, ...]] | None = None
 ) -> list[Moments]:
     """The moments of each layer's units.
 
@@ -251,8 +273,7 @@ def _moments(
 
         return observe
 
-    intermediates = list_intermediates(spec, apply, params, inputs)
-    layers = list_layers(spec, intermediates)
+    intermediates, layers = find_layers(params, inputs)
     edits = {layer.output: edit(layer, *goal) for layer, goal in zip_layers(layers, goals or [()] * len(layers))}
     intermediates.tap((), edits)(params, inputs)
     return [moments[layer.output] for layer in layers]

@@ -10,8 +10,7 @@ from zoo import CASES, Shape, random_arrays
 from mcomb import bernoulli, combine, evaluate, linear, mix, permutation_spec, repaired, uniform
 from mcomb.combination import blend, stitch
 from mcomb.devices import footprint
-from mcomb.repair import list_layers, shares
-from mcomb.symmetry.intermediates import list_intermediates
+from mcomb.repair import layer_finder, shares
 
 KEYS = jax.random.split(jax.random.key(0), 5)
 SHARES = jnp.linspace(0, 0.5, 5)
@@ -39,8 +38,7 @@ def draw_one(repair, parameter, key=KEYS[0]):
 
 def measure(spec, apply, repair, x):
     """The layers, and the function that gives the pre-activations in each of them of a repaired network."""
-    intermediates = list_intermediates(spec, apply, repair.networks[0].params, x)
-    layers = list_layers(spec, intermediates)
+    intermediates, layers = layer_finder(spec, apply)(repair.networks[0].params, x)
 
     @jax.jit
     def run(network):
@@ -195,7 +193,7 @@ def test_arguments_stay_as_they_are():
 
 def mlp_shares(params, networks):
     spec, _, x, _ = problem()
-    return np.asarray(shares(spec, mlp, params, networks, x))
+    return np.asarray(shares(layer_finder(spec, mlp), params, networks, x))
 
 
 def test_shares_are_found_from_the_weights():
@@ -220,7 +218,9 @@ def test_the_share_of_a_random_mixture_is_about_its_mean():
     for distribution, parameter, mean, std in ((uniform, 0.5, 0.5, 12**-0.5), (bernoulli, 0.2, 0.2, 0.4)):
         mixed = mix(distribution)(KEYS[0], np.array(parameter), a, b)
         tolerance = 5 * std * np.linalg.norm(squares) / squares.sum()
-        np.testing.assert_allclose(shares(spec, apply, mixed, (a, b), x), [[1 - mean, mean]], rtol=0, atol=tolerance)
+        np.testing.assert_allclose(
+            shares(layer_finder(spec, apply), mixed, (a, b), x), [[1 - mean, mean]], rtol=0, atol=tolerance
+        )
 
 
 def test_equal_networks_have_shares():

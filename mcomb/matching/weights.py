@@ -67,17 +67,17 @@ def match_weights(
     parts, names = list(weight_parts(spec, a, b)), [name for name in spec.sizes if only is None or name in only]
     matchings = []
     for restart in range(restarts):
-        orders = visit_orders(names, seed, restart)
+        orders = partial(visit_orders, names, seed, restart)
         restart_from = start
         if restart % 4 == 1:
-            restart_from = _grow(spec, parts, start, next(orders))
+            restart_from = _grow(spec, parts, start, next(orders()))
         elif restart % 4 == 3:
             random = spec.random(stream(seed, "start", restart))
             restart_from = (start or spec.identity()) | {name: random[name] for name in names}
         if coarse:
             centres = [_kernel_centre(spec, part) for part in parts]
-            restart_from = _coordinate_descent(spec, centres, restart_from, orders).perms
-        matchings.append(_coordinate_descent(spec, parts, restart_from, orders))
+            restart_from = _coordinate_descent(spec, centres, restart_from, orders()).perms
+        matchings.append(_coordinate_descent(spec, parts, restart_from, orders()))
     best = max(matchings, key=lambda matching: matching.objective)
     return replace(best, tried=tuple(matching.objective for matching in matchings))
 

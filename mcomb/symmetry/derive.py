@@ -9,7 +9,6 @@ wherever the permutation goes. `_batch_axes` checks that.
 """
 
 import itertools
-import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -48,72 +47,93 @@ def infer_axes(traced: core.ClosedJaxpr, params: Params, *inputs: Any) -> tuple[
     interp.reason = "the output"
     interp.freeze(itertools.chain.from_iterable(results))
     unite_entries(leaves.values(), interp)
-    used = _prepare(axis for arrays in interp.operations for array in arrays for _, axis in array)
+    used = _atoms_in_use(interp.operations)
     interp.reason = "no use: the function does without it"
     for axis in itertools.chain.from_iterable(leaves.values()):
         interp.freeze(atom for atom in (atoms(axis) if axis is not None else ()) if atom not in used)
     return leaves, interp
 
 
-def _prepare(axes: Iterable[Axis]) -> set[Axis]:
-    """All atoms of these axes, after those that are in fixed entries throughout have become one frozen atom."""
+def _atoms_in_use(operations: Iterable[Iterable[LabelledAxes]]) -> set[Axis]:
+    """All atoms of the axes in the operations, after concatenations of fixed entries became frozen atoms."""
     seen: set[Axis] = set()
-    stack = list(axes)
-    while stack:
-        axis = find(stack.pop())
+    todo = [axis for arrays in operations for array in arrays for _, axis in array]
+    while todo:
+        axis = find(todo.pop())
         if axis in seen:
             continue
         seen.add(axis)
-        if axis.kind == "segments" and all(not find(p).parts and (p.size == 1 or find(p).frozen) for p in axis.parts):
-            reason = next((find(part).frozen for part in axis.parts if find(part).frozen), None)
-            axis.kind, axis.parts, axis.frozen = "", [], reason or "entries that are read one by one"
-        stack += axis.parts
+        parts = [find(part) for part in axis.parts]
+        if axis.kind == "segments" and all(not part.parts and (part.size == 1 or part.frozen) for part in parts):
+            reason = next((part.frozen for part in parts if part.frozen), "entries that are read one by one")
+            axis.kind, axis.parts, axis.frozen = "", [], reason
+        todo += axis.parts
     return {axis for axis in seen if not axis.parts}
 
 
 def derive_spec(traced: core.ClosedJaxpr, params: Params, *inputs: Any) -> PermutationSpec:
     """The spec of a function that was traced with these arguments: that of the axes that are still free."""
     leaves, interp = infer_axes(traced, params, *inputs)
-    all_axes = [(name, i, axis) for name, axes in leaves.items() for i, axis in enumerate(axes) if axis is not None]
-    leaf_use = {
-        name: min((interp.first_use.get(axis, math.inf) for axis in axes if axis is not None), default=math.inf)
-        for name, axes in leaves.items()
-    }
-    first: dict[Axis, tuple[str, int]] = {}  # where each atom is used first: a leaf and its axis
-    for name, i, axis in sorted(all_axes, key=lambda entry: leaf_use[entry[0]]):
-        for atom in atoms(axis):
-            first.setdefault(atom, (name, i))
+    first = _first_places(leaves, interp.first_use)
     order = {atom: i for i, atom in enumerate(first)}
-    free = [atom for atom in first if atom.frozen is None and atom.size > 1]
     candidates = _batch_axes(interp.operations)
+    free = [atom for atom in first if atom.frozen is None and atom.size > 1]
     batch_axes = {atom: candidates.get(atom, set()) & first.keys() for atom in free}
     while True:
         batch_axes = _ordered(batch_axes, order)
-        fixed = [atom for atom in first if atom not in free and any(atom in others for others in batch_axes.values())]
-        stems = {atom: _module(first[atom][0]) for atom in free}
-        names = _distinct(stems | {atom: "{}[{}]".format(*first[atom]) for atom in fixed})
-        batched_over = {
-            atom: sorted(batch_axes[atom], key=lambda other: (len(batch_axes.get(other, ())), order[other]))
-            for atom in free
-        }
-        spec = PermutationSpec(
-            axes={name: tuple(axis_layout(axis, names) for axis in axes) for name, axes in leaves.items()},
-            sizes={names[atom]: atom.size for atom in free},
-            batched_over={names[atom]: tuple(names[o] for o in found) for atom, found in batched_over.items() if found},
-            fixed={names[atom]: atom.size for atom in fixed},
-            frozen=tuple(
-                Frozen(name, i, reasons[0])
-                for name, i, axis in all_axes
-                if (reasons := [atom.frozen for atom in atoms(axis) if atom.frozen])
-            ),
-        )
+        spec, atom_of = _write_spec(leaves, first, batch_axes)
         # A leaf may have an outer axis twice, inside a segment of another axis. Then it is not clear which one counts.
         unclear = {pair for name in leaves for pair, _ in spec.unclear_batch_axes(name)}
         if not unclear:
             return spec
-        atom_of = {name: atom for atom, name in names.items()}
         for name, outer in unclear:
             batch_axes[atom_of[name]].discard(atom_of[outer])
+
+
+def _first_places(leaves: Mapping[str, ArrayAxes], first_use: Mapping[Axis, int]) -> dict[Axis, tuple[str, int]]:
+    """The leaf and the axis of it where each atom is used first, in the order of use."""
+
+    def use(axes: ArrayAxes) -> int:
+        never = len(first_use)
+        return min((first_use.get(axis, never) for axis in axes if axis is not None), default=never)
+
+    places: dict[Axis, tuple[str, int]] = {}
+    for name, axes in sorted(leaves.items(), key=lambda leaf: use(leaf[1])):
+        for i, axis in enumerate(axes):
+            for atom in atoms(axis) if axis is not None else ():
+                places.setdefault(atom, (name, i))
+    return places
+
+
+def _write_spec(
+    leaves: Mapping[str, ArrayAxes], first: Mapping[Axis, tuple[str, int]], batch_axes: BatchAxes
+) -> tuple[PermutationSpec, dict[str, Axis]]:
+    """The spec in which the atoms of `batch_axes` are free, and the atom of each name in it."""
+    order = {atom: i for i, atom in enumerate(first)}
+    outer = set().union(*batch_axes.values())
+    fixed = [atom for atom in first if atom in outer and atom not in batch_axes]
+    stems = {atom: _module(first[atom][0]) for atom in batch_axes}
+    names = _distinct(stems | {atom: "{}[{}]".format(*first[atom]) for atom in fixed})
+    batched_over = {
+        names[atom]: tuple(
+            names[other] for other in sorted(others, key=lambda o: (len(batch_axes.get(o, ())), order[o]))
+        )
+        for atom, others in batch_axes.items()
+        if others
+    }
+    all_axes = [(name, i, axis) for name, axes in leaves.items() for i, axis in enumerate(axes) if axis is not None]
+    spec = PermutationSpec(
+        axes={name: tuple(axis_layout(axis, names) for axis in axes) for name, axes in leaves.items()},
+        sizes={names[atom]: atom.size for atom in batch_axes},
+        batched_over=batched_over,
+        fixed={names[atom]: atom.size for atom in fixed},
+        frozen=tuple(
+            Frozen(name, i, reasons[0])
+            for name, i, axis in all_axes
+            if (reasons := [atom.frozen for atom in atoms(axis) if atom.frozen])
+        ),
+    )
+    return spec, {name: atom for atom, name in names.items()}
 
 
 def _module(leaf: str) -> str:
@@ -124,9 +144,11 @@ def _module(leaf: str) -> str:
 def _distinct(stems: Mapping[Axis, str]) -> dict[Axis, str]:
     """Names that are all different: of those with one stem, the second has .2 added, and so on."""
     names: dict[Axis, str] = {}
+    taken: set[str] = set()
     for atom, stem in stems.items():
         candidates = itertools.chain([stem], (f"{stem}.{i}" for i in itertools.count(2)))
-        names[atom] = next(name for name in candidates if name not in names.values())
+        names[atom] = next(name for name in candidates if name not in taken)
+        taken.add(names[atom])
     return names
 
 

@@ -114,7 +114,6 @@ class Interpreter:
         self.rules, self.default_rule = rules, default_rule
         self.position_rules, self.stack_rules = position_rules, stack_rules
         self.reason = ""  # the current operation, to blame if an axis freezes
-        self.unused: set[int] = set()  # which of its results nothing reads
         self.operations: list[list[LabelledAxes]] = []  # the arrays that each operation relates
         self.first_use: dict[Axis, int] = {}  # axes, numbered in the order in which operations first use them
         self.scan_steps: LabelledAxes = []  # an axis for the steps of each scan that we are inside of
@@ -137,7 +136,6 @@ class Interpreter:
             return self.constant(atom.val) if isinstance(atom, core.Literal) else env[atom]
 
         path, eqns = self._path, live_equations(jaxpr)
-        read_vars = {atom for eqn in eqns for atom in eqn.invars if isinstance(atom, core.Var)} | {*jaxpr.outvars}
         self._store((*path, ARGUMENTS), args)
         deferred = _deferrable_reshapes(eqns, jaxpr.outvars)
         expressions: dict[Any, Hashable] = {var: (path, i) for i, var in enumerate(jaxpr.invars)}
@@ -150,7 +148,6 @@ class Interpreter:
             self._scopes.append(self._scope(eqn))
             self.reason = f"{eqn.primitive.name} in {self._scopes[-1]}"
             operands = list(map(read, eqn.invars))
-            self.unused = {i for i, var in enumerate(eqn.outvars) if var not in read_vars}
             self.expressions = expressions
             results = self._apply_rule(eqn, operands)
             expressions |= {var: _expression(eqn, expressions, self._path, i) for i, var in enumerate(eqn.outvars)}

@@ -55,7 +55,16 @@ from mcomb.symmetry.rules.shapes import (
     unstack,
 )
 
+CALLS = for_all(
+    call,
+    """
+    checkpoint closed_call composite core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr custom_vmap_call
+    jit pjit remat2
+    """,
+)
+
 RULES: dict[str, Rule] = {
+    **CALLS,
     **for_all(
         elementwise,
         """
@@ -68,8 +77,6 @@ RULES: dict[str, Rule] = {
         sinh sqrt square stop_gradient sub tan tanh xor zeta
         """,
     ),
-    **for_all(call, "jit pjit closed_call core_call remat2 checkpoint composite"),
-    **for_all(call, "custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr custom_vmap_call"),
     **for_all(reduction, "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor"),
     **for_all(arg_reduction, "argmax argmin"),
     **for_all(cumulative, "cumsum cumprod cummax cummin cumlogsumexp"),
@@ -83,9 +90,9 @@ RULES: dict[str, Rule] = {
     "concatenate": concatenate,
     "cond": cond,
     "conv_general_dilated": convolution,
+    "custom_linear_solve": linear_solve,
     "dot_general": dot_general,
     "dynamic_slice": dynamic_slice,
-    "custom_linear_solve": linear_solve,
     "dynamic_update_slice": dynamic_update_slice,
     "fft": fft,
     "gather": gather,
@@ -111,8 +118,7 @@ RULES: dict[str, Rule] = {
 }
 
 POSITION_RULES: dict[str, Rule] = {
-    **for_all(call, "jit pjit closed_call core_call remat2 checkpoint composite"),
-    **for_all(call, "custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr"),
+    **CALLS,
     **for_all(
         same_positions, "broadcast_in_dim convert_element_type copy reshape slice squeeze stop_gradient transpose"
     ),
@@ -125,8 +131,7 @@ POSITION_RULES: dict[str, Rule] = {
 """For primitives with an operand that is positions along an axis; for all others these are plain numbers."""
 
 STACK_RULES: dict[str, Rule] = {
-    **for_all(call, "jit pjit closed_call core_call remat2 checkpoint composite"),
-    **for_all(call, "custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr custom_vmap_call"),
+    **CALLS,
     "cond": cond,
     "dynamic_slice": dynamic_slice_of_stack,
     "scan": scan,

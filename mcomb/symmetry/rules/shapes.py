@@ -104,7 +104,7 @@ def stack(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list
 
 
 def unstack(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes | DeferredReshape) -> list[ArrayAxes]:
-    """Segments of one entry each, without their axis."""
+    """The entries along one axis, which is frozen, each without that axis."""
     axis, count = eqn.params["axis"], len(eqn.outvars)
     if isinstance(operand, DeferredReshape):
         entries = [_reshape(interp, operand, axis, i, 1) for i in range(count)]
