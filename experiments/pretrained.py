@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from mcomb import read_checkpoint, score, write_checkpoint
 from mcomb.fingerprints import fingerprint
 from mcomb.lab import cli
-from mcomb.lab.config import Config, command, recipe_dict
+from mcomb.lab.config import RECIPE_FLAGS, Config, command, recipe_dict
 from mcomb.lab.experiment import setups_help
 from mcomb.lab.store import Store, pretrained_path
 
@@ -33,6 +33,7 @@ def main(argv: list[str] | None = None) -> None:
     config = cli.parse(Config, __doc__ or "", argv, setups_help())
     store = Store(config)
     recipe = recipe_dict(config)
+    chosen = {name: getattr(config, name) for name in ("setup", "width", "seed", *RECIPE_FLAGS)}
     for letter, network in store.networks("ABC").items():
         seed = store.seed(letter)
         path = pretrained_path(config.setup, config.width, seed)
@@ -49,7 +50,7 @@ def main(argv: list[str] | None = None) -> None:
             loss=found.loss,
             images=f"{len(store.data.test.labels):,}",
             fingerprint=fingerprint(params),
-            command=command("pretrained", Config(setup=config.setup, width=config.width, seed=config.seed)),
+            command=command("pretrained", Config(**chosen)),
             recipe=json.dumps(recipe, indent=1),
         )
         path.with_suffix(".md").write_text(card)

@@ -4,6 +4,7 @@ MCOMB_TESTS_DEVICES sets another number of devices.
 """
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -30,6 +31,7 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["MCOMB_TESTS_COMPILED"]
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 jax.config.update("jax_compilation_cache_dir", os.environ["MCOMB_TESTS_COMPILED"])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+gc.set_threshold(200_000, 20, 100)  # traces are many small objects: the default looks through all of them too often
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", int(DEVICES))
 jax.config.update("jax_numpy_rank_promotion", "raise")
