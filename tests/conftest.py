@@ -22,6 +22,8 @@ DEVICES = os.environ.setdefault("MCOMB_TESTS_DEVICES", "2")
 # These programs are tiny and run once: compiling them thoroughly would take most of the time. Flags that are set
 # already come last and win, such as --xla_cpu_max_isa=AVX2 for the arithmetic of an older CPU.
 QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+if jax.__version_info__ < (0, 11):  # a flag that XLA does not know ends the process
+    QUICK += " --xla_cpu_use_fusion_emitters=false"
 if "MCOMB_TESTS_COMPILED" not in os.environ:  # set by the first process, and inherited by pytest's workers
     os.environ["XLA_FLAGS"] = f"{QUICK} {os.environ.get('XLA_FLAGS', '')}"
     # What one test or one of the commands it starts has compiled, the others need not.
