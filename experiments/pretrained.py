@@ -19,8 +19,14 @@ from mcomb.lab.store import Store, pretrained_path
 
 CARD = """# {title}, width {width}, seed {seed}
 
-Test accuracy {accuracy:.2%}, test loss {loss:.4f}, on all {images} test images, as read (stored in half precision, used
-in single). Fingerprint `{fingerprint}`. Trained by `{command}` with this recipe, from nothing and to its end:
+Test accuracy {accuracy:.2%}, test loss {loss:.4f}, on all {images} test images, as read: stored in half precision, used in
+single. Fingerprint `{fingerprint}`. Trained from nothing and to its end, and written, by
+
+```sh
+{command}
+```
+
+with this recipe:
 
 ```json
 {recipe}
@@ -32,6 +38,7 @@ def main(argv: list[str] | None = None) -> None:
     """Trains, writes, reads back and scores the three networks."""
     config = cli.parse(Config, __doc__ or "", argv, setups_help())
     store = Store(config)
+    test = store.data.test  # before anything is written
     recipe = recipe_dict(config)
     chosen = {name: getattr(config, name) for name in ("setup", "width", "seed", *RECIPE_FLAGS)}
     for letter, network in store.networks("ABC").items():
@@ -41,14 +48,14 @@ def main(argv: list[str] | None = None) -> None:
         half = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), network.params)
         write_checkpoint(path, half, {"setup": config.setup, "width": str(config.width), "seed": str(seed)})
         params = read_checkpoint(path, store.setup.shapes(config.width))
-        found = score(store.apply, params, *store.data.test)
+        found = score(store.apply, params, *test)
         card = CARD.format(
             title=store.setup.title,
             width=config.width,
             seed=seed,
             accuracy=found.accuracy,
             loss=found.loss,
-            images=f"{len(store.data.test.labels):,}",
+            images=f"{len(test.labels):,}",
             fingerprint=fingerprint(params),
             command=command("pretrained", Config(**chosen)),
             recipe=json.dumps(recipe, indent=1),
