@@ -85,10 +85,10 @@ def ways_of_ours(setup: Setup, width: int, steps: int, data: Any) -> dict[str, t
             next(training)
 
     def turn_of_all(trainings: list[Iterator[Any]]) -> None:
-        def work(training: Iterator[Any], place: int, stop: Event) -> None:
+        def work(training: Iterator[Any], stop: Event) -> None:
             turn(training)
 
-        run_side_by_side(work, trainings, range(len(trainings)))
+        run_side_by_side(work, trainings)
 
     before, parallel, each = training(meshes_of(1)[0]), training(device_mesh()), list(map(training, meshes_of(1)))
     with mock.patch.object(gradient_descent, "_can_be_tuned", return_value=False):

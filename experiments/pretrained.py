@@ -14,13 +14,13 @@ from mcomb import read_checkpoint, score, write_checkpoint
 from mcomb.fingerprints import fingerprint
 from mcomb.lab import cli
 from mcomb.lab.config import RECIPE_FLAGS, Config, command, recipe_dict
-from mcomb.lab.experiment import setups_help
+from mcomb.lab.experiment import parse_and_join
 from mcomb.lab.store import Store, pretrained_path
 
 CARD = """# {title}, width {width}, seed {seed}
 
-Test accuracy {accuracy:.2%}, test loss {loss:.4f}, on all {images} test images, as read: stored in half precision, used in
-single. Fingerprint `{fingerprint}`. Trained from nothing and to its end, and written, by
+Test accuracy {accuracy:.2%}, test loss {loss:.4f}, on all {images} test images, as read: stored in half precision,
+used in single. Fingerprint `{fingerprint}`. Trained from nothing and to its end, and written, by
 
 ```sh
 {command}
@@ -36,7 +36,7 @@ with this recipe:
 
 def main(argv: list[str] | None = None) -> None:
     """Trains, writes, reads back and scores the three networks."""
-    config = cli.parse(Config, __doc__ or "", argv, setups_help())
+    config = parse_and_join(Config, __doc__, argv)
     store = Store(config)
     test = store.data.test  # before anything is written
     recipe = recipe_dict(config)

@@ -33,7 +33,7 @@ from mcomb.files import atomic, make_writable
 from mcomb.lab import cli
 from mcomb.lab.cli import Flag
 from mcomb.lab.config import Config, command, convert_config
-from mcomb.lab.experiment import Experiment, read_results, run, setups_help
+from mcomb.lab.experiment import Experiment, parse_and_join, read_results, run
 from mcomb.lab.store import Store
 
 ORDER = (
@@ -60,7 +60,7 @@ def plan(config: ReportConfig) -> list[tuple[Experiment, Config]]:
 
 def main(argv: list[str] | None = None) -> None:
     """Gathers, and with --run runs, all experiments, and writes the page."""
-    config = cli.parse(ReportConfig, __doc__ or "", argv, setups_help())
+    config = parse_and_join(ReportConfig, __doc__, argv)
     store = Store(config)
     path = make_writable(store.home) / f"{store.folder('report').name}.html"
     print(f"the report goes to {path}", flush=True)

@@ -13,7 +13,7 @@ from mcomb import score
 from mcomb.lab import cli
 from mcomb.lab.cli import Flag
 from mcomb.lab.config import TrainingConfig
-from mcomb.lab.experiment import setups_help
+from mcomb.lab.experiment import parse_and_join
 from mcomb.lab.store import Store
 
 
@@ -26,7 +26,7 @@ class TrainConfig(TrainingConfig):
 
 def main(argv: list[str] | None = None) -> None:
     """Trains the networks and prints how good they are."""
-    config = cli.parse(TrainConfig, __doc__ or "", argv, setups_help())
+    config = parse_and_join(TrainConfig, __doc__, argv)
     store = Store(config)
     print(f"networks go to {store.home / 'networks'}", flush=True)
     for network in store.train_networks(config.seeds).values():

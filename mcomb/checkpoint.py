@@ -96,7 +96,11 @@ def restore_tree(folder: Path, target: Any = None) -> Any:
     """The stored tree on this process's first device, wherever and on however many it was written."""
     folder = folder.absolute()
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+    me = jax.process_index()  # waits for no other process
+    alone = ocp.options.MultiprocessingOptions(me, {me}, f"process-{me}") if jax.process_count() > 1 else None
+    with ocp.Checkpointer(
+        ocp.StandardCheckpointHandler(), multiprocessing_options=alone or ocp.options.MultiprocessingOptions()
+    ) as checkpointer:
         stored = ocp.StandardCheckpointHandler().metadata(epath.Path(folder)).tree if target is None else target
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), stored)
         return checkpointer.restore(folder, args=ocp.args.StandardRestore(shapes))

@@ -1,4 +1,4 @@
-"""Using all local devices: a one-dimensional mesh, replicated arrays, batches, and how much fits into memory."""
+"""Using all devices, of all processes: a mesh, replicated arrays, batches, and how much fits into memory."""
 
 import contextlib
 import math
@@ -18,18 +18,38 @@ BATCH = 200  # the default batch size of evaluation, small enough for the paper'
 
 
 def device_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The one-dimensional mesh of some devices, by default of all local ones."""
-    return Mesh(np.array(jax.local_devices() if devices is None else devices), AXIS)
+    """The one-dimensional mesh of some devices, by default of all."""
+    return Mesh(np.array(jax.devices() if devices is None else devices), AXIS)
 
 
 def replicate(tree: Any, mesh: Mesh | None = None) -> Any:
-    """The tree with every array replicated on a mesh, by default on all local devices; what is there is not copied."""
-    return jax.device_put(tree, NamedSharding(mesh or device_mesh(), PartitionSpec()))
+    """The tree with every array replicated on a mesh, by default on all devices; what is there is not copied.
+
+    Processes that share the mesh all have to call it, with the same values.
+    """
+    return share_out(tree, mesh or device_mesh(), PartitionSpec())
+
+
+def share_out(tree: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
+    """The tree with every array on a mesh, divided as the spec says."""
+    sharding = NamedSharding(mesh, spec)
+    if sharding.is_fully_addressable:
+        return jax.device_put(tree, sharding)
+
+    def put(leaf: Any) -> jax.Array:
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            return jax.device_put(leaf, sharding)
+        if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(put(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
+        array = np.asarray(leaf, jnp.result_type(leaf))
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+    return jax.tree.map(put, tree)
 
 
 def meshes_of(size: int) -> list[Mesh]:
-    """Meshes of `size` devices each that share none, as many as there are local devices for."""
-    devices = jax.local_devices()
+    """Meshes of `size` devices each that share none, as many as there are devices for."""
+    devices = jax.devices()
     return [device_mesh(devices[i : i + size]) for i in range(0, len(devices) - size + 1, size)]
 
 
@@ -81,6 +101,6 @@ def footprint(apply: Apply, params: Params, inputs: Inputs) -> int:
 
 
 def describe_devices(mesh: Mesh | None = None) -> str:
-    """The number and kind of a mesh's devices, by default of all local ones, such as `2 × cpu`."""
+    """The number and kind of a mesh's devices, by default of all, such as `2 × cpu`."""
     devices = (mesh or device_mesh()).devices
     return f"{len(devices)} × {devices[0].device_kind}"

@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int, Key
 
 from mcomb.base import Apply, Array, Inputs, Params, count_examples
 from mcomb.combination import Draw
-from mcomb.devices import AXIS, BATCH, choose_vmap_size, device_mesh, in_batches, replicate
+from mcomb.devices import AXIS, BATCH, choose_vmap_size, device_mesh, in_batches, replicate, share_out
 from mcomb.objectives import classify
 
 AGREES_WITH = ("A only", "B only", "both", "neither")
@@ -48,20 +48,20 @@ def evaluate(
 ) -> Metrics:
     """The metrics of the k combinations `draw(keys[i], parameters[i], *networks)`.
 
-    Each combination is drawn inside the compiled call and is never stored. The combinations are sharded over all local
+    Each combination is drawn inside the compiled call and is never stored. The combinations are sharded over all
     devices, and each device evaluates `vmap_size` of them at a time (None: as `choose_vmap_size` says). `references`
     are the labels that A and B predict; without them `agreement` has all inputs under "neither".
     """
     k, mesh, count = len(keys), device_mesh(), count_examples(inputs, labels)
     padded = np.pad(np.arange(k), (0, -k % mesh.size), mode="edge")  # repeats the last one until devices divide them
-    parameters, keys = jax.tree.map(lambda x: jnp.asarray(x)[padded], parameters), keys[padded]
+    each = share_out((jax.tree.map(lambda x: jnp.asarray(x)[padded], parameters), keys[padded]), mesh, P(AXIS))
     if references is None:
         references = np.full((2, count), -1, np.int32)
     shared = replicate((networks, inputs, labels, references))
     if vmap_size is None:
         vmap_size = choose_vmap_size(apply, networks[0], jax.tree.map(lambda x: x[:batch_size], shared[1]))
     static = (apply, draw, min(batch_size, count), vmap_size, mesh, temperatures)
-    loss, correct, agreement, tempered = (np.asarray(sum)[:k] for sum in _evaluate(*static, *shared, parameters, keys))
+    loss, correct, agreement, tempered = (np.asarray(sum)[:k] for sum in _evaluate(*static, *shared, *each))
     return Metrics(loss / count, correct / count, agreement, tempered / count)
 
 
@@ -135,7 +135,7 @@ def _evaluate(
     batches = in_batches(batch_size, [inputs, labels, references.T, jnp.ones(len(labels), bool)])
     specs = (P(), P(), P(AXIS), P(AXIS))
     sharded = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=P(AXIS), check_vma=False)
-    return sharded(batches, networks, parameters, keys)
+    return jax.lax.with_sharding_constraint(sharded(batches, networks, parameters, keys), NamedSharding(mesh, P()))
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))

@@ -1,6 +1,7 @@
 """Fingerprints: short hashes by which networks, matchings and data are told apart."""
 
 import hashlib
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,4 +18,12 @@ def fingerprint(tree: Any) -> str:
         array = np.ascontiguousarray(jax.random.key_data(leaf) if is_key else leaf)
         state.update(f"{name}:{array.dtype.name}{np.shape(leaf)}".encode())
         state.update(array.reshape(-1).view(np.uint8).data)
+    return state.hexdigest()
+
+
+def code_fingerprint() -> str:
+    """A short hash of all code of this package."""
+    state, root = hashlib.blake2b(digest_size=8), Path(__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        state.update(f"{path.relative_to(root)}:".encode() + path.read_bytes())
     return state.hexdigest()

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Bool, Float, Int32, PRNGKeyArray
 
 from mcomb.base import Array, Diverged, Params, stream
-from mcomb.devices import AXIS, device_mesh, replicate
+from mcomb.devices import AXIS, device_mesh, replicate, share_out
 
 Loss = Callable[[Params, Int32[Array, "b"], Any, PRNGKeyArray], tuple[Float[Array, ""], Any]]
 """A function (params, rows, given, key) that returns a minibatch's loss and anything else to report, or None."""
@@ -54,7 +54,7 @@ def fit(
 
     An item of `batches` is a pair: the rows of one or more minibatches, which one compiled call steps through, and the
     data that the loss gets with them. The rows of a minibatch are shared out over the devices of the mesh (by default
-    all local ones) and padded with -1 to a multiple of their number. The next item is taken only when the next state
+    all) and padded with -1 to a multiple of their number. The next item is taken only when the next state
     is asked for.
 
     The arrays of a yielded state are donated to the next call: use or copy them before asking for the next state. The
@@ -62,14 +62,13 @@ def fit(
     step, if a loss is infinite or not a number.
     """
     mesh = mesh or device_mesh()
-    by_row = NamedSharding(mesh, PartitionSpec(None, AXIS))
     update = _compiled_update(_is_convolutional_on_cpu(state.params) and _can_be_tuned())
     # Copies, so that donating the state never eats the caller's arrays.
     state = jax.jit(partial(jax.tree.map, jnp.copy))(replicate(state, mesh))
     key = replicate(key, mesh)
     for rows, given in batches:
         padded = np.pad(rows, ((0, 0), (0, -rows.shape[1] % mesh.size)), constant_values=-1)
-        args = jax.device_put(padded, by_row), replicate(given, mesh), key
+        args = share_out(padded, mesh, PartitionSpec(None, AXIS)), replicate(given, mesh), key
         state, reports = update(state, *args, loss=loss, optimizer=optimizer, mesh=mesh)
         # One call in flight: with several virtual CPU devices more can starve the all-reduce.
         losses, report = jax.device_get(reports)

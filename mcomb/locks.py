@@ -6,13 +6,19 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from mcomb.processes import is_first
+
 
 @contextmanager
 def lock(path: Path, doing: str) -> Iterator[None]:
     """Holds the lock file `path`; while another process holds it, says what that one is `doing` and waits.
 
-    The operating system frees the lock of a process that ends, however it ends.
+    The operating system frees the lock of a process that ends, however it ends. Of processes that run together, the
+    first holds it for all.
     """
+    if not is_first():
+        yield
+        return
     file_lock = FileLock(path)
     try:
         file_lock.acquire(blocking=False)

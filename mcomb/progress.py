@@ -5,6 +5,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from mcomb.processes import is_first
+
 
 def progress_bar(total: int, unit: str, what: str, done: int = 0) -> "tqdm[Any]":
     """A bar with rate and time left; where nobody watches a terminal, a line now and then."""
@@ -17,5 +19,6 @@ def progress_bar(total: int, unit: str, what: str, done: int = 0) -> "tqdm[Any]"
         unit_scale=True,
         dynamic_ncols=watched,
         mininterval=0.2 if watched else 10,
+        disable=not is_first(),
         position=None if watched else 0,  # else several bars would move the cursor
     )

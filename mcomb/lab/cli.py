@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from mcomb import processes
 from mcomb.base import UserError
 from mcomb.devices import use_a_device_per_core
 
@@ -103,12 +104,18 @@ def run(main: Callable[[], object]) -> None:
     use_a_device_per_core()
     try:
         main()
+        processes.leave(None, 0)
     except UserError as error:
         sys.exit(_fail(str(error), error.exit_code))
     except KeyboardInterrupt:
         sys.exit(_fail("interrupted: the same command goes on from here", 130))
+    except Exception as error:
+        if not processes.are_several():
+            raise
+        _fail(processes.explain(error), 1)
 
 
 def _fail(message: str, code: int) -> int:
     print(f"error: {message}", file=sys.stderr)
+    processes.leave(message, code)
     return code

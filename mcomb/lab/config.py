@@ -11,7 +11,7 @@ from mcomb.lab.setups import SETUPS
 from mcomb.lab.training import Recipe
 from mcomb.matching import MATCHERS
 
-C = TypeVar("C", bound="Config")
+C = TypeVar("C", bound="TrainingConfig")
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,14 @@ class TrainingConfig:
     steps_per_call: Annotated[
         int | None, Flag("training steps in one compiled call (default: automatic)", at_least=1, identity=False)
     ] = None
+    distributed: Annotated[
+        bool, Flag("run together with the processes of this SLURM job, TPU pod, …", identity=False)
+    ] = False
+    coordinator: Annotated[str | None, Flag("HOST:PORT of process 0, to run together with others", identity=False)] = (
+        None
+    )
+    processes: Annotated[int | None, Flag("how many processes run together", at_least=1, identity=False)] = None
+    process: Annotated[int | None, Flag("which of them this is, from 0 on", at_least=0, identity=False)] = None
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,7 @@ def identity_flags(config: TrainingConfig) -> list[str]:
     return [name for name, flag in flags(type(config)).items() if flag.identity]
 
 
-def command(name: str, config: Config) -> str:
+def command(name: str, config: TrainingConfig) -> str:
     """The command line that gives a config."""
     words = ["python", "-m", f"experiments.{name}"]
     for field in dataclasses.fields(config):

@@ -11,8 +11,9 @@ import numpy as np
 from mcomb.base import UserError
 from mcomb.combination import Draw
 from mcomb.files import make_writable, write_json
+from mcomb.fingerprints import code_fingerprint
 from mcomb.lab import cli, figures
-from mcomb.lab.config import CHECKPOINT_FLAGS, Config, LineConfig, SweepConfig, command
+from mcomb.lab.config import CHECKPOINT_FLAGS, C, Config, LineConfig, SweepConfig, command
 from mcomb.lab.identity import read_finished, result_identity
 from mcomb.lab.measure import Run
 from mcomb.lab.pairs import judge_all, pool
@@ -21,9 +22,12 @@ from mcomb.lab.setups import SETUPS
 from mcomb.lab.store import KeptMatching, Network, NotKeptError, Store
 from mcomb.lab.verdicts import Verdict, judge_sweep, why_no_verdict
 from mcomb.locks import lock
+from mcomb.processes import from_first, join, require_agreement
 
 Parts = Mapping[str, tuple["Experiment", Config]]
 """Other experiments, by name, whose results one is built on."""
+
+OWN: dict[str, Any] = dict.fromkeys(("coordinator", "processes", "process", "data_dir"))  # flags that may differ
 
 VERDICT = ("claim", "alt", "agrees", "finding")  # of results, added when they are read
 
@@ -94,7 +98,7 @@ def run(experiment: Experiment, config: Config) -> Results:
     planned = experiment.parts(config)
     for letter in experiment.networks:
         store.given(letter)  # what is wrong with it, or with the flags, is said before a folder is made
-    folder = make_writable(store.folder(experiment.name))
+    folder = from_first(make_writable, store.folder(experiment.name))
     print(f"results go to {folder}", flush=True)
     if config.pairs > 1:  # the networks of all pairs side by side
         store.train_networks([Store(part).seed(letter) for _, part in planned.values() for letter in letters])
@@ -102,7 +106,7 @@ def run(experiment: Experiment, config: Config) -> Results:
     networks, matchings = _networks_and_matchings(experiment, store)
     identity = result_identity(experiment.name, store, networks, matchings, parts)
     with lock(folder / ".lock", f"running {experiment.name} in {folder}"):
-        results = read_finished(folder, identity)
+        results = from_first(read_finished, folder, identity)
         if results is None:
             this = Run(experiment.name, store, networks, matchings, parts, Rows(folder, identity))
             measured = (this.basics if networks else {}) | experiment.measure(this)
@@ -117,12 +121,16 @@ def run(experiment: Experiment, config: Config) -> Results:
                 "durations": store.seconds,
                 "seconds": time.monotonic() - start,
             }
-            experiment.draw(results, folder)
-            write_json(folder / "results.json", results)  # last: results that are there have their figure
-        results = add_verdict(experiment, results, folder)
+            from_first(_leave, experiment, results, folder)
+        results = from_first(add_verdict, experiment, results, folder)
     numbers = [experiment.table(results)] if "models" in results else []
     print("\n".join([results["title"], *numbers, results["finding"]]))
     return results
+
+
+def _leave(experiment: Experiment, results: Results, folder: Path) -> None:
+    experiment.draw(results, folder)
+    write_json(folder / "results.json", results)  # last: results that are there have their figure
 
 
 def read_results(experiment: Experiment, config: Config) -> Results | None:
@@ -225,6 +233,16 @@ def setups_help() -> str:
     return "\n".join(["setups:", *lines])
 
 
+def parse_and_join(config: type[C], description: str | None, argv: list[str] | None) -> C:
+    """The config that the command line asks for, after this process has joined those that it is to run with."""
+    parsed = cli.parse(config, description or "", argv, setups_help())
+    if parsed.distributed or parsed.coordinator or parsed.processes or parsed.process is not None:
+        join(parsed.coordinator, parsed.processes, parsed.process)
+        require_agreement("flags", command("…", replace(parsed, **OWN)))
+        require_agreement("code", code_fingerprint())
+    return parsed
+
+
 def main(experiment: Experiment, description: str | None, argv: list[str] | None = None) -> None:
     """The command line of an experiment."""
-    cli.run(lambda: run(experiment, cli.parse(experiment.config, description or "", argv, setups_help())))
+    cli.run(lambda: run(experiment, parse_and_join(experiment.config, description, argv)))

@@ -18,6 +18,7 @@ from mcomb.lab.data import Split
 from mcomb.lab.results import METRICS, VARIANTS, Results, Rows
 from mcomb.lab.store import KeptMatching, Network, Store
 from mcomb.matching.core import objective
+from mcomb.processes import from_first
 from mcomb.progress import progress_bar
 from mcomb.repair import repaired
 
@@ -119,8 +120,8 @@ class Run:
         }
         first = next(iter(tasks.values())).networks[0]
         images = self.splits["test"].images[:BATCH]
-        vmap_size = config.vmap_size or choose_vmap_size(self.store.apply, first, images)
-        size = max(per_call, getattr(config, "samples", 1), vmap_size * len(jax.local_devices()))
+        vmap_size = config.vmap_size or from_first(choose_vmap_size, self.store.apply, first, images)
+        size = max(per_call, getattr(config, "samples", 1), vmap_size * len(jax.devices()))
         references = {s: np.stack([self.scores[letter][s].predicted for letter in ends]) for s in self.splits}
         total = len(self.splits) * sum(len(task) for task in tasks.values())
         with self.store.timed("evaluation"), progress_bar(total, "net", "evaluating") as bar:

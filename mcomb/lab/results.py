@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from mcomb.files import atomic
+from mcomb.processes import from_first, is_first
 
 Results = dict[str, Any]
 
@@ -31,18 +32,23 @@ class Rows:
 
     def __init__(self, folder: Path, identity: Mapping[str, Any]):
         self.path, self.identity = folder / "samples.jsonl", identity
-        self.rows: dict[str, dict[str, Any]] = {}
+        self.rows: dict[str, dict[str, Any]] = from_first(self._read)
+
+    def _read(self) -> dict[str, dict[str, Any]]:
+        """The rows that are there; the file is then clean."""
+        rows: dict[str, dict[str, Any]] = {}
         header, *lines = (self.path.read_text().splitlines() if self.path.is_file() else []) or [""]
-        if header == json.dumps(identity):
+        if header == json.dumps(self.identity):
             for line in lines:
                 try:
                     row = json.loads(line)
                 except json.JSONDecodeError:  # torn by a kill in the middle of a write
                     break
-                self.rows[row["name"]] = row
+                rows[row["name"]] = row
         with atomic(self.path) as temporary:
-            lines = [json.dumps(value) for value in (identity, *self.rows.values())]
+            lines = [json.dumps(value) for value in (self.identity, *rows.values())]
             temporary.write_text("\n".join(lines) + "\n")
+        return rows
 
     def __getitem__(self, name: str) -> dict[str, Any]:
         return self.rows[name]
@@ -53,10 +59,11 @@ class Rows:
     def add(self, rows: Iterable[dict[str, Any]]) -> None:
         """Appends rows, each with its `name`, and sees them onto the disk."""
         new = {row["name"]: row for row in rows}
-        with self.path.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in new.values())
-            file.flush()
-            os.fsync(file.fileno())
+        if is_first():
+            with self.path.open("a") as file:
+                file.writelines(json.dumps(row) + "\n" for row in new.values())
+                file.flush()
+                os.fsync(file.fileno())
         self.rows |= new
 
 
@@ -72,7 +79,7 @@ def environment() -> Results:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": packages,
-        "devices": [f"{device.platform}:{device.device_kind}" for device in jax.local_devices()],
+        "devices": [f"{device.platform}:{device.device_kind}" for device in jax.devices()],
         "revision": _revision(),
     }
 

@@ -39,6 +39,7 @@ from mcomb.locks import lock
 from mcomb.matching import match
 from mcomb.matching.core import Matching
 from mcomb.matching.weights import match_weights
+from mcomb.processes import are_several, from_first, wait_for_all
 from mcomb.symmetry.check import check_spec
 from mcomb.symmetry.spec import PermutationSpec
 
@@ -164,28 +165,40 @@ class Store:
         goes on with as many devices as it had. So a network depends on what was asked for alone.
         """
         seeds = tuple(dict.fromkeys(seeds))
-        unfinished = [seed for seed in seeds if not self._is_trained(seed)]
+        unfinished = self._unfinished(seeds)
         if unfinished and not self.make:
             raise NotKeptError(self._name(unfinished[0]))
         if unfinished:
-            share = max(1, len(jax.local_devices()) // len(seeds))
+            # Processes that run together train one network after the other, each on all devices.
+            share = len(jax.devices()) if are_several() else max(1, len(jax.devices()) // len(seeds))
+            from_first(make_writable, self.home / "networks")
             with ExitStack() as locks:
                 for seed in sorted(unfinished):  # in one order, so that no two processes wait for each other
-                    path = make_writable(self.home / "networks") / f".{self._name(seed)}.lock"
+                    path = self.home / "networks" / f".{self._name(seed)}.lock"
                     locks.enter_context(lock(path, f"training {self._name(seed)}"))
                 with self.timed("training"):
-                    self._train_side_by_side([seed for seed in unfinished if not self._is_trained(seed)], share)
+                    self._train_side_by_side(self._unfinished(unfinished), share)
+                    wait_for_all("training")
         return {seed: self._trained(seed) for seed in seeds}
+
+    def _unfinished(self, seeds: Sequence[int]) -> list[int]:
+        return from_first(lambda: [seed for seed in seeds if self._checkpoints(seed).epoch != self.recipe.epochs])
 
     def _train_side_by_side(self, seeds: Sequence[int], share: int) -> None:
         """Trains networks, each on `share` devices or on as many as it has begun with."""
         _ = self.data  # read once, before there are threads
         by_size: dict[int, list[int]] = {}
         for seed in seeds:
-            size = min(self._checkpoints(seed).device_count or share, len(jax.local_devices()))
-            by_size.setdefault(size, []).append(seed)
+            begun_with = None if are_several() else self._checkpoints(seed).device_count
+            by_size.setdefault(min(begun_with or share, len(jax.devices())), []).append(seed)
         for size, group in by_size.items():
-            run_side_by_side(self._train, group, meshes_of(size))
+            meshes = meshes_of(size)
+            run_side_by_side(self._train_in_turn, [(mesh, group[i :: len(meshes)]) for i, mesh in enumerate(meshes)])
+
+    def _train_in_turn(self, lane: tuple[Mesh, Sequence[int]], stop: Event) -> None:
+        mesh, seeds = lane
+        for seed in seeds:
+            self._train(seed, mesh, stop)
 
     def _train(self, seed: int, mesh: Mesh, stop: Event) -> None:
         checkpoints, data, recipe = self._checkpoints(seed), self.data.train, self.recipe
@@ -199,9 +212,6 @@ class Store:
         for epoch, trained, _ in train(self.apply, state, data, recipe, seed, describe=describe, **how):
             if epoch % recipe.checkpoint_every == 0 or epoch == recipe.epochs:
                 checkpoints.save(epoch, trained, mesh)
-
-    def _is_trained(self, seed: int) -> bool:
-        return self._checkpoints(seed).epoch == self.recipe.epochs
 
     def _trained(self, seed: int) -> Network:
         """A network that is trained already."""
@@ -234,13 +244,16 @@ class Store:
         made_from = [a.fingerprint, b.fingerprint, f"version {versions.MATCHING}"]
         if matcher != "weights":
             made_from.append(self.data_fingerprint)
-        kept = _read_matching(path, made_from, self.spec)
+        kept = from_first(_read_matching, path, made_from, self.spec)
         if kept is None:
             if not self.make:
                 raise NotKeptError(name)
-            with lock(make_writable(path.parent) / f".{name}.lock", f"matching {b.name} to {a.name}"):
-                kept = _read_matching(path, made_from, self.spec, say=False) or self._match(a, b, matcher, restarts)
-                _write_matching(path, made_from, kept)
+            from_first(make_writable, path.parent)
+            with lock(path.parent / f".{name}.lock", f"matching {b.name} to {a.name}"):
+                kept = from_first(_read_matching, path, made_from, self.spec, say=False)
+                if kept is None:
+                    kept = self._match(a, b, matcher, restarts)
+                    from_first(_write_matching, path, made_from, kept)
         return kept
 
     def _match(self, a: Network, b: Network, matcher: str, restarts: int) -> KeptMatching:
@@ -248,8 +261,8 @@ class Store:
         print(f"matching {b.name} to {a.name} by {how} …", flush=True)
         start = time.monotonic()
         with self.timed("matching"):
-            if restarts > 1:
-                matching = match_weights(self.spec, a.params, b.params, restarts=restarts)
+            if matcher == "weights":
+                matching = from_first(match_weights, self.spec, a.params, b.params, restarts=restarts)
             else:
                 images = self.data.train.first(MATCHING_IMAGES)
                 matching = match(self.spec, a.params, b.params, self.apply, *images, matcher=matcher)

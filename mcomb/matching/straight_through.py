@@ -19,6 +19,7 @@ from mcomb.gradient_descent import Loss, all_finite, fit, initial_state, shuffle
 from mcomb.matching.core import Matching, objective
 from mcomb.matching.weights import match_weights
 from mcomb.objectives import classify
+from mcomb.processes import from_first
 from mcomb.progress import progress_bar
 from mcomb.symmetry.spec import Perms, PermutationSpec
 
@@ -79,7 +80,7 @@ def match_straight_through(
             for rows in shuffled_rows(seed, epoch, train_count, min(batch_size, train_count)):
                 yield rows[None], (a, permuted, inputs, labels)  # `permuted` as the loop below has left it
 
-    perms = match_weights(spec, a, b, seed=seed).perms
+    perms = from_first(match_weights, spec, a, b, seed=seed).perms
     permuted = replicate(spec.apply(perms, b))
     best = current = evaluate_candidate(perms, permuted)
     candidates = [current]
@@ -93,7 +94,8 @@ def match_straight_through(
                 raise _diverged(f"in step {step}") from error
             if not all_finite(state.params):
                 raise _diverged(f"in step {step}")
-            perms = match_weights(spec, state.params, b, start=perms, seed=seed).perms
+            weights = jax.device_get(state.params)
+            perms = from_first(match_weights, spec, weights, b, start=perms, seed=seed).perms
             if any((perms[name] != current.perms[name]).any() for name in perms):
                 permuted = replicate(spec.apply(perms, b))
                 current = evaluate_candidate(perms, permuted)

@@ -1,0 +1,191 @@
+"""Several processes, on one machine or many, that run one program together, connected by `jax.distributed`.
+
+All of them run the same code and make the same compiled calls in the same order. What depends on files is decided by
+the first process alone (`from_first`), and only that one writes and prints (`is_first`).
+"""
+
+import contextlib
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from itertools import count
+from threading import Thread
+from typing import Any, NoReturn, ParamSpec, TypeVar
+
+import jax
+from jax._src import distributed  # the store of keys and values that connected processes share has no public name
+
+from mcomb.base import UserError
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+PATIENCE = 60  # seconds to wait for processes that have not come yet
+HEARTBEAT = 30  # seconds without a sign of life after which a process counts as dead
+FOREVER = 1000 * 60 * 60 * 24 * 365  # milliseconds
+LAST_WORDS = """
+import sys
+if not sys.stdin.read():
+    print("error: a process of this run has died or cannot be reached: start all of them again, by the same commands, "
+          "to go on", file=sys.stderr)
+"""
+
+_numbers = count()  # of the values that were shared so far: the same in all processes
+
+
+def join(coordinator: str | None, processes: int | None, process: int | None) -> None:
+    """Connects this process with the others; without arguments, as the launcher that started it says."""
+    by_hand = (coordinator, processes, process)
+    if None in by_hand and by_hand != (None, None, None):
+        raise UserError("--coordinator, --processes and --process go together: give all three, or --distributed alone")
+    if coordinator is not None and processes is not None and process is not None:
+        if process >= processes:
+            raise UserError(f"--process {process} is not one of --processes {processes}: give 0 to {processes - 1}")
+        _find(coordinator, first=process == 0)
+    last_words = subprocess.Popen([sys.executable, "-c", LAST_WORDS], stdin=subprocess.PIPE, text=True)
+    try:
+        jax.distributed.initialize(
+            coordinator, processes, process, initialization_timeout=PATIENCE, heartbeat_timeout_seconds=HEARTBEAT
+        )
+    except (RuntimeError, ValueError) as error:
+        last_words.communicate("said")
+        raise UserError(f"the processes do not find each other ({_first_line(error)}): start all of them") from error
+    _state.last_words = last_words
+    if not is_first():
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # standard output, where XLA prints as well
+    Thread(target=_leave_with_the_first_to_fail, daemon=True).start()
+
+
+class _State:
+    last_words: "subprocess.Popen[str] | None" = None
+
+
+_state = _State()
+
+
+def is_first() -> bool:
+    """Whether this is the process that writes and prints; a process by itself is."""
+    return distributed.global_state.process_id == 0
+
+
+def are_several() -> bool:
+    """Whether this process runs together with others."""
+    return distributed.global_state.client is not None and distributed.global_state.num_processes > 1
+
+
+def _client() -> Any:
+    return distributed.global_state.client
+
+
+def from_first(make: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+    """What `make` returns, or the problem that it finds, in the first process; the others do not call it."""
+    if not are_several():
+        return make(*args, **options)
+    client, key = _client(), f"mcomb/value/{next(_numbers)}"
+    if is_first():
+        try:
+            outcome: Any = make(*args, **options)
+        except UserError as error:
+            outcome = error
+        client.key_value_set_bytes(key, pickle.dumps(outcome))
+    outcome = pickle.loads(client.blocking_key_value_get_bytes(key, FOREVER))
+    if isinstance(outcome, UserError):
+        raise outcome
+    return outcome
+
+
+def require_agreement(what: str, value: str) -> None:
+    """An error in all processes if they do not have the same value of something."""
+    if not are_several():
+        return
+    client, key = _client(), f"mcomb/agreement/{next(_numbers)}"
+    client.key_value_set(f"{key}/{distributed.global_state.process_id}", value)
+    for process in range(distributed.global_state.num_processes):
+        other = client.blocking_key_value_get(f"{key}/{process}", FOREVER)
+        if other != value:
+            raise UserError(f"process {process} has other {what} ({other}) than this one ({value}): give all the same")
+
+
+def wait_for_all(what: str) -> None:
+    """Waits until all processes have come here."""
+    if are_several():
+        _client().wait_at_barrier(f"mcomb/{what}/{next(_numbers)}", FOREVER)
+
+
+def explain(error: Exception) -> str:
+    """What to say of an error that is nobody's mistake; if it comes from another process, that one says it."""
+    if not isinstance(error, jax.errors.JaxRuntimeError):
+        traceback.print_exception(error)
+        return f"{type(error).__name__}: {_first_line(error)}"
+    time.sleep(3)
+    return f"contact with another process is lost ({_first_line(error)}): start all of them again, by the same commands"
+
+
+def leave(message: str | None, code: int) -> None:
+    """Ends this process's part in the run; with a message, the others end with it, too."""
+    if _state.last_words is None:
+        return
+    _say_no_last_words()
+    if message is None:
+        jax.distributed.shutdown()
+        return
+    index = distributed.global_state.process_id
+    try:
+        _client().key_value_set("mcomb/failure", json.dumps([index, message, code]))
+        time.sleep(2 if is_first() else 0)  # the others read it from the first
+    except RuntimeError:
+        pass  # it was not the first to fail
+    _exit(code)
+
+
+def _leave_with_the_first_to_fail() -> None:
+    """Waits, in a thread of its own, until a process says why it fails; then prints that and ends this one."""
+    try:
+        found = _client().blocking_key_value_get("mcomb/failure", FOREVER)
+    except RuntimeError:
+        return  # all have come to their end
+    process, message, code = json.loads(found)
+    if process != distributed.global_state.process_id:
+        _say_no_last_words()
+        print(f"error: process {process}: {message}", file=sys.stderr)
+        _exit(code)
+
+
+def _say_no_last_words() -> None:
+    if _state.last_words and _state.last_words.stdin:
+        with contextlib.suppress(ValueError):  # the other thread has said it
+            _state.last_words.communicate("said")
+
+
+def _exit(code: int) -> NoReturn:
+    """Ends the process without waiting for the others, which do not come any more."""
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _find(coordinator: str, first: bool) -> None:
+    """An error unless the address is one, and somebody answers there before long."""
+    host, _, port = coordinator.rpartition(":")
+    if not host or not port.isdigit():
+        raise UserError(f"--coordinator {coordinator} is no address: give HOST:PORT, of process 0")
+    end = time.monotonic() + PATIENCE
+    while not first:
+        try:
+            socket.create_connection((host, int(port)), timeout=5).close()
+            return
+        except OSError as error:
+            if time.monotonic() > end:
+                raise UserError(
+                    f"nobody answers at --coordinator {coordinator} ({error}): start process 0 there"
+                ) from error
+            time.sleep(0.5)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
