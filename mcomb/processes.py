@@ -29,11 +29,11 @@ P = ParamSpec("P")
 PATIENCE = 60  # seconds to wait for processes that have not come yet
 HEARTBEAT = 30  # seconds without a sign of life after which a process counts as dead
 FOREVER = 1000 * 60 * 60 * 24 * 365  # milliseconds
-LAST_WORDS = """
+REMEDY = "start all of them again, by the same commands, to go on"
+LAST_WORDS = f"""
 import sys
 if not sys.stdin.read():
-    print("error: a process of this run has died or cannot be reached: start all of them again, by the same commands, "
-          "to go on", file=sys.stderr)
+    print("error: a process of this run has died or cannot be reached: {REMEDY}", file=sys.stderr)
 """
 
 _numbers = count()  # of the values that were shared so far: the same in all processes
@@ -55,7 +55,8 @@ def join(coordinator: str | None, processes: int | None, process: int | None) ->
         )
     except (RuntimeError, ValueError) as error:
         last_words.communicate("said")
-        raise UserError(f"the processes do not find each other ({_first_line(error)}): start all of them") from error
+        remedy = "start all of them" if coordinator else "start it by SLURM, Open MPI or on a TPU pod, or --coordinator"
+        raise UserError(f"the processes do not find each other ({_first_line(error)}): {remedy}") from error
     _state.last_words = last_words
     if not is_first():
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # standard output, where XLA prints as well
@@ -124,7 +125,7 @@ def explain(error: Exception) -> str:
         traceback.print_exception(error)
         return f"{type(error).__name__}: {_first_line(error)}"
     time.sleep(3)
-    return f"contact with another process is lost ({_first_line(error)}): start all of them again, by the same commands"
+    return f"contact with another process is lost ({_first_line(error)}): {REMEDY}"
 
 
 def leave(message: str | None, code: int) -> None:

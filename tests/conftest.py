@@ -55,7 +55,7 @@ def one_device(monkeypatch):
     devices = jax.devices()
     if len(devices) == 1:
         pytest.skip("there is one device only: give MCOMB_TESTS_DEVICES=2")
-    monkeypatch.setattr(jax, "local_devices", lambda: devices[:1])
+    monkeypatch.setattr(jax, "devices", lambda: devices[:1])
 
 
 @pytest.fixture(scope="session")

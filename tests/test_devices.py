@@ -28,8 +28,8 @@ PARAMS = {"w1": np.ones((5, 80), np.float32), "w2": np.ones((80, 4), np.float32)
 INPUTS = np.ones((100, 5), np.float32)
 
 
-def test_the_mesh_has_all_local_devices():
-    assert device_mesh().devices.tolist() == jax.local_devices()
+def test_the_mesh_has_all_devices():
+    assert device_mesh().devices.tolist() == jax.devices()
 
 
 def test_replicated_arrays_are_on_every_device_and_not_copied_again():
@@ -38,7 +38,7 @@ def test_replicated_arrays_are_on_every_device_and_not_copied_again():
     assert_equal(replicated, tree)
     for name, leaf in replicated.items():
         assert leaf.sharding.is_fully_replicated
-        assert leaf.devices() == set(jax.local_devices())
+        assert leaf.devices() == set(jax.devices())
         again = replicate(replicated)[name]
         assert [s.data.unsafe_buffer_pointer() for s in again.addressable_shards] == [
             s.data.unsafe_buffer_pointer() for s in leaf.addressable_shards

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 
 # Lowest first: a module may import those of its own line and of the lines before.
 LIBRARY = (
-    ("mcomb.base", "mcomb.progress"),
+    ("mcomb.base", "mcomb.processes", "mcomb.progress"),
     ("mcomb.devices", "mcomb.files", "mcomb.fingerprints", "mcomb.locks", "mcomb.objectives", "mcomb.dead_units"),
     ("mcomb.checkpoint", "mcomb.combination"),
     ("mcomb.symmetry", "mcomb.gradient_descent", "mcomb.evaluation"),

@@ -11,7 +11,7 @@ from mcomb.lab.setups import SETUPS
 from mcomb.lab.training import Recipe
 from mcomb.matching import MATCHERS
 
-C = TypeVar("C", bound="TrainingConfig")
+C = TypeVar("C", bound="Config")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from mcomb.combination import Draw
 from mcomb.files import make_writable, write_json
 from mcomb.fingerprints import code_fingerprint
 from mcomb.lab import cli, figures
-from mcomb.lab.config import CHECKPOINT_FLAGS, C, Config, LineConfig, SweepConfig, command
+from mcomb.lab.config import CHECKPOINT_FLAGS, Config, LineConfig, SweepConfig, TrainingConfig, command
 from mcomb.lab.identity import read_finished, result_identity
 from mcomb.lab.measure import Run
 from mcomb.lab.pairs import judge_all, pool
@@ -23,6 +23,8 @@ from mcomb.lab.store import KeptMatching, Network, NotKeptError, Store
 from mcomb.lab.verdicts import Verdict, judge_sweep, why_no_verdict
 from mcomb.locks import lock
 from mcomb.processes import from_first, join, require_agreement
+
+T = TypeVar("T", bound=TrainingConfig)
 
 Parts = Mapping[str, tuple["Experiment", Config]]
 """Other experiments, by name, whose results one is built on."""
@@ -233,7 +235,7 @@ def setups_help() -> str:
     return "\n".join(["setups:", *lines])
 
 
-def parse_and_join(config: type[C], description: str | None, argv: list[str] | None) -> C:
+def parse_and_join(config: type[T], description: str | None, argv: list[str] | None) -> T:
     """The config that the command line asks for, after this process has joined those that it is to run with."""
     parsed = cli.parse(config, description or "", argv, setups_help())
     if parsed.distributed or parsed.coordinator or parsed.processes or parsed.process is not None:

@@ -94,11 +94,11 @@ def test_another_matching_makes_another_result(config, capsys):
 
 def test_another_number_of_devices_makes_another_result_of_the_same_networks(config, monkeypatch, capsys):
     before = stored(config)
-    several = len(jax.local_devices()) > 1
+    several = len(jax.devices()) > 1
     # One device where there are several, and else what says of itself that it is another.
     if several:
-        first = jax.local_devices()[:1]
-        monkeypatch.setattr(jax, "local_devices", lambda: first)
+        first = jax.devices()[:1]
+        monkeypatch.setattr(jax, "devices", lambda: first)
     else:
         monkeypatch.setattr("mcomb.lab.identity.describe_devices", lambda: "2 × cpu")
     assert read_results(linear.EXPERIMENT, config) is None

@@ -274,7 +274,7 @@ def test_a_training_that_is_gone_on_with_alone_keeps_the_devices_it_had_beside_o
     with pytest.raises(KeyboardInterrupt):
         Store(config).train_networks((0, 1))
     monkeypatch.setattr(stores, "train", real)
-    assert not Store(config)._is_trained(0)
+    assert Store(config)._unfinished((0, 1)) == [0, 1]
     assert_equal(Store(config).train_networks((0,))[0].params, whole[0].params)
     assert_equal(Store(config).train_networks((0, 1))[1].params, whole[1].params)
 
