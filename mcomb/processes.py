@@ -55,7 +55,7 @@ def join(coordinator: str | None, processes: int | None, process: int | None) ->
         )
     except (RuntimeError, ValueError) as error:
         last_words.communicate("said")
-        remedy = "start all of them" if coordinator else "start it by SLURM, Open MPI or on a TPU pod, or --coordinator"
+        remedy = "start all of them" if coordinator else "start it by SLURM or Open MPI, or give --coordinator"
         raise UserError(f"the processes do not find each other ({_first_line(error)}): {remedy}") from error
     _state.last_words = last_words
     if not is_first():
