@@ -21,7 +21,7 @@ from mcomb.lab import cli
 
 ROOT = Path(__file__).parents[1]
 UNIFORM = (
-    "uniform --setup mlp-digits --width 2 --epochs 20 --checkpoint-every 1 --points 3 --samples 2 --test-images 50"
+    "uniform --setup mlp-digits --width 2 --epochs 6 --checkpoint-every 1 --points 3 --samples 2 --test-images 50"
 )
 
 
@@ -64,7 +64,7 @@ def flat(tree):
 def test_two_processes_go_on_after_one_was_killed_and_measure_what_one_process_does(tmp_path):
     two, one = tmp_path / "two", tmp_path / "one"
     networks = Path("mlp-digits", "width-2", "networks")
-    killed = two / networks / "seed-0,epochs=20"
+    killed = two / networks / "seed-0,epochs=6"
     running = start_two([UNIFORM] * 2, two)
     while not saved_steps(killed) and all(process.poll() is None for process in running):
         time.sleep(0.05)
@@ -72,7 +72,7 @@ def test_two_processes_go_on_after_one_was_killed_and_measure_what_one_process_d
     (code, _, said), _ = end(*running)
     assert code not in (0, None)
     assert said.splitlines()[-1].endswith(processes.REMEDY)
-    assert 0 < max(saved_steps(killed)) < 20
+    assert 0 < max(saved_steps(killed)) < 6
     assert not list(two.rglob("results.json"))
 
     first, second = end(*start_two([UNIFORM] * 2, two))
