@@ -5,8 +5,9 @@
 
 Of each program, in double precision: permuted parameters compute the same; the spec is valid; permutations are undone
 by their inverses, and one after the other is their composition. Of one in `--deep` programs also: activation matching
-finds what NumPy finds from the very activations, and REPAIR leaves the networks at both ends as they are. A program
-that fails is named by its seed: `Program(seed, steps)` is that program again.
+finds what NumPy finds from the very activations, and REPAIR leaves the networks at both ends as they are; but not of
+those that JAX cannot batch, or that have a `shard_map` inside, which does not nest. A program that fails is named by
+its seed: `Program(seed, steps)` is that program again.
 """
 
 import collections
@@ -77,6 +78,16 @@ def check_program(program: Program) -> PermutationSpec:
     return spec
 
 
+def can_be_batched(program: Program) -> bool:
+    """Whether JAX can map the program over examples, on several devices."""
+    params = program.params()
+    try:
+        batched = jax.make_jaxpr(jax.vmap(program, (None, 0)))(params, np.zeros((2, *program.input.shape), np.float32))
+    except NotImplementedError:
+        return False
+    return "shard_map" not in str(batched)
+
+
 def check_matching_and_repair(program: Program, spec: PermutationSpec) -> None:
     """Activation matching is what NumPy makes of the correlations; REPAIR keeps both ends."""
     a, b = (program.params(seed) for seed in (program.seed, program.seed + 1))
@@ -129,7 +140,7 @@ def main(config: FuzzConfig) -> None:
                 spec = check_program(program)
                 counts["permutations"] += len(spec.sizes)
                 counts["programs with permutations"] += bool(spec.sizes)
-                if seed % config.deep == 0:
+                if seed % config.deep == 0 and can_be_batched(program):
                     check_matching_and_repair(program, spec)
                     counts["matched and repaired"] += 1
             except Unsound as error:

@@ -201,15 +201,26 @@ def positional(rng: Rng, param: Any, values: Values) -> Result:
         lambda v, axis: jnp.fft.fft(v, axis=axis).real,
         jnp.cumprod,
         jax.lax.cummax,
-        lambda v, axis: jnp.moveaxis(jnp.linalg.qr(jnp.moveaxis(v, axis, -1))[0], -1, axis),
+        lambda v, axis: jnp.moveaxis(jnp.linalg.qr(full_rank(jnp.moveaxis(v, axis, -1)))[0], -1, axis),
     ]
     return operations[rng.integers(len(operations))](value, axis=axis)
+
+
+def full_rank(matrices: Any) -> Any:
+    """Matrices plus a random one: where rows are equal, a factorisation would consist of roundings."""
+    shape = (1,) * (matrices.ndim - 2) + matrices.shape[-2:]
+    return matrices + np.random.default_rng(0).standard_normal(shape, np.float32)
+
+
+def distinct(param: Any, value: Any, axis: int) -> Any:
+    """The value plus a parameter along an axis: which of equal entries is the largest would depend on their order."""
+    return value + param(value.shape[axis]).reshape([-1 if i == axis else 1 for i in range(value.ndim)])
 
 
 def one_hot_maximum(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     axis = random_axis(rng, value)
-    return jax.nn.one_hot(value.argmax(axis), 3)
+    return jax.nn.one_hot(distinct(param, value, axis).argmax(axis), 3)
 
 
 def reduce(rng: Rng, param: Any, values: Values) -> Result:
@@ -240,7 +251,8 @@ def look_up(rng: Rng, param: Any, values: Values) -> Result:
 
 def embed(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
-    return jnp.take(param(5, random_size(rng)), value.argmax(random_axis(rng, value)).astype(int) % 5, axis=0)
+    table, axis = param(5, random_size(rng)), random_axis(rng, value)
+    return jnp.take(table, distinct(param, value, axis).argmax(axis).astype(int) % 5, axis=0)
 
 
 def update(rng: Rng, param: Any, values: Values) -> Result:
@@ -369,6 +381,7 @@ def route(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     experts, width = random_size(rng), random_size(rng)
     scores = jnp.tensordot(value, param(value.shape[-1], experts), 1)
+    scores = distinct(param, scores, scores.ndim - 1)
     index = [
         lambda s: s.argmax(-1),
         lambda s: jax.lax.top_k(s, 2)[1][..., 0],

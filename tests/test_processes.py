@@ -20,9 +20,7 @@ from mcomb.checkpoint import saved_steps
 from mcomb.lab import cli
 
 ROOT = Path(__file__).parents[1]
-UNIFORM = (
-    "uniform --setup mlp-digits --width 2 --epochs 6 --checkpoint-every 1 --points 3 --samples 2 --test-images 50"
-)
+UNIFORM = "uniform --setup mlp-digits --width 2 --epochs 6 --checkpoint-every 1 --points 3 --samples 2 --test-images 50"
 
 
 def start(command, out, devices, *flags):
