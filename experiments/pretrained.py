@@ -16,6 +16,7 @@ from mcomb.lab import cli
 from mcomb.lab.config import RECIPE_FLAGS, Config, command, recipe_dict
 from mcomb.lab.experiment import parse_and_join
 from mcomb.lab.store import Store, pretrained_path
+from mcomb.processes import from_first
 
 CARD = """# {title}, width {width}, seed {seed}
 
@@ -44,9 +45,10 @@ def main(argv: list[str] | None = None) -> None:
     for letter, network in store.networks("ABC").items():
         seed = store.seed(letter)
         path = pretrained_path(config.setup, config.width, seed)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        from_first(path.parent.mkdir, parents=True, exist_ok=True)
         half = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), network.params)
-        write_checkpoint(path, half, {"setup": config.setup, "width": str(config.width), "seed": str(seed)})
+        about = {"setup": config.setup, "width": str(config.width), "seed": str(seed)}
+        from_first(write_checkpoint, path, half, about)
         params = read_checkpoint(path, store.setup.shapes(config.width))
         found = score(store.apply, params, *test)
         card = CARD.format(
@@ -60,7 +62,7 @@ def main(argv: list[str] | None = None) -> None:
             command=command("pretrained", Config(**chosen)),
             recipe=json.dumps(recipe, indent=1),
         )
-        path.with_suffix(".md").write_text(card)
+        from_first(path.with_suffix(".md").write_text, card)
         print(f"{path}: test accuracy {found.accuracy:.2%}, test loss {found.loss:.4f}", flush=True)
 
 

@@ -8,6 +8,7 @@ Each experiment with its figure, what the paper found, what was measured, the ba
 """
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated
 
 from experiments import (
@@ -35,6 +36,7 @@ from mcomb.lab.cli import Flag
 from mcomb.lab.config import Config, command, convert_config
 from mcomb.lab.experiment import Experiment, parse_and_join, read_results, run
 from mcomb.lab.store import Store
+from mcomb.processes import from_first
 
 ORDER = (
     *(schematic, uniform, subcube, hyperplane, bernoulli, stitching, linear),
@@ -58,11 +60,16 @@ def plan(config: ReportConfig) -> list[tuple[Experiment, Config]]:
     return jobs
 
 
+def _write(path: Path, page: str) -> None:
+    with atomic(path) as temporary:
+        temporary.write_text(page)
+
+
 def main(argv: list[str] | None = None) -> None:
     """Gathers, and with --run runs, all experiments, and writes the page."""
     config = parse_and_join(ReportConfig, __doc__, argv)
     store = Store(config)
-    path = make_writable(store.home) / f"{store.folder('report').name}.html"
+    path = from_first(make_writable, store.home) / f"{store.folder('report').name}.html"
     print(f"the report goes to {path}", flush=True)
     entries, missing = [], []
     for experiment, its_config in plan(config):
@@ -73,8 +80,7 @@ def main(argv: list[str] | None = None) -> None:
         picture = Store(its_config).folder(experiment.name) / f"{experiment.name}.png"
         entries.append(Entry(results, picture.read_bytes()))
     page = render(f"{store.setup.title}, width {config.width}", entries, missing)
-    with atomic(path) as temporary:
-        temporary.write_text(page)
+    from_first(_write, path, page)
     print(
         f"{len(entries)} experiments in {path}; {len(missing)} not run yet" + (" (--run runs them)" if missing else "")
     )

@@ -60,11 +60,13 @@ def join(coordinator: str | None, processes: int | None, process: int | None) ->
     _state.last_words = last_words
     if not is_first():
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # standard output, where XLA prints as well
-    Thread(target=_leave_with_the_first_to_fail, daemon=True).start()
+    _state.watch = Thread(target=_leave_with_the_first_to_fail, daemon=True)
+    _state.watch.start()
 
 
 class _State:
     last_words: "subprocess.Popen[str] | None" = None
+    watch: Thread | None = None
 
 
 _state = _State()
@@ -135,6 +137,8 @@ def leave(message: str | None, code: int) -> None:
     _say_no_last_words()
     if message is None:
         jax.distributed.shutdown()
+        if _state.watch:
+            _state.watch.join()  # it must not wake up while Python ends
         return
     index = distributed.global_state.process_id
     try:

@@ -148,13 +148,13 @@ def read_results(experiment: Experiment, config: Config) -> Results | None:
                 return None
             parts[name] = results
         folder = store.folder(experiment.name)
-        if not (folder / "results.json").is_file():  # a look at the networks would be for nothing
+        if not from_first((folder / "results.json").is_file):  # a look at the networks would be for nothing
             return None
         identity = result_identity(experiment.name, store, *_networks_and_matchings(experiment, store), parts)
     except NotKeptError:
         return None
-    results = read_finished(folder, identity, say=False)
-    return results and add_verdict(experiment, results, folder)
+    results = from_first(read_finished, folder, identity, say=False)
+    return results and from_first(add_verdict, experiment, results, folder)
 
 
 def _networks_and_matchings(experiment: Experiment, store: Store) -> tuple[dict[str, Network], dict[str, KeptMatching]]:

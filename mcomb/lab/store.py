@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 
 from mcomb.base import Apply, Params, UserError
 from mcomb.checkpoint import read_checkpoint
-from mcomb.devices import meshes_of
+from mcomb.devices import meshes_of, replicate
 from mcomb.files import atomic, make_writable
 from mcomb.fingerprints import fingerprint
 from mcomb.lab import versions
@@ -206,7 +206,7 @@ class Store:
         if checkpoints.epoch is not None:
             state = checkpoints.restore(state)
         elif recipe.epochs == 0:
-            checkpoints.save(0, state, mesh)
+            checkpoints.save(0, replicate(state, mesh), mesh)
         how: dict[str, Any] = {"mesh": mesh, "per_call": self.config.steps_per_call, "stop": stop}
         describe = f"training {self._name(seed)}"
         for epoch, trained, _ in train(self.apply, state, data, recipe, seed, describe=describe, **how):
