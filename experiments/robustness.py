@@ -116,7 +116,7 @@ def measure(run: Run) -> Results:
     stacked = jax.tree.map(lambda *orders: np.repeat(np.stack(orders), len(shares), axis=0), *(c[2] for c in cases))
     draw, ends = lines(spec)
     task = Task(draw, (a, aligned), (np.tile(shares, len(cases)), stacked), ends=ends)
-    measured = run.evaluate({"lines": task}, per_call=len(shares))["lines"]
+    measured = run.evaluate({"lines": task})["lines"]
     levels = [run.basics["models"][letter] for letter in "AB"]
 
     def barriers(case: int) -> Results:

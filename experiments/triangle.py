@@ -60,7 +60,7 @@ def measure(run: Run) -> Results:
     """The metrics of every grid point, and the best of them."""
     shares = grid(run.config.grid, run.config.beyond)
     corners = (run.networks["A"].params, run.align("B to A"), run.align("C to A"))
-    metrics = run.evaluate({"aligned": Task(blend, corners, shares)}, per_call=len(shares))["aligned"]
+    metrics = run.evaluate({"aligned": Task(blend, corners, shares)})["aligned"]
     points = {split: {m: getattr(values, m).tolist() for m in METRICS} for split, values in metrics.items()}
     best = find_best(points)
     return {

@@ -1,25 +1,44 @@
-"""Using all devices, of all processes: a mesh, replicated arrays, batches, and how much fits into memory."""
+"""Using all devices, of all processes: meshes, replicated arrays, batches, and how much fits into memory."""
 
 import contextlib
 import math
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mcomb.base import Apply, Array, Inputs, Params
+from mcomb.base import Array
+from mcomb.processes import from_first
 
 AXIS = "device"  # the name of the mesh's only axis
-BATCH = 200  # the default batch size of evaluation, small enough for the paper's widest networks
+COMBINATIONS, IMAGES = "combinations", "images"  # the axes of the mesh of evaluation
+BATCH = 200  # how many images a device takes at once, unless memory is too small
+LEAST_IMAGES = 8  # fewer at once would hardly need less memory
 
 
 def device_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The one-dimensional mesh of some devices, by default of all."""
     return Mesh(np.array(jax.devices() if devices is None else devices), AXIS)
+
+
+def two_axis_mesh(combinations: int) -> Mesh:
+    """The mesh of all devices, shared out among combinations, and among images where these are fewer."""
+    devices = np.array(jax.devices())
+    return Mesh(devices.reshape(mesh_shape(combinations, devices.size)), (COMBINATIONS, IMAGES))
+
+
+def mesh_shape(combinations: int, devices: int) -> tuple[int, int]:
+    """How many combinations are evaluated side by side, and in how many parts the images of each.
+
+    On eight devices, eight combinations or more have the shape (8, 1), three (2, 4), and one (1, 8).
+    """
+    rows = max(n for n in range(1, devices + 1) if devices % n == 0 and (n <= combinations or n == 1))
+    return rows, devices // rows
 
 
 def replicate(tree: Any, mesh: Mesh | None = None) -> Any:
@@ -79,25 +98,57 @@ def in_batches(batch_size: int, tree: Any) -> Any:
     return jax.tree.map(reshape, tree)
 
 
-def choose_vmap_size(apply: Apply, params: Params, inputs: Inputs) -> int:
-    """How many combinations a device should evaluate in one `vmap`: one on CPU, else as many as fit into its memory.
+class Sizes(NamedTuple):
+    """How many combinations and how many images of each a device takes at once."""
 
-    On CPU, XLA turns a convolution that is mapped over its kernels into a grouped one, which is slow.
-    """
-    device = jax.local_devices()[0]
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if not stats or "bytes_limit" not in stats:
-        return 1
-    free = stats["bytes_limit"] - stats["bytes_in_use"]
-    return max(1, int(0.8 * free) // footprint(apply, params, inputs))
+    combinations: int
+    images: int
+
+    def __str__(self) -> str:
+        many = f"{self.combinations} combinations" if self.combinations > 1 else "one combination"
+        return f"{many} on {self.images} images at once"
+
+    def smaller(self, part: float = 0.5) -> "Sizes":
+        """Fewer combinations, at most this part of them; then, of one combination, half of the images."""
+        if self.combinations > 1:
+            return self._replace(combinations=max(1, int(self.combinations * min(part, 0.5))))
+        return self._replace(images=-(-self.images // 2)) if self.images > LEAST_IMAGES else self
 
 
-def footprint(apply: Apply, params: Params, inputs: Inputs) -> int:
-    """An estimate of the bytes that one combination needs: weights, coefficients, and twice its largest operation."""
-    size = lambda avals: sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)  # noqa: E731
-    jaxpr = jax.make_jaxpr(apply)(params, inputs).jaxpr
-    largest = max(size([var.aval for var in (*eqn.invars, *eqn.outvars)]) for eqn in jaxpr.eqns)
-    return 2 * size(jax.tree.leaves(params)) + 2 * largest
+def compile_to_fit(lower: Callable[[Sizes], jax.stages.Lowered], sizes: Sizes) -> tuple[Sizes, jax.stages.Compiled]:
+    """A compiled program that fits into the devices' free memory by its own account, and its sizes, at most those."""
+    free = from_first(free_memory)
+    while True:
+        try:
+            program = lower(sizes).compile()
+        except jax.errors.JaxRuntimeError as error:  # some compilers refuse what does not fit
+            if not is_out_of_memory(error) or sizes.smaller() == sizes:
+                raise
+            sizes = sizes.smaller()
+            continue
+        analysis = program.memory_analysis()
+        needed = analysis.temp_size_in_bytes + analysis.output_size_in_bytes if analysis else 0
+        if needed <= free or sizes.smaller() == sizes:
+            return sizes, program
+        sizes = sizes.smaller(free / needed)
+
+
+def is_out_of_memory(error: jax.errors.JaxRuntimeError) -> bool:
+    """Whether memory was too small for a program."""
+    return "RESOURCE_EXHAUSTED" in str(error)
+
+
+def free_memory() -> float:
+    """Four fifths of the bytes that are free for each device of this process; infinite where nobody knows."""
+    devices = jax.local_devices()
+    if devices[0].platform != "cpu":
+        stats = devices[0].memory_stats() or {}
+        return 0.8 * (stats["bytes_limit"] - stats["bytes_in_use"]) if "bytes_limit" in stats else math.inf
+    try:
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    except OSError:  # not on Linux
+        return math.inf
+    return 0.8 * 1024 * int(lines["MemAvailable"].split()[0]) / len(devices)
 
 
 def describe_devices(mesh: Mesh | None = None) -> str:

@@ -1,5 +1,6 @@
-"""Evaluation: loss, accuracy and label agreement of many combinations on a whole dataset, in one compiled call."""
+"""Evaluation: loss, accuracy and label agreement of many combinations on a whole dataset, in compiled calls."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,8 +13,20 @@ from jaxtyping import Float, Int, Key
 
 from mcomb.base import Apply, Array, Inputs, Params, count_examples
 from mcomb.combination import Draw
-from mcomb.devices import AXIS, BATCH, choose_vmap_size, device_mesh, in_batches, replicate, share_out
+from mcomb.devices import (
+    BATCH,
+    COMBINATIONS,
+    IMAGES,
+    Sizes,
+    compile_to_fit,
+    in_batches,
+    is_out_of_memory,
+    share_out,
+    two_axis_mesh,
+)
 from mcomb.objectives import classify
+from mcomb.processes import are_several
+from mcomb.progress import say
 
 AGREES_WITH = ("A only", "B only", "both", "neither")
 
@@ -45,24 +58,52 @@ def evaluate(
     temperatures: tuple[float, ...] = (1.0,),
     batch_size: int = BATCH,
     vmap_size: int | None = None,
+    report: Callable[[Metrics], None] = lambda metrics: None,
 ) -> Metrics:
     """The metrics of the k combinations `draw(keys[i], parameters[i], *networks)`.
 
-    Each combination is drawn inside the compiled call and is never stored. The combinations are sharded over all
-    devices, and each device evaluates `vmap_size` of them at a time (None: as `choose_vmap_size` says). `references`
-    are the labels that A and B predict; without them `agreement` has all inputs under "neither".
+    Each combination is drawn inside a compiled call and is never stored. They are shared out over all devices, and so
+    are the inputs where there are fewer combinations than devices. A device takes `vmap_size` of its combinations at
+    once (None: one on CPU, else all), on `batch_size` inputs each; if these do not fit into its memory, fewer.
+    `references` are the labels that A and B predict; without them `agreement` has all inputs under "neither".
+    `report` is given the metrics of the combinations of each compiled call, as they are measured.
     """
-    k, mesh, count = len(keys), device_mesh(), count_examples(inputs, labels)
-    padded = np.pad(np.arange(k), (0, -k % mesh.size), mode="edge")  # repeats the last one until devices divide them
-    each = share_out((jax.tree.map(lambda x: jnp.asarray(x)[padded], parameters), keys[padded]), mesh, P(AXIS))
+    k, count = len(keys), count_examples(inputs, labels)
+    mesh = two_axis_mesh(k)
+    rows, columns = mesh.devices.shape
     if references is None:
         references = np.full((2, count), -1, np.int32)
-    shared = replicate((networks, inputs, labels, references))
-    if vmap_size is None:
-        vmap_size = choose_vmap_size(apply, networks[0], jax.tree.map(lambda x: x[:batch_size], shared[1]))
-    static = (apply, draw, min(batch_size, count), vmap_size, mesh, temperatures)
-    loss, correct, agreement, tempered = (np.asarray(sum)[:k] for sum in _evaluate(*static, *shared, *each))
-    return Metrics(loss / count, correct / count, agreement, tempered / count)
+    shared = share_out((networks, inputs, labels, references), mesh, P())
+    if vmap_size is None:  # on CPU, XLA turns a convolution that is mapped over its kernels into a slow, grouped one
+        vmap_size = 1 if jax.default_backend() == "cpu" else k
+    sizes = Sizes(min(vmap_size, -(-k // rows)), min(batch_size, -(-count // columns)))
+    done, program, measured = 0, None, list[Metrics]()
+
+    def arguments(sizes: Sizes) -> tuple[Any, ...]:
+        """Those of the next call, which repeats the last combination until devices divide them."""
+        these = np.minimum(np.arange(done, done + rows * sizes.combinations), k - 1)
+        of_these = jax.tree.map(lambda x: jnp.asarray(x)[these], (parameters, keys))
+        return *shared, *share_out(of_these, mesh, P(COMBINATIONS))
+
+    def lower(sizes: Sizes) -> jax.stages.Lowered:
+        return _evaluate.lower(apply, draw, sizes.images, mesh, temperatures, *arguments(sizes))
+
+    while done < k:
+        if program is None:
+            sizes, program = compile_to_fit(lower, sizes)
+        try:
+            sums = jax.device_get(program(*arguments(sizes)))
+        except jax.errors.JaxRuntimeError as error:
+            if not is_out_of_memory(error) or sizes.smaller() == sizes or are_several():
+                raise
+            sizes, program = sizes.smaller(), None
+            say(f"memory ran out: going on with {sizes}")
+            continue
+        loss, correct, agreement, tempered = (values[: k - done] for values in sums)
+        measured.append(Metrics(loss / count, correct / count, agreement, tempered / count))
+        report(measured[-1])
+        done += rows * sizes.combinations
+    return Metrics(*map(np.concatenate, zip(*measured, strict=True)))
 
 
 class Score(NamedTuple):
@@ -83,19 +124,21 @@ def score(
     temperatures: tuple[float, ...] = (1.0,),
     batch_size: int = BATCH,
 ) -> Score:
-    """The score of one network on a whole dataset."""
-    static = (apply, min(batch_size, count_examples(inputs, labels)), temperatures)
-    losses, predicted, tempered = map(np.asarray, _score(*static, *replicate((params, inputs, labels))))
+    """The score of one network on a whole dataset, whose inputs are shared out over all devices."""
+    mesh = two_axis_mesh(1)
+    sizes = Sizes(1, min(batch_size, -(-count_examples(inputs, labels) // mesh.size)))
+    args = share_out((params, inputs, labels), mesh, P())
+    _, program = compile_to_fit(lambda sizes: _score.lower(apply, sizes.images, mesh, temperatures, *args), sizes)
+    losses, predicted, tempered = jax.device_get(program(*args))
     accuracy = float(np.mean(predicted == np.asarray(labels)))
     return Score(float(losses.mean()), accuracy, predicted, tempered.mean(0, dtype=np.float64))
 
 
-@partial(jax.jit, static_argnums=range(6))
+@partial(jax.jit, static_argnums=range(5))
 def _evaluate(
     apply: Apply,
     draw: Draw,
     batch_size: int,
-    vmap_size: int,
     mesh: Mesh,
     temperatures: tuple[float, ...],
     networks: tuple[Params, ...],
@@ -129,28 +172,43 @@ def _evaluate(
         return jax.lax.scan(add, (jnp.zeros(()), *counts, jnp.zeros(len(temperatures))), batches)[0]
 
     def on_device(batches: list[Any], networks: tuple[Params, ...], parameters: Any, keys: Array) -> Any:
-        one = lambda xs: evaluate_one(batches, networks, *xs)  # noqa: E731
-        return jax.lax.map(one, (parameters, keys), batch_size=vmap_size if vmap_size > 1 else None)
+        one = partial(evaluate_one, batches, networks)
+        if len(keys) == 1:  # not mapped at all: convolutions stay as they are
+            sums = jax.tree.map(lambda x: x[None], one(*jax.tree.map(lambda x: x[0], (parameters, keys))))
+        else:
+            sums = jax.vmap(one)(parameters, keys)
+        return jax.lax.psum(sums, IMAGES)
 
-    batches = in_batches(batch_size, [inputs, labels, references.T, jnp.ones(len(labels), bool)])
-    specs = (P(), P(), P(AXIS), P(AXIS))
-    sharded = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=P(AXIS), check_vma=False)
+    everything = [inputs, labels, references.T, jnp.ones(len(labels), bool)]
+    batches = in_batches(batch_size * mesh.shape[IMAGES], everything)
+    specs = (P(None, IMAGES), P(), P(COMBINATIONS), P(COMBINATIONS))
+    sharded = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=P(COMBINATIONS), check_vma=False)
     return jax.lax.with_sharding_constraint(sharded(batches, networks, parameters, keys), NamedSharding(mesh, P()))
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
+@partial(jax.jit, static_argnums=range(4))
 def _score(
-    apply: Apply, batch_size: int, temperatures: tuple[float, ...], params: Params, inputs: Inputs, labels: Array
+    apply: Apply,
+    batch_size: int,
+    mesh: Mesh,
+    temperatures: tuple[float, ...],
+    params: Params,
+    inputs: Inputs,
+    labels: Array,
 ) -> list[Array]:
     """The loss, the predicted label and the tempered losses of each input."""
 
-    def score_batch(batch: list[Any]) -> tuple[Array, Array, Array]:
+    def score_batch(params: Params, batch: list[Any]) -> tuple[Array, Array, Array]:
         logits = apply(params, batch[0])
         outcome = classify(logits, batch[1])
         return outcome.loss, outcome.predicted, _tempered(logits, batch[1], temperatures)
 
-    batched = jax.lax.map(score_batch, in_batches(batch_size, [inputs, labels]))
-    return [values.reshape(-1, *values.shape[2:])[: len(labels)] for values in batched]
+    batches = in_batches(batch_size * mesh.shape[IMAGES], [inputs, labels])
+    on_device = lambda params, batches: jax.lax.map(partial(score_batch, params), batches)  # noqa: E731
+    shares = P(None, IMAGES)
+    sharded = jax.shard_map(on_device, mesh=mesh, in_specs=(P(), shares), out_specs=shares, check_vma=False)
+    flat = [values.reshape(-1, *values.shape[2:])[: len(labels)] for values in sharded(params, batches)]
+    return jax.lax.with_sharding_constraint(flat, NamedSharding(mesh, P()))
 
 
 def _tempered(logits: Array, labels: Array, temperatures: tuple[float, ...]) -> Float[Array, "n t"]:

@@ -1,4 +1,4 @@
-"""Progress bars."""
+"""Progress bars, and lines among them."""
 
 import sys
 from typing import Any
@@ -22,3 +22,9 @@ def progress_bar(total: int, unit: str, what: str, done: int = 0) -> "tqdm[Any]"
         disable=not is_first(),
         position=None if watched else 0,  # else several bars would move the cursor
     )
+
+
+def say(line: str) -> None:
+    """Prints a line to standard error, above the bars that there are."""
+    if is_first():
+        tqdm.write(line, file=sys.stderr)

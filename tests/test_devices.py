@@ -8,24 +8,20 @@ import numpy as np
 import pytest
 from numerics import assert_equal
 
+import mcomb.devices
 from mcomb.devices import (
-    choose_vmap_size,
+    Sizes,
+    compile_to_fit,
     describe_devices,
     device_mesh,
-    footprint,
+    free_memory,
     in_batches,
+    mesh_shape,
     meshes_of,
     replicate,
+    two_axis_mesh,
     use_a_device_per_core,
 )
-
-
-def apply(params, x):
-    return jnp.tanh(x @ params["w1"]) @ params["w2"]
-
-
-PARAMS = {"w1": np.ones((5, 80), np.float32), "w2": np.ones((80, 4), np.float32)}
-INPUTS = np.ones((100, 5), np.float32)
 
 
 def test_the_mesh_has_all_devices():
@@ -53,19 +49,52 @@ def test_batches_have_all_rows_in_order_and_zeros_after_them():
     assert in_batches(5, y).tolist() == [[1, 2, 3, 4, 5]]
 
 
-def test_the_footprint_is_that_of_weights_coefficients_and_the_largest_operation():
-    # The largest operation is tanh or a product with its result: 100 × 80 numbers in and at least 100 × 4 out.
-    weights, hidden, logits, inputs = 4 * (5 * 80 + 80 * 4), 4 * 100 * 80, 4 * 100 * 4, 4 * 100 * 5
-    largest = max(2 * hidden, inputs + 4 * 5 * 80 + hidden, hidden + 4 * 80 * 4 + logits)
-    assert footprint(apply, PARAMS, INPUTS) == 2 * weights + 2 * largest
+@jax.jit
+def grow(x):
+    """Needs the memory of x ᵀ x for a moment."""
+    return jnp.sort(x[:, :, None] * x[:, None, :], axis=1).sum()
 
 
-def test_on_cpu_one_combination_is_evaluated_at_a_time():
-    assert choose_vmap_size(apply, PARAMS, INPUTS) == 1
+def lower(sizes):
+    return grow.lower(jax.ShapeDtypeStruct((sizes.combinations, sizes.images), jnp.float32))
+
+
+def needed(sizes):
+    analysis = lower(sizes).compile().memory_analysis()
+    return analysis.temp_size_in_bytes + analysis.output_size_in_bytes
+
+
+@pytest.mark.parametrize("sizes", [Sizes(64, 40), Sizes(1, 400)])
+def test_what_fits_into_memory_by_the_programs_own_account_is_taken_at_once(sizes, monkeypatch):
+    assert compile_to_fit(lower, sizes)[0] == sizes
+    for part in (1, 0.5, 0.1, 0):
+        free = part * needed(sizes)
+        monkeypatch.setattr(mcomb.devices, "free_memory", lambda free=free: free)
+        found, program = compile_to_fit(lower, sizes)
+        if part:
+            assert needed(found) <= free < needed(Sizes(*(4 * size for size in found)))
+        else:
+            assert found == Sizes(1, 5 if sizes.images == 40 else 7)
+        assert np.isfinite(program(np.ones(found, np.float32)))
+
+
+def test_fewer_are_taken_where_the_compiler_itself_refuses():
+    def refuse(sizes):
+        if sizes.combinations > 3:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: this is too much")
+        return lower(sizes)
+
+    assert compile_to_fit(refuse, Sizes(10, 40))[0] == (2, 40)
+
+    def fail(sizes):
+        raise jax.errors.JaxRuntimeError("INTERNAL: this is a bug")
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="bug"):
+        compile_to_fit(fail, Sizes(10, 40))
 
 
 class Accelerator:
-    """A device that knows how much memory it has."""
+    """A device that may know how much memory it has."""
 
     platform = "gpu"
 
@@ -76,17 +105,21 @@ class Accelerator:
         return self.stats
 
 
-@pytest.mark.parametrize(("times", "expected"), [(0.5, 1), (12.6, 10), (12.4, 9)])
-def test_elsewhere_as_many_as_fit_into_four_fifths_of_the_free_memory(times, expected, monkeypatch):
-    free = int(times * footprint(apply, PARAMS, INPUTS))
-    device = Accelerator(bytes_limit=1000 + free, bytes_in_use=1000)
-    monkeypatch.setattr(jax, "local_devices", lambda: [device])
-    assert choose_vmap_size(apply, PARAMS, INPUTS) == expected
-
-
-def test_a_device_that_does_not_tell_its_memory_gets_one_at_a_time(monkeypatch):
+def test_four_fifths_of_what_is_left_count_as_free(monkeypatch):
+    assert 0 < free_memory() < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(jax.local_devices())
+    monkeypatch.setattr(jax, "local_devices", lambda: [Accelerator(bytes_limit=1500, bytes_in_use=500)])
+    assert free_memory() == 800
     monkeypatch.setattr(jax, "local_devices", lambda: [Accelerator()])
-    assert choose_vmap_size(apply, PARAMS, INPUTS) == 1
+    assert free_memory() == np.inf
+
+
+@pytest.mark.parametrize(
+    ("devices", "shapes"),
+    [(8, {100: (8, 1), 8: (8, 1), 7: (4, 2), 3: (2, 4), 1: (1, 8)}), (3, {5: (3, 1), 2: (1, 3)}), (1, {4: (1, 1)})],
+)
+def test_devices_that_combinations_leave_idle_share_the_images(devices, shapes):
+    assert {k: mesh_shape(k, devices) for k in shapes} == shapes
+    assert two_axis_mesh(1).devices.tolist() == [jax.devices()]
 
 
 @pytest.mark.parametrize("chosen", ["", "3"])

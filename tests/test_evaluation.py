@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from numerics import assert_close, assert_equal
 
-from mcomb import combine, evaluate, linear, mix, score, uniform
+from mcomb import combine, evaluate, evaluation, linear, mix, score, uniform
 
 KEYS = jax.random.split(jax.random.key(0), 7)
 SHARES = jnp.linspace(0, 0.5, 7)
+N = len(jax.devices())
 ROUNDINGS = 16  # of the largest loss, which is a mean over 53 inputs
 
 
@@ -103,6 +104,25 @@ def test_any_number_of_combinations_is_shared_out_among_the_devices(k):
     check_same(few, type(few)(*(values[:k] for values in all_)))
 
 
+def test_devices_without_a_combination_of_their_own_have_images_of_it():
+    """So that each has fewer images to evaluate, and all devices together have each just once."""
+    networks, x, y = problem()
+    seen = []
+
+    def spy(params, x):
+        jax.debug.callback(lambda x: seen.append(np.asarray(x)), x)
+        return apply(params, x)
+
+    score(spy, networks[0], x, y)
+    evaluate(spy, mix(uniform), networks, SHARES[:1], KEYS[:1], x, y)
+    jax.effects_barrier()
+    assert len(seen) == 2 * N
+    for one in seen:
+        assert len(one) == -(-len(x) // N)
+    rows = np.concatenate(seen)
+    assert_equal(np.sort(rows[rows.any(1)], axis=0), np.sort(np.concatenate([x, x]), axis=0))
+
+
 def convolve(params, x):
     for kernel in (params["k1"], params["k2"]):
         x = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
@@ -119,6 +139,59 @@ def test_convolutions_may_be_batched_by_vmap():
         for size in (1, 2)
     )
     check_same(two, one)
+
+
+def combinations_seen(k, **options):
+    """The bits of all weights of each combination that `apply` gets, wherever it is evaluated."""
+    networks, x, y = problem()
+    seen = set()
+
+    def spy(params, x):
+        flat = jnp.concatenate([params["w1"].ravel(), params["w2"].ravel()])
+        jax.debug.callback(lambda flat: seen.add(np.asarray(flat).tobytes()), flat)
+        return apply(params, x)
+
+    evaluate(spy, mix(uniform), networks, SHARES[:k], KEYS[:k], x, y, **options)
+    jax.effects_barrier()
+    return seen
+
+
+@pytest.mark.parametrize("k", [1, 7])
+def test_the_combinations_depend_neither_on_devices_nor_on_chunks(k, request):
+    drawn = {np.concatenate([p["w1"].ravel(), p["w2"].ravel()]).tobytes() for p in drawn_networks()[:k]}
+    assert len(drawn) == k
+    ways = [{}, {"batch_size": 10}, {"vmap_size": 2}, {"vmap_size": 7, "batch_size": 10}]
+    assert [combinations_seen(k, **way) for way in ways] == [drawn] * len(ways)
+    request.getfixturevalue("one_device")
+    assert combinations_seen(k) == drawn
+
+
+def test_metrics_are_reported_as_they_are_measured():
+    reports = []
+    metrics = evaluate_problem(vmap_size=2, report=reports.append)
+    assert [len(report.loss) for report in reports] == [min(2 * N, 7 - i) for i in range(0, 7, 2 * N)]
+    assert_equal(metrics, type(metrics)(*map(np.concatenate, zip(*reports, strict=True))))
+
+
+def test_memory_that_runs_out_is_said_and_less_is_evaluated_at_once(monkeypatch, capsys):
+    expected, real, sizes = evaluate_problem(vmap_size=1), evaluation.compile_to_fit, []
+
+    def compile_to_fit(lower, wanted):
+        chosen, program = real(lower, wanted)
+        sizes.append(chosen)
+
+        def run(*args):
+            if chosen.combinations > 1 or chosen.images > 30:
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: as if")
+            return program(*args)
+
+        return chosen, run
+
+    monkeypatch.setattr(evaluation, "compile_to_fit", compile_to_fit)
+    check_same(evaluate_problem(vmap_size=2), expected)
+    assert sizes == [(2, 53), (1, 53), (1, 27)]
+    said = capsys.readouterr().err.splitlines()
+    assert said[1:] == ["memory ran out: going on with one combination on 27 images at once"]
 
 
 def test_one_device_equals_all(request):

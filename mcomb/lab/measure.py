@@ -11,14 +11,13 @@ import numpy as np
 
 from mcomb.base import Apply, Params, stream
 from mcomb.combination import Draw
-from mcomb.devices import BATCH, choose_vmap_size, replicate
+from mcomb.devices import BATCH, replicate
 from mcomb.evaluation import Metrics, Score, evaluate, score
 from mcomb.lab.barriers import barriers
 from mcomb.lab.data import Split
 from mcomb.lab.results import METRICS, VARIANTS, Results, Rows
 from mcomb.lab.store import KeptMatching, Network, Store
 from mcomb.matching.core import objective
-from mcomb.processes import from_first
 from mcomb.progress import progress_bar
 from mcomb.repair import repaired
 
@@ -108,49 +107,21 @@ class Run:
             "inner_products": inner_products,
         }
 
-    def evaluate(self, tasks: Mapping[str, Task], ends: str = "AB", per_call: int = 8) -> dict[str, dict[str, Metrics]]:
+    def evaluate(self, tasks: Mapping[str, Task], ends: str = "AB") -> dict[str, dict[str, Metrics]]:
         """The metrics of each task on each split, from the rows there are and the evaluation of all others.
 
-        Agreement is counted with the labels that the two networks `ends` predict. A compiled call takes at least
-        `per_call` combinations.
+        Agreement is counted with the labels that the two networks `ends` predict.
         """
-        config, rows = self.config, self.rows
-        roots = {
-            name: stream(config.seed, "coefficients", task.rng_name or self.experiment) for name, task in tasks.items()
-        }
-        first = next(iter(tasks.values())).networks[0]
-        images = self.splits["test"].images[:BATCH]
-        vmap_size = config.vmap_size or from_first(choose_vmap_size, self.store.apply, first, images)
-        size = max(per_call, getattr(config, "samples", 1), vmap_size * len(jax.devices()))
+        rows = self.rows
         references = {s: np.stack([self.scores[letter][s].predicted for letter in ends]) for s in self.splits}
         total = len(self.splits) * sum(len(task) for task in tasks.values())
         with self.store.timed("evaluation"), progress_bar(total, "net", "evaluating") as bar:
             for split, (name, task) in itertools.product(self.splits, tasks.items()):
-                missing = [i for i in range(len(task)) if f"{name}/{split}/{i}" not in rows]
+                names = [f"{name}/{split}/{i}" for i in range(len(task))]
+                missing = [i for i in range(len(task)) if names[i] not in rows]
                 bar.update(len(task) - len(missing))
-                if not missing:
-                    continue
-                apply, draw, networks = self._repair_if_asked(task)
-                for start in range(0, len(missing), size):
-                    chunk = missing[start : start + size]
-                    same_size = np.resize(chunk, min(size, len(task)))  # repeats some, and compiles once
-                    metrics = evaluate(
-                        apply,
-                        draw,
-                        networks,
-                        jax.tree.map(lambda values, these=same_size: values[these], task.parameters),
-                        jax.vmap(jax.random.fold_in, (None, 0))(roots[name], same_size),
-                        *self.splits[split],
-                        references=references[split],
-                        temperatures=TEMPERATURES,
-                        vmap_size=vmap_size,
-                    )
-                    lists = [values.tolist() for values in metrics]
-                    rows.add(
-                        {"name": f"{name}/{split}/{i}"} | dict(zip(metrics._fields, values, strict=True))
-                        for i, *values in zip(chunk, *lists, strict=False)
-                    )
-                    bar.update(len(chunk))
+                if missing:
+                    self._add_rows(task, names, missing, split, references[split], bar)
 
         def collect(name: str, split: str, metric: str) -> np.ndarray:
             return np.array([rows[f"{name}/{split}/{i}"][metric] for i in range(len(tasks[name]))])
@@ -159,6 +130,32 @@ class Run:
             name: {split: Metrics(*(collect(name, split, f) for f in Metrics._fields)) for split in self.splits}
             for name in tasks
         }
+
+    def _add_rows(
+        self, task: Task, names: list[str], missing: list[int], split: str, references: np.ndarray, bar: Any
+    ) -> None:
+        """Evaluates the missing combinations of a task, and keeps them under their names call by call."""
+        # Not fewer than devices, if the task has more: so what is measured again is measured in the same way.
+        these = np.resize(missing, max(len(missing), min(len(task), len(jax.devices()))))
+        root = stream(self.config.seed, "coefficients", task.rng_name or self.experiment)
+        left = iter([names[i] for i in missing])
+
+        def keep(metrics: Metrics) -> None:
+            measured = zip(*(values.tolist() for values in metrics), strict=True)
+            named = [({"name": name}, values) for values, name in zip(measured, left, strict=False)]
+            self.rows.add(name | dict(zip(metrics._fields, values, strict=True)) for name, values in named)
+            bar.update(len(named))
+
+        evaluate(
+            *self._repair_if_asked(task),
+            jax.tree.map(lambda values: values[these], task.parameters),
+            jax.vmap(jax.random.fold_in, (None, 0))(root, these),
+            *self.splits[split],
+            references=references,
+            temperatures=TEMPERATURES,
+            vmap_size=self.config.vmap_size,
+            report=keep,
+        )
 
     def _repair_if_asked(self, task: Task) -> tuple[Apply, Draw, tuple[Any, ...]]:
         """The function, the draw and the networks that give a task's combinations, repaired or as they are."""
