@@ -50,10 +50,14 @@ def replicate(tree: Any, mesh: Mesh | None = None) -> Any:
 
 
 def share_out(tree: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
-    """The tree with every array on a mesh, divided as the spec says."""
+    """The tree with every array on a mesh, divided as the spec says.
+
+    The devices that a CPU is split into share what is replicated on them: there is one copy of it in memory.
+    """
     sharding = NamedSharding(mesh, spec)
     if sharding.is_fully_addressable:
-        return jax.device_put(tree, sharding)
+        in_memory = mesh.devices.flat[0].platform == "cpu"
+        return jax.device_put(jax.tree.map(_as_numpy, tree) if in_memory else tree, sharding)
 
     def put(leaf: Any) -> jax.Array:
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
@@ -64,6 +68,16 @@ def share_out(tree: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
     return jax.tree.map(put, tree)
+
+
+def _as_numpy(leaf: Any) -> Any:
+    """An array on one device of a CPU as NumPy's, in the same memory, which all devices can read; others as they are.
+
+    An array of NumPy's own may have to be copied first: devices read only what begins at a multiple of 64 bytes.
+    """
+    if isinstance(leaf, jax.Array) and (len(leaf.devices()) > 1 or jnp.issubdtype(leaf.dtype, jax.dtypes.extended)):
+        return leaf
+    return np.asarray(jnp.asarray(leaf))
 
 
 def meshes_of(size: int) -> list[Mesh]:

@@ -41,6 +41,14 @@ def test_replicated_arrays_are_on_every_device_and_not_copied_again():
         ]
 
 
+@pytest.mark.parametrize("tree", [jnp.arange(1000.0), np.arange(1001.0, dtype=np.float32)[1:]])
+def test_devices_of_one_cpu_share_one_copy_of_what_is_replicated(tree):
+    places = {shard.data.unsafe_buffer_pointer() for shard in replicate(tree).addressable_shards}
+    assert len(places) == 1
+    if isinstance(tree, jax.Array):
+        assert places == {tree.unsafe_buffer_pointer()}
+
+
 def test_batches_have_all_rows_in_order_and_zeros_after_them():
     x, y = np.arange(1, 11).reshape(5, 2), np.arange(1, 6)
     batched_x, batched_y = in_batches(3, [x, y])
