@@ -47,6 +47,7 @@ ORDERS = {
             "verdicts",
             "pairs",
             "figures",
+            "plan",
             "experiment",
             "",
         ),

@@ -125,6 +125,15 @@ class Store:
         chosen = getattr(self.config, f"seed_{letter.lower()}")
         return 3 * self.config.seed + "ABC".index(letter) if chosen is None else chosen
 
+    def network_name(self, letter: str) -> str:
+        """The name of network A, B or C in the run's folders."""
+        given = self.given(letter)
+        return given.name if given else self._name(self.seed(letter))
+
+    def trained_so_far(self, seed: int) -> tuple[str, int]:
+        """The name of a seed's network, and for how many epochs it has been trained."""
+        return self._name(seed), from_first(lambda: self._checkpoints(seed).epoch or 0)
+
     def _pretrained(self, letter: str) -> Path:
         """The file of a network that comes with the repository."""
         if changed := [name for name in RECIPE_FLAGS if getattr(self.config, name) is not None]:
@@ -237,10 +246,8 @@ class Store:
         It depends on the networks, the matcher and the dataset alone: whatever is evaluated, the matcher sees the
         same images. Of several `restarts`, weight matching keeps the best.
         """
-        name = f"{b.name}-to-{a.name}"
-        name += f",matcher={matcher}" if matcher != "weights" else ""
-        name += f",restarts={restarts}" if restarts > 1 else ""
-        path = self.home / "matchings" / f"{name}.npz"
+        path = self.matching_path(a.name, b.name, matcher, restarts)
+        name = path.name.removesuffix(".npz")
         made_from = [a.fingerprint, b.fingerprint, f"version {versions.MATCHING}"]
         if matcher != "weights":
             made_from.append(self.data_fingerprint)
@@ -255,6 +262,13 @@ class Store:
                     kept = self._match(a, b, matcher, restarts)
                     from_first(_write_matching, path, made_from, kept)
         return kept
+
+    def matching_path(self, a: str, b: str, matcher: str, restarts: int = 1) -> Path:
+        """Where the matching of network B to network A is kept, by their names."""
+        name = f"{b}-to-{a}"
+        name += f",matcher={matcher}" if matcher != "weights" else ""
+        name += f",restarts={restarts}" if restarts > 1 else ""
+        return self.home / "matchings" / f"{name}.npz"
 
     def _match(self, a: Network, b: Network, matcher: str, restarts: int) -> KeptMatching:
         how = matcher if restarts == 1 else f"{matcher}, best of {restarts} restarts"
