@@ -54,6 +54,13 @@ def is_inexact(leaf: Any) -> bool:
     return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
 
 
+def require_finite(what: str, tree: Params) -> None:
+    """An error that names the first leaf with an entry that is infinite or not a number."""
+    for name, leaf in named_leaves(tree).items():
+        if is_inexact(leaf) and (wrong := int(jnp.size(leaf) - jnp.isfinite(leaf).sum())):
+            raise UserError(f"{what} has {wrong} entries of {name or 'its only leaf'} that are not finite: mend them")
+
+
 def leaf_name(path: tuple[Any, ...]) -> str:
     """A leaf's name, such as `conv1/kernel`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import re
+import signal
 import sys
 import types
 import typing
@@ -100,19 +101,42 @@ def _checked(kind: type, at_least: int | None) -> Callable[[str], Any]:
 
 
 def run(main: Callable[[], object]) -> None:
-    """Runs a program: a problem that a person can mend is one line on standard error and an exit code."""
+    """Runs a program: a problem that a person can mend is one line on standard error and an exit code.
+
+    SIGTERM, by which machines announce that they will be taken away, ends it as Ctrl-C does: after the current step.
+    """
     use_a_device_per_core()
+    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         main()
         processes.leave(None, 0)
     except UserError as error:
         sys.exit(_fail(str(error), error.exit_code))
-    except KeyboardInterrupt:
-        sys.exit(_fail("interrupted: the same command goes on from here", 130))
+    except KeyboardInterrupt as error:
+        number = error.args[0] if error.args else signal.SIGINT
+        sys.exit(_fail("interrupted: the same command goes on from here", 128 + number))
     except Exception as error:
+        if reason := _lacking(error):
+            sys.exit(_fail(f"{reason}, and the same command goes on from here", 1))
         if not processes.are_several():
             raise
         _fail(processes.explain(error), 1)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(number: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt(number)
+
+
+def _lacking(error: Exception) -> str | None:
+    """What the machine lacks, if that is why a program fails, and what to do about it."""
+    if isinstance(error, OSError):
+        place = f" ({error.filename})" if error.filename else ""
+        return f"{error.strerror or error}{place}: mend that"
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+        return "out of memory: free some, or give a smaller --vmap-size, --batch-size or --width"
+    return None
 
 
 def _fail(message: str, code: int) -> int:

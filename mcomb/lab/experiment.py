@@ -10,8 +10,8 @@ import numpy as np
 
 from mcomb.base import UserError
 from mcomb.combination import Draw
-from mcomb.files import make_writable, write_json
-from mcomb.fingerprints import code_fingerprint
+from mcomb.files import make_writable, read_json, write_json
+from mcomb.fingerprints import code_fingerprint, file_fingerprint
 from mcomb.lab import cli, figures, plan
 from mcomb.lab.config import CHECKPOINT_FLAGS, Config, LineConfig, SweepConfig, TrainingConfig, command
 from mcomb.lab.identity import read_finished, result_identity
@@ -31,6 +31,8 @@ Parts = Mapping[str, tuple["Experiment", Config]]
 """Other experiments, by name, whose results one is built on."""
 
 OWN: dict[str, Any] = dict.fromkeys(("coordinator", "processes", "process", "data_dir"))  # flags that may differ
+
+FIGURES = ".figures.json"  # in a result's folder: what its figure's files should be
 
 VERDICT = ("claim", "alt", "agrees", "finding")  # of results, added when they are read
 
@@ -134,8 +136,19 @@ def run(experiment: Experiment, config: Config) -> Results:
 
 
 def _leave(experiment: Experiment, results: Results, folder: Path) -> None:
-    experiment.draw(results, folder)
+    _draw(experiment, results, folder)
     write_json(folder / "results.json", results)  # last: results that are there have their figure
+
+
+def _draw(experiment: Experiment, results: Results, folder: Path) -> None:
+    experiment.draw(results, folder)
+    write_json(folder / FIGURES, _figures(experiment, folder))
+
+
+def _figures(experiment: Experiment, folder: Path) -> dict[str, str | None]:
+    """The fingerprint of each file of a figure, None where it is missing."""
+    names = (f"{experiment.name}.{kind}" for kind in ("png", "pdf"))
+    return {name: file_fingerprint(folder / name) for name in names}
 
 
 def read_results(experiment: Experiment, config: Config) -> Results | None:
@@ -208,9 +221,10 @@ def _title(experiment: Experiment, config: Config, letters: str, with_parts: boo
 
 
 def add_verdict(experiment: Experiment, results: Results, folder: Path) -> Results:
-    """Results with what the paper found and what they say of it; their figure is drawn if it is missing."""
-    if not all((folder / f"{experiment.name}.{kind}").is_file() for kind in ("png", "pdf")):
-        experiment.draw(results, folder)
+    """Results with what the paper found and what they say of it; their figure is drawn if it is not whole."""
+    figures = _figures(experiment, folder)
+    if None in figures.values() or read_json(folder / FIGURES) != figures:
+        _draw(experiment, results, folder)
     agrees, finding = _verdict(experiment, results)
     verdict = (experiment.claim, experiment.alt, agrees, finding)
     return results | dict(zip(VERDICT, verdict, strict=True))
