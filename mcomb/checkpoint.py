@@ -1,4 +1,4 @@
-"""Parameter trees read and written: orbax folders, and safetensors files."""
+"""Parameter trees read and written: orbax folders, and safetensors, NumPy and Flax msgpack files."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -10,30 +10,43 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from flax.serialization import msgpack_restore, to_bytes
 from safetensors import safe_open
 from safetensors.numpy import save
 
 from mcomb.base import Params, UserError, named_leaves
 from mcomb.files import atomic
 from mcomb.fingerprints import fingerprint
+from mcomb.names import Table, to_ours
 
 T = TypeVar("T")
-SAFETENSORS = ".safetensors"
+SAFETENSORS, NUMPY, MSGPACK = ".safetensors", ".npz", ".msgpack"
+FILES = (SAFETENSORS, NUMPY, MSGPACK)
 FINGERPRINT = "fingerprint"  # its name in the metadata of a checkpoint
 WIDE = ("float64", "complex128", "int64", "uint64")
 
 
 def write_checkpoint(path: str | Path, params: Params, metadata: Mapping[str, str] | None = None) -> None:
-    """Writes a parameter tree, atomically: to a file if it is named `.safetensors`, else to an orbax folder.
+    """Writes a parameter tree, atomically, in the format of the path's ending; without one, to an orbax folder.
 
-    Both hold the tree's fingerprint, by which damage is found when it is read. Only a file holds metadata.
+    `.safetensors` files and orbax folders hold the tree's fingerprint, by which damage is found when it is read; `.npz`
+    and `.msgpack` files do not. Only a `.safetensors` file holds metadata.
     """
     path = Path(path)
     leaves = named_leaves(params)
-    if path.suffix == SAFETENSORS:
-        arrays = {name: np.asarray(leaf, order="C") for name, leaf in leaves.items()}
+    if path.suffix == NUMPY:
+        with atomic(path) as temporary, temporary.open("wb") as file:
+            arrays: dict[str, Any] = {name: np.asarray(leaf) for name, leaf in leaves.items()}
+            np.savez(file, **arrays)
+        return
+    if path.suffix == MSGPACK:
         with atomic(path) as temporary:
-            temporary.write_bytes(_in_order(save(arrays, {**(metadata or {}), FINGERPRINT: fingerprint(arrays)})))
+            temporary.write_bytes(to_bytes(jax.tree.map(np.asarray, params)))
+        return
+    if path.suffix == SAFETENSORS:
+        ordered = {name: np.asarray(leaf, order="C") for name, leaf in leaves.items()}
+        with atomic(path) as temporary:
+            temporary.write_bytes(_in_order(save(ordered, {**(metadata or {}), FINGERPRINT: fingerprint(ordered)})))
         return
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(path.absolute(), params, custom_metadata=fingerprint_entry(params))
@@ -56,20 +69,23 @@ def fingerprint_entry(params: Params) -> dict[str, str]:
     return {} if wide else {FINGERPRINT: fingerprint(leaves)}
 
 
-def read_checkpoint(path: str | Path, target: Params | None = None) -> Params:
-    """The parameters in a safetensors file, or in an orbax folder: a saved tree, or a training run's newest.
+def read_checkpoint(path: str | Path, target: Params | None = None, names: Table | None = None) -> Params:
+    """The parameters in a file of a known ending, or in an orbax folder: a saved tree, or a training run's newest.
 
-    Of a tree with a `params` entry, that entry. With `target`, a tree of arrays or shapes, the result has its structure
-    and dtypes, and a difference is an error that names the leaf.
+    Of a tree with a `params` entry, that entry. With a table of `names`, weights have other names and layouts in the
+    file, and the result those that the table says. With `target`, a tree of arrays or shapes, the result has its
+    structure and dtypes, and a difference is an error that names the leaf.
     """
     path = Path(path)
-    if path.suffix == SAFETENSORS:
-        tree = _read_safetensors(path)
+    if path.suffix in FILES:
+        tree = _read_file(path)
     else:
         tree_folder = _find_tree(path)
         tree = reading(path, lambda: _restore_whole(tree_folder))
     if isinstance(tree, dict) and "params" in tree:
         tree = tree["params"]
+    if names is not None:
+        tree = _as_tree(path, to_ours(names, {name: np.asarray(leaf) for name, leaf in named_leaves(tree).items()}))
     if target is None:
         return tree
     found, wanted = named_leaves(tree), named_leaves(target)
@@ -94,11 +110,23 @@ def _casts(dtype: Any, to: Any) -> bool:
     return dtype == to or all(jax.dtypes.issubdtype(one, np.floating) for one in (dtype, to))
 
 
-def _read_safetensors(path: Path) -> Params:
-    """The tree of a file whose names are those of leaves, such as `conv1/kernel`."""
+def _read_file(path: Path) -> Params:
+    """The tree of a file."""
     if not path.is_file():
         raise UserError(f"there is no file {path}: give one that is there")
-    leaves = reading(path, lambda: _read_leaves(path))
+    if path.suffix == MSGPACK:
+        return reading(path, lambda: msgpack_restore(path.read_bytes()))
+    read = _read_leaves if path.suffix == SAFETENSORS else _read_arrays
+    return _as_tree(path, reading(path, lambda: read(path)))
+
+
+def _read_arrays(path: Path) -> dict[str, np.ndarray]:
+    with np.load(path, allow_pickle=False) as file:
+        return dict(file)
+
+
+def _as_tree(path: Path, leaves: Mapping[str, Any]) -> Params:
+    """The tree whose leaves have these names, such as `conv1/kernel`."""
     tree: dict[str, Any] = {}
     for name, leaf in leaves.items():
         *modules, last = name.split("/")

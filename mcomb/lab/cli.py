@@ -8,6 +8,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable
+from dataclasses import MISSING
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -39,11 +40,14 @@ def flags(config: type[Any]) -> dict[str, Flag]:
     return {field.name: hints[field.name].__metadata__[0] for field in dataclasses.fields(config)}
 
 
-def parse(config: type[C], description: str, argv: list[str] | None = None, epilog: str = "") -> C:
-    """The config that the command line asks for."""
+def parse(
+    config: type[C], description: str, argv: list[str] | None = None, epilog: str = "", prog: str | None = None
+) -> C:
+    """The config that the command line asks for. A field without a default is given by its place, not by a flag."""
+    by_place = [field.name.upper() for field in dataclasses.fields(config) if field.default is MISSING]  # type: ignore[arg-type]
     parser = _Parser(
-        prog=f"python -m {Path(sys.argv[0]).parent.name}.{Path(sys.argv[0]).stem}",
-        usage="%(prog)s [FLAGS]",
+        prog=prog or f"python -m {Path(sys.argv[0]).parent.name}.{Path(sys.argv[0]).stem}",
+        usage=" ".join(["%(prog)s", *by_place, "[FLAGS]"]),
         description=description,
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -58,6 +62,9 @@ def parse(config: type[C], description: str, argv: list[str] | None = None, epil
             parser.add_argument("--" + field.name.replace("_", "-"), action="store_true", help=flag.help)
             continue
         kind, count = _kind(hints[field.name])
+        if field.default is MISSING:
+            parser.add_argument(field.name, type=_checked(kind, flag.at_least), nargs=count, help=flag.help)
+            continue
         default = "the setup's" if field.default is None and "[setup]" in flag.help else field.default
         text = flag.help.replace(" [setup]", "")
         parser.add_argument(
