@@ -1,3 +1,4 @@
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -163,6 +164,7 @@ def test_an_orbax_folder_with_a_wrong_weight_is_refused(tmp_path):
         path.write_bytes(whole)
     assert refused
     assert_same(read_checkpoint(tmp_path / "net"), PARAMS)
+    gc.collect()
 
 
 def test_other_peoples_safetensors_files_are_read_into_the_models_structure(tmp_path):

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import logging
 import re
 import signal
 import sys
@@ -9,6 +10,7 @@ import types
 import typing
 from collections.abc import Callable
 from dataclasses import MISSING
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -113,6 +115,7 @@ def run(main: Callable[[], object]) -> None:
     SIGTERM, by which machines announce that they will be taken away, ends it as Ctrl-C does: after the current step.
     """
     use_a_device_per_core()
+    _mute_orbax()
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         main()
@@ -130,6 +133,19 @@ def run(main: Callable[[], object]) -> None:
         _fail(processes.explain(error), 1)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@cache
+def _mute_orbax() -> None:
+    """Keeps orbax from printing tracebacks by the dozen where it cannot write or read: we say it in one line."""
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    before = sys.unraisablehook
+
+    def hook(problem: Any) -> None:
+        if str(problem.exc_value) != "Event loop is closed":  # for what was still being written
+            before(problem)
+
+    sys.unraisablehook = hook
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:

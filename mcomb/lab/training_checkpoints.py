@@ -116,21 +116,28 @@ class TrainingCheckpoints:
             return None
 
     def restore(self, target: State) -> State:
-        """The newest state that is whole, in the structure of `target`; damaged ones are set aside."""
+        """The newest state that is whole, in the structure of `target`; newer, damaged ones are set aside."""
         for place, record in self.records.items():
             try:
                 state = self._restore(place, record, target)
             except UserError as error:
                 self.problems[place] = error
                 continue
-            for damaged, problem in self.problems.items() if is_first() else ():
-                aside = damaged.with_name(f"damaged-{damaged.name}")
-                shutil.rmtree(aside, ignore_errors=True)
-                damaged.rename(aside)
-                what = str(problem).rpartition(": ")[0]
-                print(f"{what}: it is now {aside.name}, and training goes on from {place}", flush=True)
+            if is_first():
+                self._set_aside_newer(place)
             return state
         raise next(iter(self.problems.values()))
+
+    def _set_aside_newer(self, than: Path) -> None:
+        """Renames damaged checkpoints, which otherwise would be in the way of those to come."""
+        for place, problem in self.problems.items():
+            if place.parent == than.parent and int(place.name) < int(than.name):
+                continue  # its removal, once it was old, was interrupted
+            aside = place.with_name(f"damaged-{place.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            place.rename(aside)
+            what = str(problem).rpartition(": ")[0]
+            print(f"{what}: it is now {aside.name}, and training goes on from {than}", flush=True)
 
     def _restore(self, place: Path, record: Mapping[str, Any], target: State) -> State:
         params = read_checkpoint(place, target.params)

@@ -2,11 +2,7 @@
 
 import dataclasses
 import json
-import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -187,25 +183,3 @@ def test_checkpoints_of_one_name_never_share_a_folder(config, tmp_path):
     both = dataclasses.replace(config, checkpoint_a=folders[0], checkpoint_b=folders[1])
     a, b = Store(both).networks("AB").values()
     assert a.name != b.name
-
-
-def test_of_two_processes_one_trains_and_the_other_waits(tmp_path):
-    """Both want networks A and B: each is trained once, by whichever process is first."""
-    flags = ["--setup", "mlp-digits", "--width", "1", "--epochs", "30", "--out", str(tmp_path)]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "experiments.train", *flags]
-    root = Path(__file__).parents[2]
-    processes = [
-        subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    outputs = [process.communicate(timeout=240) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    printed = "".join(out for out, _ in outputs)
-    for seed in (0, 1):
-        assert sum(f"training seed-{seed},epochs=30" in err for _, err in outputs) == 1
-    assert "another process is training seed-0" in printed
-    assert "waiting for it to finish" in printed
-    scores = [[line for line in out.splitlines() if "test accuracy" in line] for out, _ in outputs]
-    assert len(scores[0]) == 2
-    assert scores[0] == scores[1]

@@ -1,6 +1,7 @@
 """Checkpoints of a training in progress: what is saved is restored, and only if nothing else made it."""
 
 import dataclasses
+import gc
 import json
 
 import jax
@@ -102,6 +103,7 @@ def test_where_the_newest_checkpoint_is_damaged_the_one_before_it_is_restored_an
     assert names(tmp_path) == {"5", "damaged-10"}
     TrainingCheckpoints(tmp_path, {}).save(10, state_at(10))
     assert_equal(TrainingCheckpoints(tmp_path, {}).restore(state_of()), state_at(10))
+    gc.collect()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
@@ -111,6 +113,7 @@ def test_a_damaged_checkpoint_with_none_before_it_is_refused_with_the_remedy(tmp
     with pytest.raises(UserError, match=r"5 cannot be read .*: replace it, or move it away"):
         TrainingCheckpoints(tmp_path, {}).restore(state_of())
     assert names(tmp_path) == {"5"}
+    gc.collect()
 
 
 def test_a_checkpoint_that_cannot_be_written_is_one_sentence_and_leaves_the_one_before(tmp_path, monkeypatch):
