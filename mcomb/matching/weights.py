@@ -15,7 +15,7 @@ Computing the scores costs most of the time, and three things save it:
 import itertools
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
@@ -45,11 +45,8 @@ def match_weights(
     seed: int = 0,
     restarts: int = 1,
     coarse: bool = False,
-    only: Collection[str] | None = None,
 ) -> Matching:
     """The matching of `b` to `a` by permutation coordinate descent, from the permutations `start` or the identity.
-
-    With `only`, the permutations of these names are matched, and all others stay as they are at the start.
 
     The descent ends at a local optimum, where changing any one permutation brings no gain. Which optimum depends on
     where it starts and on the order of visits. With several `restarts` it runs as often, each time with an order of its
@@ -64,7 +61,7 @@ def match_weights(
     spec.validate(b)
     if restarts < 1:
         raise UserError(f"{restarts} restarts find nothing: give one or more")
-    parts, names = list(weight_parts(spec, a, b)), [name for name in spec.sizes if only is None or name in only]
+    parts, names = list(weight_parts(spec, a, b)), list(spec.sizes)
     matchings = []
     for restart in range(restarts):
         orders = partial(visit_orders, names, seed, restart)
@@ -72,12 +69,11 @@ def match_weights(
         if restart % 4 == 1:
             restart_from = _grow(spec, parts, start, next(orders()))
         elif restart % 4 == 3:
-            random = spec.random(stream(seed, "start", restart))
-            restart_from = (start or spec.identity()) | {name: random[name] for name in names}
+            restart_from = spec.random(stream(seed, "start", restart))
         if coarse:
             centres = [_kernel_centre(spec, part) for part in parts]
-            restart_from = _coordinate_descent(spec, centres, restart_from, orders()).perms
-        matchings.append(_coordinate_descent(spec, parts, restart_from, orders()))
+            restart_from = coordinate_descent(spec, centres, restart_from, orders()).perms
+        matchings.append(coordinate_descent(spec, parts, restart_from, orders()))
     best = max(matchings, key=lambda matching: matching.objective)
     return replace(best, tried=tuple(matching.objective for matching in matchings))
 
@@ -164,7 +160,7 @@ class _Update(NamedTuple):
 _NO_UPDATE = _Update({}, 0.0)
 
 
-def _coordinate_descent(
+def coordinate_descent(
     spec: PermutationSpec, parts: Sequence[WeightPart], start: Perms | None, orders: Iterable[list[str]]
 ) -> Matching:
     """The matching at which coordinate descent from `start` ends; sweep i visits the permutations in `orders[i]`."""

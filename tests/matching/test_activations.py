@@ -90,6 +90,31 @@ def test_units_that_are_seen_nowhere_are_matched_by_weights_and_named():
     assert not correlations(spec, params, permuted, fn, x)["w"].any()
 
 
+def test_weights_decide_between_units_that_activations_do_not_tell_apart():
+    def fn(params, x):
+        hidden = jnp.tanh(x @ params["in"])[:, :1] @ params["multiples"]  # of one another
+        dead = jax.nn.relu(hidden @ params["up"] - 100) + params["constants"].reshape(1, -1)
+        return hidden @ params["out"] + dead @ params["down"]
+
+    shapes = {"in": (3, 2), "multiples": (1, 5), "up": (5, 6), "constants": (6,), "out": (5, 2), "down": (6, 2)}
+    params = random_arrays({name: Shape(shape, jnp.float32) for name, shape in shapes.items()})
+    x = np.random.default_rng(0).standard_normal((40, 3), np.float32)
+    spec = permutation_spec(fn, params, x)
+    assert sorted(spec.sizes.values()) == [5, 6]
+    permuted, expected = planted(spec, params)
+    assert_equal(match_activations(spec, params, permuted, fn, x).perms, expected)
+
+
+def test_weights_decide_nothing_that_activations_tell():
+    """Two units swapped, all the weights of the next layer swapped back: for correlations that is no reason."""
+    spec, a, _, inputs, _ = layers()
+    a["bias"] += 3  # alive
+    order = np.array([1, 0, 2, 3, 4])
+    b = {"in": a["in"][:, order], "bias": a["bias"][order], "out": 1000 * a["out"]}
+    assert match_weights(spec, a, b).perms["P"].tolist() != order.tolist()
+    assert match_activations(spec, a, b, layer, inputs).perms["P"].tolist() == order.tolist()
+
+
 def test_layers_of_a_stack_are_matched_each_in_its_own_order():
     def fn(params, x):
         x = x @ params["in"]

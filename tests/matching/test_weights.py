@@ -15,8 +15,8 @@ from benchmarks.programs import Program
 from mcomb import Blocks, PermutationSpec, Segments, match_weights, permutation_spec
 from mcomb.base import UserError, named_leaves
 from mcomb.matching.core import inner_product as matching_inner_product
-from mcomb.matching.core import objective, weight_parts
-from mcomb.matching.weights import _coordinate_descent, visit_orders
+from mcomb.matching.core import weight_parts
+from mcomb.matching.weights import coordinate_descent, visit_orders
 
 ROUNDINGS = 16  # of the largest possible inner product: what an objective may be off
 
@@ -95,7 +95,7 @@ def check_every_sweep(spec, a, b):
     """Descents that are stopped after no sweep, one sweep and so on: each ends higher than the one before."""
     parts, objectives = list(weight_parts(spec, a, b)), []
     for count in range(len(match_weights(spec, a, b).trace)):
-        stopped = _coordinate_descent(spec, parts, None, itertools.islice(visit_orders(list(spec.sizes), 0), count))
+        stopped = coordinate_descent(spec, parts, None, itertools.islice(visit_orders(list(spec.sizes), 0), count))
         objectives.append(inner_product(a, spec.apply(stopped.perms, b)))
         check_objective(stopped.objective, a, spec.apply(stopped.perms, b))
         assert len(stopped.trace) == len(objectives)
@@ -277,13 +277,3 @@ def test_restarts_start_anew_and_the_best_is_kept(problem):
     matching = match_weights(spec, a, b, restarts=4)
     assert len(matching.tried) == 4
     assert matching.objective == max(matching.tried) >= match_weights(spec, a, b).objective == matching.tried[0]
-
-
-def test_only_the_named_permutations_are_matched(problem):
-    spec, a = problem
-    first, *others = spec.sizes
-    start = spec.random(jax.random.key(3))
-    b = add_noise(a, 0.1)
-    matching = match_weights(spec, a, b, start=start, only=[first], restarts=4)
-    assert_equal({name: matching.perms[name] for name in others}, {name: start[name] for name in others})
-    assert matching.objective > objective(spec, a, b, start)
