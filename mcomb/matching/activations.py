@@ -15,7 +15,7 @@ from jaxtyping import Float
 
 from mcomb.base import Apply, Array, Inputs, Params, UserError, count_examples
 from mcomb.dead_units import varies
-from mcomb.devices import AXIS, BATCH, device_mesh, in_batches, replicate
+from mcomb.devices import AXIS, BATCH, device_mesh, in_batches, on_each_device, replicate
 from mcomb.matching.core import Matching, WeightPart, objective, solve_assignment, weight_parts
 from mcomb.matching.weights import coordinate_descent, visit_orders
 from mcomb.symmetry.intermediates import Intermediate, Intermediates, list_intermediates, unit_activations
@@ -53,8 +53,8 @@ def match_activations(
 
     Weights decide between units that activations do not tell apart, such as those that never vary, or are multiples of
     one another: where correlations are as high to a ten-thousandth. Units that are active in no array that can be
-    looked at, because they are only inside branches or while loops, between parameters, or in entries of a stack that
-    are read one by one, are matched by weights alone. A warning names them.
+    looked at, because they are only inside branches, while loops or a shard_map, between parameters, or in entries of a
+    stack that are read one by one, are matched by weights alone. A warning names them.
     """
     spec.validate(a)
     spec.validate(b)
@@ -63,8 +63,8 @@ def match_activations(
     inactive = tuple(name for name in spec.sizes if name not in perms)
     if inactive:
         warnings.warn(
-            f"units of {', '.join(inactive)} are only inside branches or while loops, between parameters, or in "
-            "entries of a stack, where activations are not seen: they are matched by weights",
+            f"units of {', '.join(inactive)} are only inside branches, while loops or a shard_map, between parameters, "
+            "or in entries of a stack, where activations are not seen: they are matched by weights",
             stacklevel=2,
         )
     parts = list(weight_parts(spec, a, b))
@@ -240,7 +240,15 @@ def _compare(
     # Each example runs alone: so the first axis of every array is theirs, and those that pad the last batch can be
     # left out. Of each network the arrays are found in the trace that is evaluated.
     example = jax.tree.map(lambda x: x[:1], inputs)
-    networks = [list_intermediates(spec, apply, params, example) for params in (a, b)]
+    try:
+        networks = [list_intermediates(spec, apply, params, example) for params in (a, b)]
+    except ValueError as error:
+        if "shard_map" not in str(error):
+            raise
+        raise UserError(
+            "the function has a shard_map that cannot share one example out among devices, but activation matching "
+            "looks at each example by itself: match by weights, or give it a function without the shard_map"
+        ) from error
     active_a, active_b = (unit_activations(spec, network) for network in networks)
     for name in active_a.keys() | active_b.keys():
         in_a, in_b = ([array.layouts for array in active.get(name, ())] for active in (active_a, active_b))
@@ -280,7 +288,7 @@ def _compare(
 
     batches = in_batches(batch_size * mesh.size, [inputs, jnp.ones(count_examples(inputs))])
     specs = (P(None, AXIS), P(), P())
-    return jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)(batches, a, b)
+    return on_each_device(on_device, mesh, specs, P(), networks[0].traced)(batches, a, b)
 
 
 def _map_moments(function: Callable[..., Any], *trees: Any) -> Any:

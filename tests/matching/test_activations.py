@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from handwritten import mlp_spec
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from numerics import assert_close, assert_equal, inner_product, inner_product_scale
 from zoo import CASES, FEATURES, Shape, random_arrays, spec_of
 
@@ -194,6 +196,37 @@ def test_inputs_may_be_a_tree():
     assert match_activations(spec, params, permuted, fn, x).perms["one"].tolist() == expected["one"].tolist()
     with pytest.raises(UserError, match="image 40, more/0 39"):
         match_activations(spec, params, permuted, fn, x | {"more": [x["more"][0][:39]]})
+
+
+def between_shards(params, x, *names):
+    """Two hidden layers, the first of them after a shard_map and the second inside another."""
+    mesh, by = Mesh(np.array(jax.devices()), "device"), P(*names)
+    last = jax.shard_map(
+        lambda x, two, three: jnp.tanh(x @ two) @ three, mesh=mesh, in_specs=(by, P(), P()), out_specs=by
+    )
+    doubled = jax.shard_map(lambda x: 2 * x, mesh=mesh, in_specs=by, out_specs=by)(x)
+    return last(jnp.tanh(doubled @ params["one"]), params["two"], params["three"])
+
+
+def test_a_function_may_have_a_shard_map_inside():
+    params, x = random_arrays(DEEP), np.random.default_rng(0).standard_normal((40, 3), np.float32)
+    spec = permutation_spec(between_shards, params, x)
+    permuted, expected = planted(spec, params)
+    with pytest.warns(UserWarning, match="units of two are only inside branches, while loops or a shard_map"):
+        assert_equal(match_activations(spec, params, permuted, between_shards, x).perms, expected)
+
+
+def test_a_shard_map_that_needs_many_examples_is_refused():
+    def fn(params, x):
+        return between_shards(params, x, "device")
+
+    count = len(jax.devices())
+    if count == 1:
+        pytest.skip("there is one device only")
+    params, x = random_arrays(DEEP), np.ones((4 * count, 3), np.float32)
+    spec = permutation_spec(fn, params, x)
+    with pytest.raises(UserError, match="cannot share one example out among devices"):
+        match_activations(spec, params, params, fn, x)
 
 
 def layer(params, x):
