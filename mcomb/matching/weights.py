@@ -81,7 +81,8 @@ def match_weights(
 def _grow(spec: PermutationSpec, parts: Sequence[WeightPart], start: Perms | None, order: Sequence[str]) -> Perms:
     """The permutations of `order`, each matched once, by the weights on which only it and those before it act.
 
-    That which most weights tell of comes first. Weights between units of which neither are matched tell nothing.
+    That which most weights tell of comes first. Of the weights between units of which neither are matched, only sums
+    tell something.
     """
     perms, todo = spec.identity() if start is None else dict(start), list(order)
 
@@ -89,13 +90,37 @@ def _grow(spec: PermutationSpec, parts: Sequence[WeightPart], start: Perms | Non
         unknown = {*todo} - {name, *spec.nested_in(name)}
         return [part for part in parts if name in part.labels and not unknown.intersection(part.labels)]
 
+    def sum_over(part: WeightPart, names: set[str]) -> WeightPart:
+        return _sum_over(part, tuple(axis for axis, label in enumerate(part.labels) if label in names))
+
     with ThreadPoolExecutor(1) as pool:
         while todo:
             name = max(todo, key=lambda name: sum(part.a.size for part in telling(name)))
-            visible = telling(name) or [part for part in parts if name in part.labels]
+            unknown = {*todo} - {name, *spec.nested_in(name), *spec.batched_over.get(name, ())}
+            visible = telling(name) or [sum_over(part, unknown) for part in parts if name in part.labels]
+            visible = [tells for part in visible for tells in _without_pairs(part, name)]
             perms |= _Descent(spec, visible, perms, pool).visit(name)().perms
             todo = [other for other in todo if other != name and other not in spec.nested_in(name)]
     return perms
+
+
+def _sum_over(part: WeightPart, axes: tuple[int, ...]) -> WeightPart:
+    """The part summed over some axes."""
+    labels = tuple(label for axis, label in enumerate(part.labels) if axis not in axes)
+    return WeightPart(labels, part.a.sum(axes), part.b.sum(axes))
+
+
+def _without_pairs(part: WeightPart, name: str) -> list[WeightPart]:
+    """The part or, if two of its axes are the permutation's, what it says of a unit whatever order the others are in.
+
+    Of a recurrent kernel that is the diagonal, the sum of what goes into each unit and the sum of what comes out.
+    """
+    axes = [axis for axis, label in enumerate(part.labels) if label == name]
+    if len(axes) != 2:
+        return [part]
+    diagonals = (np.diagonal(weights, axis1=axes[0], axis2=axes[1]) for weights in (part.a, part.b))
+    others = (label for label in part.labels if label != name)
+    return [WeightPart((*others, name), *diagonals), *(_sum_over(part, (axis,)) for axis in axes)]
 
 
 def visit_orders(names: Sequence[str], seed: int, restart: int = 0) -> Iterator[list[str]]:

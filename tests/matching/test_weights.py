@@ -12,6 +12,7 @@ from scipy.optimize import linear_sum_assignment
 from zoo import spec_of
 
 from benchmarks.programs import Program
+from benchmarks.recovery import grouped_queries, grouped_query_shapes
 from mcomb import Blocks, PermutationSpec, Segments, match_weights, permutation_spec
 from mcomb.base import UserError, named_leaves
 from mcomb.matching.core import inner_product as matching_inner_product
@@ -245,29 +246,25 @@ def test_complex_weights_are_matched_as_pairs_of_reals():
     assert_close(matching.objective, norm, roundings=8)
 
 
-def grouped_queries(params, tokens):
-    """A transformer of two layers in which four queries each share a key and a value."""
-    x = params["embed"][tokens]
-    for layer in params["layers"]:
-        q = jnp.einsum("btc,cgrd->btgrd", x, layer["q"])
-        k, v = (jnp.einsum("btc,cgd->btgd", x, layer[name]) for name in "kv")
-        weights = jax.nn.softmax(jnp.einsum("btgrd,bsgd->bgrts", q, k))
-        x = x + jnp.einsum("bgrts,bsgd,grdc->btc", weights, v, layer["out"])
-        x = x + jnp.tanh(x @ layer["up"]) @ layer["down"]
-    return x @ params["head"]
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_the_second_restart_undoes_a_permutation_of_grouped_queries(seed):
     rng = np.random.default_rng(seed)
-    shapes = {"q": (8, 4, 4, 8), "k": (8, 4, 8), "v": (8, 4, 8), "out": (4, 4, 8, 8), "up": (8, 24), "down": (24, 8)}
-    layers = [{name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()} for _ in range(2)]
-    ends = {name: rng.standard_normal(shape, np.float32) for name, shape in (("embed", (4, 8)), ("head", (8, 4)))}
-    a = {"layers": layers, **ends}
+    a = jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape, np.float32), grouped_query_shapes())
     spec = permutation_spec(grouped_queries, a, np.zeros((2, 5), np.int32))
     assert {(4,), (4, 4), (4, 8), (8,), (24,)} == {spec.shape(name) for name in spec.sizes}
     planted = spec.random(jax.random.key(seed))
     b = add_noise(spec.apply(planted, a), 0.05)
+    assert_equal(match_weights(spec, a, b, restarts=2).perms, spec.invert(planted))
+
+
+def test_the_second_restart_undoes_a_permutation_of_rows_and_columns():
+    def fn(params, x):
+        return x * jnp.trace(jnp.tanh(params))
+
+    a = np.random.default_rng(0).standard_normal((20, 20), np.float32)
+    spec = permutation_spec(fn, a, np.ones(3, np.float32))
+    planted = spec.random(jax.random.key(0))
+    b = add_noise(spec.apply(planted, a), 0.001)
     assert_equal(match_weights(spec, a, b, restarts=2).perms, spec.invert(planted))
 
 
