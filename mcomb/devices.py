@@ -3,15 +3,16 @@
 import contextlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mcomb.base import Apply, Array, Inputs, Params
+from mcomb.base import Apply, Array, Inputs, Params, UserError, all_equations
 
 AXIS = "device"  # the name of the mesh's only axis
 BATCH = 200  # the default batch size of evaluation, small enough for the paper's widest networks
@@ -45,6 +46,26 @@ def share_out(tree: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
     return jax.tree.map(put, tree)
+
+
+def on_each_device(
+    function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, jaxpr: core.ClosedJaxpr
+) -> Callable[..., Any]:
+    """The function as `jax.shard_map` maps it, which must not be nested: `jaxpr` is what the function will call.
+
+    If that has a `shard_map` inside, the function is called once for all devices: it keeps them busy by itself.
+    """
+    for eqn in all_equations(jaxpr):
+        if eqn.primitive.name == "shard_map":
+            own = eqn.params["mesh"]
+            if isinstance(own, Mesh) and {*own.devices.flat} != {*mesh.devices.flat}:
+                raise UserError(
+                    f"the function has a shard_map over {own.size} of {mesh.size} devices: give it a mesh of all "
+                    "devices, or let JAX see fewer of them"
+                )
+            once = jax.vmap(function, None, axis_name=AXIS, axis_size=1)
+            return lambda *args: jax.tree.map(lambda result: result[0], once(*args))
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def meshes_of(size: int) -> list[Mesh]:

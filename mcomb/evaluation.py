@@ -12,7 +12,7 @@ from jaxtyping import Float, Int, Key
 
 from mcomb.base import Apply, Array, Inputs, Params, count_examples
 from mcomb.combination import Draw
-from mcomb.devices import AXIS, BATCH, choose_vmap_size, device_mesh, in_batches, replicate, share_out
+from mcomb.devices import AXIS, BATCH, choose_vmap_size, device_mesh, in_batches, on_each_device, replicate, share_out
 from mcomb.objectives import classify
 
 AGREES_WITH = ("A only", "B only", "both", "neither")
@@ -134,7 +134,8 @@ def _evaluate(
 
     batches = in_batches(batch_size, [inputs, labels, references.T, jnp.ones(len(labels), bool)])
     specs = (P(), P(), P(AXIS), P(AXIS))
-    sharded = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=P(AXIS), check_vma=False)
+    one_batch = jax.tree.map(lambda x: x[:batch_size], inputs)
+    sharded = on_each_device(on_device, mesh, specs, P(AXIS), jax.make_jaxpr(apply)(networks[0], one_batch))
     return jax.lax.with_sharding_constraint(sharded(batches, networks, parameters, keys), NamedSharding(mesh, P()))
 
 
