@@ -100,7 +100,7 @@ def recurrence(steps: int) -> Problem:
     """A recurrence without a loop."""
 
     def fn(params: Any, x: Any) -> Any:
-        hidden = jnp.zeros((2, 8))
+        hidden = jnp.zeros((len(x), 8))
         for i in range(steps):
             hidden = jnp.tanh(jnp.concatenate([x[:, i], hidden], 1) @ params["in"])
         return hidden @ params["out"]

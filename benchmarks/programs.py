@@ -263,7 +263,8 @@ def update(rng: Rng, param: Any, values: Values) -> Result:
 def scale_by_constant(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     axis = random_axis(rng, value)
-    known = np.arange(value.shape[axis]) if rng.random() < 0.5 else np.ones(value.shape[axis])
+    which, count = rng.random(), np.arange(value.shape[axis])
+    known = count if which < 0.4 else count % 2 if which < 0.7 else count * 0 + 1
     return value * known.reshape([-1 if i == axis else 1 for i in range(value.ndim)])
 
 

@@ -146,6 +146,7 @@ EXPERIMENT = Experiment(
     alt="Barriers in loss and accuracy of no matching and of four matchers, and the inner products they reach.",
     matchings=matchings,
     config=MatchersConfig,
+    combinations=lambda config: (2 + len(MATCHERS)) * config.points * (1 + config.samples),  # naive and best of several
     measure=measure,
     draw=draw,
     judge=judge,

@@ -14,7 +14,8 @@ from mcomb import read_checkpoint, score, write_checkpoint
 from mcomb.fingerprints import fingerprint
 from mcomb.lab import cli
 from mcomb.lab.config import RECIPE_FLAGS, Config, command, recipe_dict
-from mcomb.lab.experiment import parse_and_join
+from mcomb.lab.experiment import parse_and_join, print_plan
+from mcomb.lab.plan import Job
 from mcomb.lab.store import Store, pretrained_path
 from mcomb.processes import from_first
 
@@ -39,6 +40,8 @@ def main(argv: list[str] | None = None) -> None:
     """Trains, writes, reads back and scores the three networks."""
     config = parse_and_join(Config, __doc__, argv)
     store = Store(config)
+    if config.plan:
+        return print_plan([Job("pretrained", store, [store.seed(letter) for letter in "ABC"])], config)
     test = store.data.test  # before anything is written
     recipe = recipe_dict(config)
     chosen = {name: getattr(config, name) for name in ("setup", "width", "seed", *RECIPE_FLAGS)}

@@ -34,7 +34,7 @@ from mcomb.files import atomic, make_writable
 from mcomb.lab import cli
 from mcomb.lab.cli import Flag
 from mcomb.lab.config import Config, command, convert_config
-from mcomb.lab.experiment import Experiment, parse_and_join, read_results, run
+from mcomb.lab.experiment import Experiment, list_jobs, parse_and_join, print_plan, read_results, run
 from mcomb.lab.store import Store
 from mcomb.processes import from_first
 
@@ -69,6 +69,8 @@ def main(argv: list[str] | None = None) -> None:
     """Gathers, and with --run runs, all experiments, and writes the page."""
     config = parse_and_join(ReportConfig, __doc__, argv)
     store = Store(config)
+    if config.plan:
+        return print_plan((job for planned in plan(config) for job in list_jobs(*planned)), config)
     path = from_first(make_writable, store.home) / f"{store.folder('report').name}.html"
     print(f"the report goes to {path}", flush=True)
     entries, missing = [], []

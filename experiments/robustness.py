@@ -30,6 +30,7 @@ from mcomb.lab.figures import COLOURS, LEVELS, LINES, STYLE, save, wrap
 from mcomb.lab.measure import Run, Task
 from mcomb.lab.pairs import spread
 from mcomb.lab.results import METRICS, SPLITS, Results
+from mcomb.lab.setups import SETUPS
 from mcomb.lab.verdicts import Verdict, same_distribution, works
 from mcomb.matching.activations import correlations
 from mcomb.symmetry.intermediates import list_intermediates, unit_activations
@@ -62,6 +63,17 @@ def rematch(scores: np.ndarray, k: int, rng: np.random.Generator) -> np.ndarray:
     order = np.arange(len(scores))
     order[lowest] = lowest[derangement(rng, k)]
     return order
+
+
+def counts(units: int, how_many: int) -> list[int]:
+    """The values of k for a layer of so many units, from 2 to all of them."""
+    return [int(k) for k in np.unique(np.linspace(2, units, how_many).round())]
+
+
+def combinations(config: RobustnessConfig) -> int:
+    """How many networks are evaluated: those of each line of each layer, and those of the line as matched."""
+    units = SETUPS[config.setup].spec(config.width).sizes.values()
+    return config.line_points * (1 + sum(len(counts(n, config.counts)) for n in units))
 
 
 def lines(spec: PermutationSpec) -> tuple[Any, Any]:
@@ -109,8 +121,7 @@ def measure(run: Run) -> Results:
     shares = np.linspace(0, 1, config.line_points, dtype=np.float32)
     cases: list[tuple[str, int, Perms]] = [("as matched", 0, spec.identity())]
     for perm in spec.sizes:
-        counts = np.unique(np.linspace(2, spec.sizes[perm], config.counts).round().astype(int))
-        for k in map(int, counts):
+        for k in counts(spec.sizes[perm], config.counts):
             rng = np.random.default_rng([config.seed, zlib.crc32(perm.encode()), k])
             cases.append((perm, k, spec.identity() | {perm: rematch(correlation[perm], k, rng)}))
     stacked = jax.tree.map(lambda *orders: np.repeat(np.stack(orders), len(shares), axis=0), *(c[2] for c in cases))
@@ -213,6 +224,7 @@ EXPERIMENT = Experiment(
     "derangement keeps a layer's activations as they are distributed, and B's weights are distributed like A's.",
     alt="For each layer, loss and accuracy barriers against the number of re-matched pairs.",
     config=RobustnessConfig,
+    combinations=combinations,
     measure=measure,
     draw=draw,
     judge=judge,

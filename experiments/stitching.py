@@ -13,7 +13,8 @@ from mcomb.lab import figures
 from mcomb.lab.config import CombinationConfig
 from mcomb.lab.experiment import Experiment, main
 from mcomb.lab.measure import Run
-from mcomb.lab.results import Results
+from mcomb.lab.results import VARIANTS, Results
+from mcomb.lab.setups import SETUPS
 from mcomb.lab.verdicts import judge_sweep
 
 
@@ -30,6 +31,7 @@ EXPERIMENT = Experiment(
     claim="The lower part of the aligned B stitched to the upper part of A works at every layer.",
     alt="Loss and accuracy against the number of layers taken from B, naive and aligned.",
     config=CombinationConfig,
+    combinations=lambda config: len(VARIANTS) * (SETUPS[config.setup].model.depth + 1),
     measure=measure,
     draw=figures.sweep,
     judge=judge_sweep,

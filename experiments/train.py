@@ -13,7 +13,8 @@ from mcomb import score
 from mcomb.lab import cli
 from mcomb.lab.cli import Flag
 from mcomb.lab.config import TrainingConfig
-from mcomb.lab.experiment import parse_and_join
+from mcomb.lab.experiment import parse_and_join, print_plan
+from mcomb.lab.plan import Job
 from mcomb.lab.store import Store
 
 
@@ -28,6 +29,8 @@ def main(argv: list[str] | None = None) -> None:
     """Trains the networks and prints how good they are."""
     config = parse_and_join(TrainConfig, __doc__, argv)
     store = Store(config)
+    if config.plan:
+        return print_plan([Job("train", store, config.seeds)], config)
     print(f"networks go to {store.home / 'networks'}", flush=True)
     for network in store.train_networks(config.seeds).values():
         test = score(store.apply, network.params, *store.data.test)

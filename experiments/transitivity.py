@@ -49,6 +49,7 @@ EXPERIMENT = Experiment(
     networks="ABC",
     matchings=("B to A", "C to A", "C to B"),
     config=LineConfig,
+    combinations=lambda config: 3 * config.points,
     measure=measure,
     draw=figures.sweep,
     judge=judge,

@@ -142,6 +142,7 @@ EXPERIMENT = Experiment(
     networks="ABC",
     matchings=("B to A", "C to A"),
     config=TriangleConfig,
+    combinations=lambda config: len(grid(config.grid, config.beyond)),
     measure=measure,
     draw=draw,
     judge=judge,

@@ -1,13 +1,14 @@
-"""What every module shares: types, errors shown to the user, random keys by name, names of leaves."""
+"""What every module shares: types, errors shown to the user, random keys by name, names of leaves, equations."""
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import reduce
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 from jaxtyping import Float, PRNGKeyArray
 
 Array = jax.Array | np.ndarray
@@ -54,6 +55,13 @@ def is_inexact(leaf: Any) -> bool:
     return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
 
 
+def require_finite(what: str, tree: Params) -> None:
+    """An error that names the first leaf with an entry that is infinite or not a number."""
+    for name, leaf in named_leaves(tree).items():
+        if is_inexact(leaf) and (wrong := int(jnp.size(leaf) - jnp.isfinite(leaf).sum())):
+            raise UserError(f"{what} has {wrong} entries of {name or 'its only leaf'} that are not finite: mend them")
+
+
 def leaf_name(path: tuple[Any, ...]) -> str:
     """A leaf's name, such as `conv1/kernel`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
@@ -72,3 +80,13 @@ def named_leaves(tree: Params) -> dict[str, Any]:
 def map_named(function: Callable[..., Any], tree: Params, *rest: Params) -> Params:
     """The tree of `function(name, leaf, ...)`."""
     return jax.tree_util.tree_map_with_path(lambda path, *leaves: function(leaf_name(path), *leaves), tree, *rest)
+
+
+def all_equations(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> Iterator[core.JaxprEqn]:
+    """Yields the equations of a jaxpr and of all that are inside it."""
+    kinds = core.Jaxpr, core.ClosedJaxpr
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda value: isinstance(value, kinds)):
+            if isinstance(inner, kinds):
+                yield from all_equations(inner)

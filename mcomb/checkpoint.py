@@ -1,5 +1,6 @@
-"""Parameter trees read and written: orbax folders, and safetensors files."""
+"""Parameter trees read and written: orbax folders, and safetensors, NumPy and Flax msgpack files."""
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -9,57 +10,96 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from safetensors.numpy import load_file, save_file
+from flax.serialization import msgpack_restore, to_bytes
+from safetensors import safe_open
+from safetensors.numpy import save
 
 from mcomb.base import Params, UserError, named_leaves
 from mcomb.files import atomic
+from mcomb.fingerprints import fingerprint
+from mcomb.names import Table, to_ours
 
 T = TypeVar("T")
-SAFETENSORS = ".safetensors"
+SAFETENSORS, NUMPY, MSGPACK = ".safetensors", ".npz", ".msgpack"
+FILES = (SAFETENSORS, NUMPY, MSGPACK)
+FINGERPRINT = "fingerprint"  # its name in the metadata of a checkpoint
+WIDE = ("float64", "complex128", "int64", "uint64")
 
 
 def write_checkpoint(path: str | Path, params: Params, metadata: Mapping[str, str] | None = None) -> None:
-    """Writes a parameter tree, atomically: to a file if it is named `.safetensors`, else to an orbax folder.
+    """Writes a parameter tree, atomically, in the format of the path's ending; without one, to an orbax folder.
 
-    Only a file holds metadata.
+    `.safetensors` files and orbax folders hold the tree's fingerprint, by which damage is found when it is read; `.npz`
+    and `.msgpack` files do not. Only a `.safetensors` file holds metadata.
     """
     path = Path(path)
-    if path.suffix == SAFETENSORS:
-        leaves = {name: np.asarray(leaf, order="C") for name, leaf in named_leaves(params).items()}
+    leaves = named_leaves(params)
+    if path.suffix == NUMPY:
+        with atomic(path) as temporary, temporary.open("wb") as file:
+            arrays: dict[str, Any] = {name: np.asarray(leaf) for name, leaf in leaves.items()}
+            np.savez(file, **arrays)
+        return
+    if path.suffix == MSGPACK:
         with atomic(path) as temporary:
-            save_file(leaves, temporary, dict(metadata or {}))
+            temporary.write_bytes(to_bytes(jax.tree.map(np.asarray, params)))
+        return
+    if path.suffix == SAFETENSORS:
+        ordered = {name: np.asarray(leaf, order="C") for name, leaf in leaves.items()}
+        with atomic(path) as temporary:
+            temporary.write_bytes(_in_order(save(ordered, {**(metadata or {}), FINGERPRINT: fingerprint(ordered)})))
         return
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path.absolute(), params)
+        checkpointer.save(path.absolute(), params, custom_metadata=fingerprint_entry(params))
 
 
-def read_checkpoint(path: str | Path, target: Params | None = None) -> Params:
-    """The parameters in a safetensors file, or in an orbax folder: a saved tree, or a training run's newest.
+def _in_order(content: bytes) -> bytes:
+    """A safetensors file whose metadata are sorted, so that the same network is the same file."""
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that arrays are aligned
+    return len(text).to_bytes(8, "little") + text + content[start:]
 
-    Of a tree with a `params` entry, that entry. With `target`, a tree of arrays or shapes, the result has its structure
-    and dtypes, and a difference is an error that names the leaf.
+
+def fingerprint_entry(params: Params) -> dict[str, str]:
+    """The fingerprint that an orbax folder's metadata hold; none of 64-bit numbers, which JAX may read as 32-bit."""
+    leaves = named_leaves(params)
+    wide = any(str(getattr(leaf, "dtype", "float64")) in WIDE for leaf in leaves.values())
+    return {} if wide else {FINGERPRINT: fingerprint(leaves)}
+
+
+def read_checkpoint(path: str | Path, target: Params | None = None, names: Table | None = None) -> Params:
+    """The parameters in a file of a known ending, or in an orbax folder: a saved tree, or a training run's newest.
+
+    Of a tree with a `params` entry, that entry. With a table of `names`, weights have other names and layouts in the
+    file, and the result those that the table says. With `target`, a tree of arrays or shapes, the result has its
+    structure and dtypes, and a difference is an error that names the leaf.
     """
     path = Path(path)
-    if path.suffix == SAFETENSORS:
-        tree = _read_safetensors(path)
+    if path.suffix in FILES:
+        tree = _read_file(path)
     else:
         tree_folder = _find_tree(path)
-        tree = reading(path, lambda: restore_tree(tree_folder))
+        tree = reading(path, lambda: _restore_whole(tree_folder))
     if isinstance(tree, dict) and "params" in tree:
         tree = tree["params"]
+    if names is not None:
+        tree = _as_tree(path, to_ours(names, {name: np.asarray(leaf) for name, leaf in named_leaves(tree).items()}))
     if target is None:
         return tree
     found, wanted = named_leaves(tree), named_leaves(target)
+    problems = []
     for name in sorted(found.keys() | wanted.keys()):
         if name not in found or name not in wanted:
-            problem = f"has no {name}" if name not in found else f"has {name}, which the model does not"
+            problems.append(f"has no {name}" if name not in found else f"has {name}, which the model does not")
         elif found[name].shape != wanted[name].shape:
-            problem = f"has {name} of shape {found[name].shape} where the model has {wanted[name].shape}"
+            problems.append(f"has {name} of shape {found[name].shape} where the model has {wanted[name].shape}")
         elif not _casts(found[name].dtype, wanted[name].dtype):
-            problem = f"has {name} of dtype {found[name].dtype} where the model has {wanted[name].dtype}"
-        else:
-            continue
-        raise UserError(f"checkpoint {path} {problem}: give one of the same setup and width")
+            problems.append(f"has {name} of dtype {found[name].dtype} where the model has {wanted[name].dtype}")
+    if problems:
+        more = f", and {len(problems) - 3} more such" if len(problems) > 3 else ""
+        raise UserError(f"checkpoint {path} {', '.join(problems[:3])}{more}: give one of the same setup and width")
     same = {name: found[name].dtype == leaf.dtype for name, leaf in wanted.items()}
     leaves = [found[name] if same[name] else jnp.asarray(found[name], leaf.dtype) for name, leaf in wanted.items()]
     return jax.tree.unflatten(jax.tree.structure(target), leaves)
@@ -70,11 +110,23 @@ def _casts(dtype: Any, to: Any) -> bool:
     return dtype == to or all(jax.dtypes.issubdtype(one, np.floating) for one in (dtype, to))
 
 
-def _read_safetensors(path: Path) -> Params:
-    """The tree of a file whose names are those of leaves, such as `conv1/kernel`."""
+def _read_file(path: Path) -> Params:
+    """The tree of a file."""
     if not path.is_file():
         raise UserError(f"there is no file {path}: give one that is there")
-    leaves = reading(path, lambda: load_file(path))
+    if path.suffix == MSGPACK:
+        return reading(path, lambda: msgpack_restore(path.read_bytes()))
+    read = _read_leaves if path.suffix == SAFETENSORS else _read_arrays
+    return _as_tree(path, reading(path, lambda: read(path)))
+
+
+def _read_arrays(path: Path) -> dict[str, np.ndarray]:
+    with np.load(path, allow_pickle=False) as file:
+        return dict(file)
+
+
+def _as_tree(path: Path, leaves: Mapping[str, Any]) -> Params:
+    """The tree whose leaves have these names, such as `conv1/kernel`."""
     tree: dict[str, Any] = {}
     for name, leaf in leaves.items():
         *modules, last = name.split("/")
@@ -85,6 +137,28 @@ def _read_safetensors(path: Path) -> Params:
             inner = inner.setdefault(module, {})
         inner[last] = leaf
     return tree
+
+
+def _read_leaves(path: Path) -> dict[str, np.ndarray]:
+    with safe_open(path, "numpy") as file:
+        leaves = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+        _require_whole(file.metadata() or {}, leaves)
+    return leaves
+
+
+def _restore_whole(folder: Path) -> Any:
+    """The tree of an orbax folder that is what was written, as far as its metadata tell."""
+    tree = restore_tree(folder)
+    for place in (folder, folder.parent):
+        if (path := place / "_CHECKPOINT_METADATA").is_file():
+            _require_whole(json.loads(path.read_text()).get("custom_metadata") or {}, named_leaves(tree))
+            break
+    return tree
+
+
+def _require_whole(metadata: Mapping[str, str], leaves: Mapping[str, Any]) -> None:
+    if FINGERPRINT in metadata and metadata[FINGERPRINT] != fingerprint(leaves):
+        raise ValueError("its weights are not those that were written")
 
 
 def saved_steps(folder: Path) -> list[int]:
@@ -113,8 +187,14 @@ def reading(folder: Path, read: Callable[[], T]) -> T:
     except MemoryError:
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())[:150] or type(error).__name__
-        raise UserError(f"checkpoint {folder} cannot be read ({reason}): replace it, or move it away") from error
+        raise UserError(
+            f"checkpoint {folder} cannot be read ({first_words(error)}): replace it, or move it away"
+        ) from error
+
+
+def first_words(error: Exception) -> str:
+    """The start of what an error says, on one line."""
+    return " ".join(str(error).split())[:150] or type(error).__name__
 
 
 def _find_tree(folder: Path) -> Path:

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mcomb.base import Array
+from mcomb.base import Array, UserError, all_equations
 from mcomb.processes import from_first
 
 AXIS = "device"  # the name of the mesh's only axis
@@ -78,6 +79,27 @@ def _as_numpy(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array) and (len(leaf.devices()) > 1 or jnp.issubdtype(leaf.dtype, jax.dtypes.extended)):
         return leaf
     return np.asarray(jnp.asarray(leaf))
+
+
+def on_each_device(
+    function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, jaxpr: core.ClosedJaxpr
+) -> Callable[..., Any]:
+    """The function as `jax.shard_map` maps it, which must not be nested: `jaxpr` is what the function will call.
+
+    If that has a `shard_map` inside, the function is called once for all devices: it keeps them busy by itself.
+    """
+    for eqn in all_equations(jaxpr):
+        if eqn.primitive.name == "shard_map":
+            own = eqn.params["mesh"]
+            if isinstance(own, Mesh) and {*own.devices.flat} != {*mesh.devices.flat}:
+                raise UserError(
+                    f"the function has a shard_map over {own.size} of {mesh.size} devices: give it a mesh of all "
+                    "devices, or let JAX see fewer of them"
+                )
+            for name in mesh.axis_names:
+                function = jax.vmap(function, None, axis_name=name, axis_size=1)
+            return lambda *args: jax.tree.map(lambda result: result[(0,) * len(mesh.axis_names)], function(*args))
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def meshes_of(size: int) -> list[Mesh]:

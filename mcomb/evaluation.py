@@ -21,6 +21,7 @@ from mcomb.devices import (
     compile_to_fit,
     in_batches,
     is_out_of_memory,
+    on_each_device,
     share_out,
     two_axis_mesh,
 )
@@ -182,7 +183,8 @@ def _evaluate(
     everything = [inputs, labels, references.T, jnp.ones(len(labels), bool)]
     batches = in_batches(batch_size * mesh.shape[IMAGES], everything)
     specs = (P(None, IMAGES), P(), P(COMBINATIONS), P(COMBINATIONS))
-    sharded = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=P(COMBINATIONS), check_vma=False)
+    one_batch = jax.tree.map(lambda x: x[:batch_size], inputs)
+    sharded = on_each_device(on_device, mesh, specs, P(COMBINATIONS), jax.make_jaxpr(apply)(networks[0], one_batch))
     return jax.lax.with_sharding_constraint(sharded(batches, networks, parameters, keys), NamedSharding(mesh, P()))
 
 
@@ -205,8 +207,9 @@ def _score(
 
     batches = in_batches(batch_size * mesh.shape[IMAGES], [inputs, labels])
     on_device = lambda params, batches: jax.lax.map(partial(score_batch, params), batches)  # noqa: E731
+    one_batch = jax.tree.map(lambda x: x[:batch_size], inputs)
     shares = P(None, IMAGES)
-    sharded = jax.shard_map(on_device, mesh=mesh, in_specs=(P(), shares), out_specs=shares, check_vma=False)
+    sharded = on_each_device(on_device, mesh, (P(), shares), shares, jax.make_jaxpr(apply)(params, one_batch))
     flat = [values.reshape(-1, *values.shape[2:])[: len(labels)] for values in sharded(params, batches)]
     return jax.lax.with_sharding_constraint(flat, NamedSharding(mesh, P()))
 

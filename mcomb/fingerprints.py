@@ -21,6 +21,11 @@ def fingerprint(tree: Any) -> str:
     return state.hexdigest()
 
 
+def file_fingerprint(path: Path) -> str | None:
+    """A short hash of a file's content; None if there is no file."""
+    return hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest() if path.is_file() else None
+
+
 def code_fingerprint() -> str:
     """A short hash of all code of this package."""
     state, root = hashlib.blake2b(digest_size=8), Path(__file__).parent

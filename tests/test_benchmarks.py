@@ -1,4 +1,5 @@
-from benchmarks import derivation, fuzz, matching, training
+from benchmarks import derivation, fuzz, matching, recovery, training
+from mcomb.matching.core import Matching
 
 
 def test_the_matchers_are_measured_side_by_side_and_reach_one_objective(capsys):
@@ -24,6 +25,16 @@ def test_derivations_are_timed_by_depth(capsys, monkeypatch):
     head, line = capsys.readouterr().out.splitlines()
     assert head.split()[:2] == ["equations", "permutations"]
     assert line.split()[:4] == ["ten", "steps", "52", "1"]
+
+
+def test_planted_permutations_are_counted(capsys, monkeypatch):
+    monkeypatch.setattr(recovery, "kinds", lambda: [("four steps", derivation.recurrence(4))])
+    recovery.main(recovery.RecoveryConfig(networks=2, programs=1))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines[1:]] == [["four", "steps", *"22222"], ["random", "programs", *"11111"]]
+    monkeypatch.setattr(recovery, "match_weights", lambda spec, a, b, restarts: Matching(spec.identity(), 0.0, ()))
+    recovery.main(recovery.RecoveryConfig(networks=2, programs=0))
+    assert capsys.readouterr().out.splitlines()[1].split() == ["four", "steps", "2", "0", "0", "0", "2"]
 
 
 def test_random_programs_are_counted_and_failures_named(capsys, monkeypatch):

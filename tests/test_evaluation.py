@@ -4,9 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from numerics import assert_close, assert_equal
 
 from mcomb import combine, evaluate, evaluation, linear, mix, score, uniform
+from mcomb.base import UserError
 
 KEYS = jax.random.split(jax.random.key(0), 7)
 SHARES = jnp.linspace(0, 0.5, 7)
@@ -52,6 +55,38 @@ def drawn_networks():
 def check_same(actual, expected):
     assert_close(actual.loss, expected.loss, roundings=ROUNDINGS)
     assert_equal((actual.accuracy, actual.agreement), (expected.accuracy, expected.agreement))
+
+
+def shares_units_out(params, x):
+    """The same function, each device with some of the units, as many as there are devices for."""
+    devices = jax.devices()
+    units = np.pad(np.arange(8), (0, -8 % len(devices)), constant_values=8)
+    w1 = jnp.pad(params["w1"], ((0, 0), (0, 1)))[:, units]
+    w2 = jnp.pad(params["w2"], ((0, 1), (0, 0)))[units]
+
+    def inner(w1, w2, x):
+        return jax.lax.psum(jnp.tanh(x @ w1) @ w2, "units")
+
+    specs = (P(None, "units"), P("units"), P())
+    return jax.shard_map(inner, mesh=Mesh(np.array(devices), "units"), in_specs=specs, out_specs=P())(w1, w2, x)
+
+
+def test_a_function_may_have_a_shard_map_inside():
+    networks, x, y = problem()
+    inside = evaluate(shares_units_out, mix(uniform), networks, SHARES, KEYS, x, y, batch_size=10, vmap_size=3)
+    check_same(inside, evaluate_problem())
+
+
+def test_a_shard_map_over_some_of_the_devices_is_refused():
+    def fn(params, x):
+        mesh = Mesh(np.array(jax.devices()[:1]), "one")
+        return jax.shard_map(apply, mesh=mesh, in_specs=P(), out_specs=P())(params, x)
+
+    if len(jax.devices()) == 1:
+        pytest.skip("there is one device only")
+    networks, x, y = problem()
+    with pytest.raises(UserError, match=r"a shard_map over 1 of \d devices: give it a mesh of all devices"):
+        evaluate(fn, mix(uniform), networks, SHARES, KEYS, x, y)
 
 
 def test_metrics_are_those_of_the_drawn_networks():

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mcomb.base import UserError
-from mcomb.files import atomic, make_writable, write_json
+from mcomb.files import atomic, make_writable, read_json, write_json
 
 ROOT = Path(__file__).parent.parent
 
@@ -33,12 +33,24 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
 
 def test_json_that_cannot_be_written_leaves_the_old_file(tmp_path):
     target = tmp_path / "x.json"
-    write_json(target, {"a": [1, 2.5, None, "é"]})
-    assert json.loads(target.read_text()) == {"a": [1, 2.5, None, "é"]}
+    value = {"a": [1, 2.5, None, "é"], "b": {"c": 1e-300}}
+    write_json(target, value)
+    assert json.loads(target.read_text()).items() > value.items()
     with pytest.raises(TypeError):
         write_json(target, {"a": object()})
-    assert json.loads(target.read_text()) == {"a": [1, 2.5, None, "é"]}
+    assert read_json(target) == value
     assert list(tmp_path.iterdir()) == [target]
+
+
+def test_json_is_read_only_as_it_was_written(tmp_path):
+    target = tmp_path / "x.json"
+    assert read_json(target) is None
+    write_json(target, {"a": {2: [0.1, (1, 2)], 10: "x"}})  # keys that JSON makes strings of
+    assert read_json(target) == {"a": {"2": [0.1, [1, 2]], "10": "x"}}
+    text = target.read_text()
+    for other in ("", "{}", "[]", "1", "null", "[" * 100_000, text[:-3], text.replace("0.1", "0.2"), text + "x"):
+        target.write_text(other)
+        assert read_json(target) is None
 
 
 def test_a_folder_is_made_with_those_above_it_and_nothing_in_it(tmp_path):

@@ -12,11 +12,20 @@ ROOT = Path(__file__).parent.parent
 # Lowest first: a module may import those of its own line and of the lines before.
 LIBRARY = (
     ("mcomb.base", "mcomb.processes", "mcomb.progress"),
-    ("mcomb.devices", "mcomb.files", "mcomb.fingerprints", "mcomb.locks", "mcomb.objectives", "mcomb.dead_units"),
+    (
+        "mcomb.devices",
+        "mcomb.files",
+        "mcomb.fingerprints",
+        "mcomb.locks",
+        "mcomb.objectives",
+        "mcomb.dead_units",
+        "mcomb.names",
+    ),
     ("mcomb.checkpoint", "mcomb.combination"),
     ("mcomb.symmetry", "mcomb.gradient_descent", "mcomb.evaluation"),
     ("mcomb.matching", "mcomb.repair"),
     ("mcomb.lab",),
+    ("mcomb.__main__",),
     ("experiments",),
     ("benchmarks",),
 )
@@ -47,6 +56,7 @@ ORDERS = {
             "verdicts",
             "pairs",
             "figures",
+            "plan",
             "experiment",
             "",
         ),

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from numerics import assert_close, assert_equal
 from zoo import CASES, Shape, random_arrays
 
@@ -172,6 +174,21 @@ def test_one_device_gives_what_all_do(request):
     request.getfixturevalue("one_device")
     one = evaluate(*repaired(spec, mlp, mix(uniform), networks, x), SHARES, KEYS, x, y)
     assert_close(one.loss, expected.loss, roundings=64)
+
+
+def test_a_function_may_have_a_shard_map_inside():
+    spec, networks, x, y = problem()
+
+    def ending_in_shards(params, x):
+        mesh = Mesh(np.array(jax.devices()), "device")
+        hidden = jax.nn.relu(x @ params["w1"] + params["b1"].reshape(1, -1))
+        last = jax.shard_map(jnp.matmul, mesh=mesh, in_specs=P(), out_specs=P())
+        return last(jax.nn.relu(hidden @ params["w2"]), params["w3"])
+
+    inside, expected = (
+        evaluate(*repaired(spec, fn, mix(uniform), networks, x), SHARES, KEYS, x, y) for fn in (ending_in_shards, mlp)
+    )
+    assert_close(inside.loss, expected.loss, roundings=64)
 
 
 def test_nothing_is_compiled_twice():

@@ -2,11 +2,15 @@
 
 import argparse
 import dataclasses
+import logging
 import re
+import signal
 import sys
 import types
 import typing
 from collections.abc import Callable
+from dataclasses import MISSING
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -38,11 +42,14 @@ def flags(config: type[Any]) -> dict[str, Flag]:
     return {field.name: hints[field.name].__metadata__[0] for field in dataclasses.fields(config)}
 
 
-def parse(config: type[C], description: str, argv: list[str] | None = None, epilog: str = "") -> C:
-    """The config that the command line asks for."""
+def parse(
+    config: type[C], description: str, argv: list[str] | None = None, epilog: str = "", prog: str | None = None
+) -> C:
+    """The config that the command line asks for. A field without a default is given by its place, not by a flag."""
+    by_place = [field.name.upper() for field in dataclasses.fields(config) if field.default is MISSING]  # type: ignore[arg-type]
     parser = _Parser(
-        prog=f"python -m {Path(sys.argv[0]).parent.name}.{Path(sys.argv[0]).stem}",
-        usage="%(prog)s [FLAGS]",
+        prog=prog or f"python -m {Path(sys.argv[0]).parent.name}.{Path(sys.argv[0]).stem}",
+        usage=" ".join(["%(prog)s", *by_place, "[FLAGS]"]),
         description=description,
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -57,6 +64,9 @@ def parse(config: type[C], description: str, argv: list[str] | None = None, epil
             parser.add_argument("--" + field.name.replace("_", "-"), action="store_true", help=flag.help)
             continue
         kind, count = _kind(hints[field.name])
+        if field.default is MISSING:
+            parser.add_argument(field.name, type=_checked(kind, flag.at_least), nargs=count, help=flag.help)
+            continue
         default = "the setup's" if field.default is None and "[setup]" in flag.help else field.default
         text = flag.help.replace(" [setup]", "")
         parser.add_argument(
@@ -100,19 +110,56 @@ def _checked(kind: type, at_least: int | None) -> Callable[[str], Any]:
 
 
 def run(main: Callable[[], object]) -> None:
-    """Runs a program: a problem that a person can mend is one line on standard error and an exit code."""
+    """Runs a program: a problem that a person can mend is one line on standard error and an exit code.
+
+    SIGTERM, by which machines announce that they will be taken away, ends it as Ctrl-C does: after the current step.
+    """
     use_a_device_per_core()
+    _mute_orbax()
+    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         main()
         processes.leave(None, 0)
     except UserError as error:
         sys.exit(_fail(str(error), error.exit_code))
-    except KeyboardInterrupt:
-        sys.exit(_fail("interrupted: the same command goes on from here", 130))
+    except KeyboardInterrupt as error:
+        number = error.args[0] if error.args else signal.SIGINT
+        sys.exit(_fail("interrupted: the same command goes on from here", 128 + number))
     except Exception as error:
+        if reason := _lacking(error):
+            sys.exit(_fail(f"{reason}, and the same command goes on from here", 1))
         if not processes.are_several():
             raise
         _fail(processes.explain(error), 1)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@cache
+def _mute_orbax() -> None:
+    """Keeps orbax from printing tracebacks by the dozen where it cannot write or read: we say it in one line."""
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    before = sys.unraisablehook
+
+    def hook(problem: Any) -> None:
+        if str(problem.exc_value) != "Event loop is closed":  # for what was still being written
+            before(problem)
+
+    sys.unraisablehook = hook
+
+
+def _interrupt(number: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt(number)
+
+
+def _lacking(error: Exception) -> str | None:
+    """What the machine lacks, if that is why a program fails, and what to do about it."""
+    if isinstance(error, OSError):
+        place = f" ({error.filename})" if error.filename else ""
+        return f"{error.strerror or error}{place}: mend that"
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+        return "out of memory: free some, or give a smaller --vmap-size, --batch-size or --width"
+    return None
 
 
 def _fail(message: str, code: int) -> int:

@@ -81,6 +81,7 @@ class Dataset:
     name: str
     classes: int
     image: tuple[int, int, int]  # height, width, channels
+    images: tuple[int, int]  # how many to train and to test with
     mean: tuple[float, ...]  # of raw pixels, for each channel
     std: tuple[float, ...]
     load: Callable[[Path | None], Splits]  # from a local copy at this path, or from wherever it usually is
@@ -107,6 +108,7 @@ DIGITS = Dataset(
     name="digits",
     classes=10,
     image=(8, 8, 1),
+    images=(1400, 397),
     mean=(4.885546875,),
     std=(6.01334015811327,),
     load=load_digits,
@@ -115,6 +117,7 @@ CIFAR10 = Dataset(
     name="cifar10",
     classes=10,
     image=(32, 32, 3),
+    images=(50_000, 10_000),
     mean=(255 * 0.4914, 255 * 0.4822, 255 * 0.4465),
     std=(255 * 0.2470, 255 * 0.2435, 255 * 0.2616),
     load=load_cifar10,

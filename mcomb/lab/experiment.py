@@ -1,7 +1,7 @@
 """An experiment from its flags to its results, its figure and its verdict."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,14 +10,15 @@ import numpy as np
 
 from mcomb.base import UserError
 from mcomb.combination import Draw
-from mcomb.files import make_writable, write_json
-from mcomb.fingerprints import code_fingerprint
-from mcomb.lab import cli, figures
+from mcomb.files import make_writable, read_json, write_json
+from mcomb.fingerprints import code_fingerprint, file_fingerprint
+from mcomb.lab import cli, figures, plan
 from mcomb.lab.config import CHECKPOINT_FLAGS, Config, LineConfig, SweepConfig, TrainingConfig, command
 from mcomb.lab.identity import read_finished, result_identity
 from mcomb.lab.measure import Run
 from mcomb.lab.pairs import judge_all, pool
-from mcomb.lab.results import Results, Rows, environment, table
+from mcomb.lab.plan import Job
+from mcomb.lab.results import VARIANTS, Results, Rows, environment, table
 from mcomb.lab.setups import SETUPS
 from mcomb.lab.store import KeptMatching, Network, NotKeptError, Store
 from mcomb.lab.verdicts import Verdict, judge_sweep, why_no_verdict
@@ -30,6 +31,8 @@ Parts = Mapping[str, tuple["Experiment", Config]]
 """Other experiments, by name, whose results one is built on."""
 
 OWN: dict[str, Any] = dict.fromkeys(("coordinator", "processes", "process", "data_dir"))  # flags that may differ
+
+FIGURES = ".figures.json"  # in a result's folder: what its figure's files should be
 
 VERDICT = ("claim", "alt", "agrees", "finding")  # of results, added when they are read
 
@@ -57,6 +60,7 @@ class Experiment:
     config: type[Config] = Config
     networks: str = "AB"
     varies_width: bool = False  # over parts of several widths
+    combinations: Callable[[Any], int] = lambda config: 0  # how many are evaluated, on each split
     matchings: tuple[str, ...] | Callable[[Config], Mapping[str, tuple[str, int]]] = ("B to A",)
     parts: Callable[[Any], Parts] = lambda config: {}
     table: Callable[[Results], str] = table
@@ -84,6 +88,7 @@ def over_pairs(experiment: Experiment) -> Experiment:
         experiment,
         networks="",
         matchings=(),
+        combinations=lambda config: 0,
         parts=each_pair,
         measure=lambda run: pool([_measured(results) for results in run.parts.values()]),
         judge=judge_pairs,
@@ -131,8 +136,19 @@ def run(experiment: Experiment, config: Config) -> Results:
 
 
 def _leave(experiment: Experiment, results: Results, folder: Path) -> None:
-    experiment.draw(results, folder)
+    _draw(experiment, results, folder)
     write_json(folder / "results.json", results)  # last: results that are there have their figure
+
+
+def _draw(experiment: Experiment, results: Results, folder: Path) -> None:
+    experiment.draw(results, folder)
+    write_json(folder / FIGURES, _figures(experiment, folder))
+
+
+def _figures(experiment: Experiment, folder: Path) -> dict[str, str | None]:
+    """The fingerprint of each file of a figure, None where it is missing."""
+    names = (f"{experiment.name}.{kind}" for kind in ("png", "pdf"))
+    return {name: file_fingerprint(folder / name) for name in names}
 
 
 def read_results(experiment: Experiment, config: Config) -> Results | None:
@@ -162,13 +178,37 @@ def _networks_and_matchings(experiment: Experiment, store: Store) -> tuple[dict[
     networks = store.networks(experiment.networks)
     if not networks:
         return {}, {}
-    wanted = experiment.matchings
-    methods = wanted(store.config) if callable(wanted) else dict.fromkeys(wanted, (store.config.matcher, 1))
     matchings = {}
-    for name, (matcher, restarts) in methods.items():
+    for name, (matcher, restarts) in _methods(experiment, store.config).items():
         b, a = networks[name[0]], networks[name.split()[2][0]]
         matchings[name] = store.matching(a, b, matcher, restarts)
     return networks, matchings
+
+
+def _methods(experiment: Experiment, config: Config) -> Mapping[str, tuple[str, int]]:
+    """The matcher and the restarts of each matching that an experiment needs."""
+    wanted = experiment.matchings
+    return wanted(config) if callable(wanted) else dict.fromkeys(wanted, (config.matcher, 1))
+
+
+def list_jobs(experiment: Experiment, config: Config) -> Iterator[Job]:
+    """What an experiment and its parts need, and whether their results are there."""
+    kept = read_results(experiment, config) is not None
+    if config.pairs > 1:
+        experiment = over_pairs(experiment)
+    for part in experiment.parts(config).values():
+        yield from list_jobs(*part)
+    store, letters = Store(config), experiment.networks
+    given = {letter: network.name for letter in letters if (network := store.given(letter))}
+    yield Job(
+        experiment.name,
+        store,
+        seeds=[store.seed(letter) for letter in letters if letter not in given],
+        given=list(given.values()),
+        matchings=_methods(experiment, config) if letters else {},
+        combinations=experiment.combinations(config),
+        kept=kept,
+    )
 
 
 def _title(experiment: Experiment, config: Config, letters: str, with_parts: bool) -> str:
@@ -181,9 +221,10 @@ def _title(experiment: Experiment, config: Config, letters: str, with_parts: boo
 
 
 def add_verdict(experiment: Experiment, results: Results, folder: Path) -> Results:
-    """Results with what the paper found and what they say of it; their figure is drawn if it is missing."""
-    if not all((folder / f"{experiment.name}.{kind}").is_file() for kind in ("png", "pdf")):
-        experiment.draw(results, folder)
+    """Results with what the paper found and what they say of it; their figure is drawn if it is not whole."""
+    figures = _figures(experiment, folder)
+    if None in figures.values() or read_json(folder / FIGURES) != figures:
+        _draw(experiment, results, folder)
     agrees, finding = _verdict(experiment, results)
     verdict = (experiment.claim, experiment.alt, agrees, finding)
     return results | dict(zip(VERDICT, verdict, strict=True))
@@ -213,13 +254,17 @@ def sweep(
 ) -> Experiment:
     """An experiment that varies a parameter from the first to the last of `values` and combines A with B at each."""
 
+    def combinations(config: LineConfig) -> int:
+        return len(VARIANTS) * config.points * getattr(config, "samples", 1)
+
     def measure(run: Run) -> Results:
         first, last = getattr(run.config, "range", values)
         points = np.linspace(first, last, run.config.points)
         between = (points >= values[0]) & (points <= values[1])  # beyond these there is no barrier to speak of
         return run.measure_pair(combine, parameter, label, points, between)
 
-    return Experiment(measure=measure, draw=draw, judge=judge, config=config, **rest)
+    how: Any = {"measure": measure, "combinations": combinations, "draw": draw, "judge": judge, "config": config}
+    return Experiment(**how, **rest)
 
 
 def setups_help() -> str:
@@ -238,6 +283,8 @@ def setups_help() -> str:
 def parse_and_join(config: type[T], description: str | None, argv: list[str] | None) -> T:
     """The config that the command line asks for, after this process has joined those that it is to run with."""
     parsed = cli.parse(config, description or "", argv, setups_help())
+    if parsed.device_tflops is not None and not parsed.plan:
+        raise UserError(f"--device-tflops {parsed.device_tflops:g} is a rate to plan with: give --plan as well")
     if parsed.distributed or parsed.coordinator or parsed.processes or parsed.process is not None:
         join(parsed.coordinator, parsed.processes, parsed.process)
         require_agreement("flags", command("…", replace(parsed, **OWN)))
@@ -247,4 +294,17 @@ def parse_and_join(config: type[T], description: str | None, argv: list[str] | N
 
 def main(experiment: Experiment, description: str | None, argv: list[str] | None = None) -> None:
     """The command line of an experiment."""
-    cli.run(lambda: run(experiment, parse_and_join(experiment.config, description, argv)))
+
+    def plan_or_run() -> None:
+        config = parse_and_join(experiment.config, description, argv)
+        if config.plan:
+            print_plan(list_jobs(experiment, config), config)
+        else:
+            run(experiment, config)
+
+    cli.run(plan_or_run)
+
+
+def print_plan(jobs: Iterable[Job], config: TrainingConfig) -> None:
+    """Prints what would be done and what it takes."""
+    print(plan.table(plan.plan_steps(jobs, config.device_tflops)))

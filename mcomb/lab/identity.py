@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mcomb.devices import describe_devices
+from mcomb.files import read_json
 from mcomb.lab import versions
 from mcomb.lab.config import CHECKPOINT_FLAGS, RECIPE_FLAGS, identity_flags, recipe_dict
 from mcomb.lab.results import Results
@@ -49,10 +50,9 @@ def read_finished(folder: Path, identity: Mapping[str, Any], say: bool = True) -
     path = folder / "results.json"
     if not path.is_file():
         return None
-    results = json.loads(path.read_text())
-    changed = [name for name, value in identity.items() if results.get(name) != value]
-    if changed and say:
-        old = "version" not in results
-        why = "is from before results knew what made them" if old else f"was made from other {', '.join(changed)}"
+    results = read_json(path)
+    changed = [name for name, value in identity.items() if results and results.get(name) != value]
+    if say and (changed or results is None):
+        why = f"was made from other {', '.join(changed)}" if changed else "is damaged, or older than digests"
         print(f"{path} {why}: measuring anew", flush=True)
     return None if changed else results

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from mcomb.files import atomic
+from mcomb.files import atomic, seal, unseal
 from mcomb.processes import from_first, is_first
 
 Results = dict[str, Any]
@@ -27,7 +27,8 @@ PACKAGES = ("mcomb", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "nump
 class Rows:
     """Measurements of one run, a line of JSON each, so that a run killed at any moment loses only its last call.
 
-    `identity` says what is being measured; rows of anything else are dropped.
+    `identity` says what is being measured; rows of anything else are dropped, and so are rows that are not as they were
+    written: each has a digest.
     """
 
     def __init__(self, folder: Path, identity: Mapping[str, Any]):
@@ -37,18 +38,19 @@ class Rows:
     def _read(self) -> dict[str, dict[str, Any]]:
         """The rows that are there; the file is then clean."""
         rows: dict[str, dict[str, Any]] = {}
-        header, *lines = (self.path.read_text().splitlines() if self.path.is_file() else []) or [""]
+        text = self.path.read_text(errors="replace") if self.path.is_file() else ""
+        header, *lines = text.splitlines() or [""]
         if header == json.dumps(self.identity):
-            for line in lines:
-                try:
-                    row = json.loads(line)
-                except json.JSONDecodeError:  # torn by a kill in the middle of a write
-                    break
-                rows[row["name"]] = row
+            found = [unseal(line) for line in lines]
+            rows = {row["name"]: row for row in found if row}
+            if damaged := found.count(None):
+                print(f"{self.path} has {damaged} rows that are not whole: measuring them anew", flush=True)
         with atomic(self.path) as temporary:
-            lines = [json.dumps(value) for value in (self.identity, *rows.values())]
-            temporary.write_text("\n".join(lines) + "\n")
+            temporary.write_text("\n".join([json.dumps(self.identity), *map(self._line, rows.values())]) + "\n")
         return rows
+
+    def _line(self, row: Mapping[str, Any]) -> str:
+        return json.dumps(seal(row, row["name"]))
 
     def __getitem__(self, name: str) -> dict[str, Any]:
         return self.rows[name]
@@ -59,9 +61,10 @@ class Rows:
     def add(self, rows: Iterable[dict[str, Any]]) -> None:
         """Appends rows, each with its `name`, and sees them onto the disk."""
         new = {row["name"]: row for row in rows}
+        lines = [self._line(row) for row in new.values()]
         if is_first():
             with self.path.open("a") as file:
-                file.writelines(json.dumps(row) + "\n" for row in new.values())
+                file.writelines(f"{line}\n" for line in lines)
                 file.flush()
                 os.fsync(file.fileno())
         self.rows |= new

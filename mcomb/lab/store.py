@@ -23,17 +23,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from mcomb.base import Apply, Params, UserError
+from mcomb.base import Apply, Params, UserError, require_finite
 from mcomb.checkpoint import read_checkpoint
 from mcomb.devices import meshes_of, replicate
 from mcomb.files import atomic, make_writable
 from mcomb.fingerprints import fingerprint
+from mcomb.gradient_descent import State, all_finite
 from mcomb.lab import versions
 from mcomb.lab.config import CHECKPOINT_FLAGS, RECIPE_FLAGS, TrainingConfig, identity_flags, recipe, recipe_dict
 from mcomb.lab.data import Splits
 from mcomb.lab.setups import SETUPS, Setup
 from mcomb.lab.side_by_side import run_side_by_side
-from mcomb.lab.training import initial_state, train
+from mcomb.lab.training import Stopped, initial_state, train
 from mcomb.lab.training_checkpoints import TrainingCheckpoints
 from mcomb.locks import lock
 from mcomb.matching import match
@@ -89,6 +90,7 @@ class Store:
         self.recipe = recipe(config)
         self.home = config.out / config.setup / f"width-{config.width}"
         self.seconds: dict[str, float] = {}  # spent on each kind of work
+        self._networks: dict[int, Network] = {}  # that were trained and have been read, by seed
 
     @property
     def data(self) -> Splits:
@@ -117,13 +119,24 @@ class Store:
         if path is None and not self.config.pretrained:
             return None
         name = path.stem if path else f"pretrained-{self.seed(letter)}"
-        params = read_checkpoint(path or self._pretrained(letter), self.setup.shapes(self.config.width))
+        path = path or self._pretrained(letter)
+        params = read_checkpoint(path, self.setup.shapes(self.config.width))
+        require_finite(f"checkpoint {path}", params)
         return Network(f"{name}-{fingerprint(params)}", params, fingerprint(params))
 
     def seed(self, letter: str) -> int:
         """The seed of network A, B or C."""
         chosen = getattr(self.config, f"seed_{letter.lower()}")
         return 3 * self.config.seed + "ABC".index(letter) if chosen is None else chosen
+
+    def network_name(self, letter: str) -> str:
+        """The name of network A, B or C in the run's folders."""
+        given = self.given(letter)
+        return given.name if given else self._name(self.seed(letter))
+
+    def trained_so_far(self, seed: int) -> tuple[str, int]:
+        """The name of a seed's network, and for how many epochs it has been trained."""
+        return self._name(seed), from_first(lambda: self._checkpoints(seed).epoch or 0)
 
     def _pretrained(self, letter: str) -> Path:
         """The file of a network that comes with the repository."""
@@ -182,7 +195,7 @@ class Store:
         return {seed: self._trained(seed) for seed in seeds}
 
     def _unfinished(self, seeds: Sequence[int]) -> list[int]:
-        return from_first(lambda: [seed for seed in seeds if self._checkpoints(seed).epoch != self.recipe.epochs])
+        return from_first(lambda: [seed for seed in seeds if self._read_trained(seed) is None])
 
     def _train_side_by_side(self, seeds: Sequence[int], share: int) -> None:
         """Trains networks, each on `share` devices or on as many as it has begun with."""
@@ -203,20 +216,43 @@ class Store:
     def _train(self, seed: int, mesh: Mesh, stop: Event) -> None:
         checkpoints, data, recipe = self._checkpoints(seed), self.data.train, self.recipe
         state = initial_state(self.setup.init(self.config.width, seed), recipe, len(data.labels))
-        if checkpoints.epoch is not None:
+        if checkpoints.records:
             state = checkpoints.restore(state)
         elif recipe.epochs == 0:
             checkpoints.save(0, replicate(state, mesh), mesh)
         how: dict[str, Any] = {"mesh": mesh, "per_call": self.config.steps_per_call, "stop": stop}
         describe = f"training {self._name(seed)}"
-        for epoch, trained, _ in train(self.apply, state, data, recipe, seed, describe=describe, **how):
-            if epoch % recipe.checkpoint_every == 0 or epoch == recipe.epochs:
-                checkpoints.save(epoch, trained, mesh)
+        try:
+            for epoch, trained, _ in train(self.apply, state, data, recipe, seed, describe=describe, **how):
+                if epoch % recipe.checkpoint_every == 0 or epoch == recipe.epochs:
+                    checkpoints.save(epoch, trained, mesh)
+        except Stopped as stopped:
+            self._save_stopped(checkpoints, stopped.state, int(state.step), mesh)
+            raise
+
+    def _save_stopped(self, checkpoints: TrainingCheckpoints, state: State, before: int, mesh: Mesh) -> None:
+        """Saves how far a training has come beyond the step `before`. With other processes it could not: they go on."""
+        epoch, within = divmod(int(state.step), len(self.data.train.labels) // self.recipe.batch_size)
+        if int(state.step) > before and not are_several() and all_finite(state.params):
+            checkpoints.save(None if within else epoch, state, mesh)
 
     def _trained(self, seed: int) -> Network:
         """A network that is trained already."""
-        params = read_checkpoint(self.home / "networks" / self._name(seed), self.setup.shapes(self.config.width))
-        return Network(self._name(seed), params, fingerprint(params))
+        network = self._read_trained(seed)
+        if network is None:
+            raise UserError(f"{self.home / 'networks' / self._name(seed)} has changed meanwhile: run it again")
+        return network
+
+    def _read_trained(self, seed: int) -> Network | None:
+        """A network that is trained to its end and whole, read once."""
+        if seed not in self._networks:
+            checkpoints = self._checkpoints(seed)
+            done = checkpoints.epoch == self.recipe.epochs
+            params = checkpoints.read_params(self.setup.shapes(self.config.width)) if done else None
+            if params is None:
+                return None
+            self._networks[seed] = Network(self._name(seed), params, fingerprint(params))
+        return self._networks[seed]
 
     def _checkpoints(self, seed: int) -> TrainingCheckpoints:
         made_from = {"setup": self.config.setup, "width": self.config.width, "seed": seed} | recipe_dict(self.config)
@@ -237,10 +273,8 @@ class Store:
         It depends on the networks, the matcher and the dataset alone: whatever is evaluated, the matcher sees the
         same images. Of several `restarts`, weight matching keeps the best.
         """
-        name = f"{b.name}-to-{a.name}"
-        name += f",matcher={matcher}" if matcher != "weights" else ""
-        name += f",restarts={restarts}" if restarts > 1 else ""
-        path = self.home / "matchings" / f"{name}.npz"
+        path = self.matching_path(a.name, b.name, matcher, restarts)
+        name = path.name.removesuffix(".npz")
         made_from = [a.fingerprint, b.fingerprint, f"version {versions.MATCHING}"]
         if matcher != "weights":
             made_from.append(self.data_fingerprint)
@@ -255,6 +289,13 @@ class Store:
                     kept = self._match(a, b, matcher, restarts)
                     from_first(_write_matching, path, made_from, kept)
         return kept
+
+    def matching_path(self, a: str, b: str, matcher: str, restarts: int = 1) -> Path:
+        """Where the matching of network B to network A is kept, by their names."""
+        name = f"{b}-to-{a}"
+        name += f",matcher={matcher}" if matcher != "weights" else ""
+        name += f",restarts={restarts}" if restarts > 1 else ""
+        return self.home / "matchings" / f"{name}.npz"
 
     def _match(self, a: Network, b: Network, matcher: str, restarts: int) -> KeptMatching:
         how = matcher if restarts == 1 else f"{matcher}, best of {restarts} restarts"

@@ -43,7 +43,11 @@ class Recipe:
 
 
 class Stopped(Exception):
-    """A training was asked to stop."""
+    """A training was asked to stop; it has come to this state."""
+
+    def __init__(self, state: State):
+        super().__init__("the training was stopped")
+        self.state = state
 
 
 class Progress(NamedTuple):
@@ -119,32 +123,34 @@ def train(
     """Yields (epoch, state, progress) after each epoch that `state` has not seen.
 
     A yielded state is donated to the next epoch: use it before asking for the next one. If another thread sets
-    `stop`, Stopped is raised before the next compiled call.
+    `stop`, Stopped is raised before the next compiled call. A state within an epoch is gone on with from there.
     """
     count, size = len(data.labels), recipe.batch_size
     steps = count // size
     if steps == 0:
         raise UserError(f"--batch-size {size} is more than the {count} training images: give less")
     per_call = per_call or steps_per_call(state.params, steps)
-    first = int(state.step) // steps
+    first, done = divmod(int(state.step), steps)
     everything = replicate(tuple(data), mesh)
 
     def batches() -> Iterator[tuple[Int32[np.ndarray, "steps b"], Any]]:
         for epoch in range(first, recipe.epochs):
             rows = shuffled_rows(seed, epoch, count, size)
-            for start in range(0, steps, per_call):
+            for start in range(done if epoch == first else 0, steps, per_call):
                 if stop and stop.is_set():
-                    raise Stopped
+                    return
                 yield rows[start : start + per_call], everything
 
     loss, optimizer = training_loss(apply, recipe.augmentation), make_optimizer(recipe, steps)
     fitting = fit(loss, state, batches(), optimizer, stream(seed, "augment"), mesh)
-    with progress_bar(recipe.epochs * steps * size, "img", describe, first * steps * size) as bar:
+    with progress_bar(recipe.epochs * steps * size, "img", describe, int(state.step) * size) as bar:
         for epoch in range(first + 1, recipe.epochs + 1):
             history: list[tuple[np.ndarray, np.ndarray]] = []
             try:
-                while sum(len(losses) for losses, _ in history) < steps:
-                    state, *reports = next(fitting)
+                while not history or int(state.step) % steps:
+                    if (call := next(fitting, None)) is None:
+                        raise Stopped(state)
+                    state, *reports = call
                     history.append((reports[0], reports[1]))
                     means = dict(zip(("loss", "acc"), (f"{values.mean():.3f}" for values in reports), strict=True))
                     bar.set_postfix(epoch=epoch, **means, refresh=False)

@@ -1,7 +1,9 @@
 """Checkpoints of a training in progress: saved as it goes, restored to resume it."""
 
 import json
+import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,51 +11,71 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
-from mcomb.base import UserError
-from mcomb.checkpoint import read_checkpoint, reading, restore_tree, saved_steps
+from mcomb.base import Params, UserError
+from mcomb.checkpoint import fingerprint_entry, first_words, read_checkpoint, reading, restore_tree, saved_steps
 from mcomb.devices import describe_devices
+from mcomb.files import seal, unseal
+from mcomb.fingerprints import fingerprint
 from mcomb.gradient_descent import State
 from mcomb.lab import versions
 from mcomb.lab.results import environment
+from mcomb.processes import is_first
 
 
 class TrainingCheckpoints:
-    """The newest checkpoint of one training: `folder/<epoch>/{params,optimizer,config}`.
+    """The two newest checkpoints of one training: `folder/<epoch>/{params,optimizer,config}`.
 
-    Its config has what the training was made from, which must not change, and a record of how it was trained.
+    A training that was stopped within an epoch has another one, `folder/stopped/<step>`. The config has what the
+    training was made from, which must not change, and a record of how it was trained. The record and the arrays have
+    fingerprints; where the newest checkpoint is damaged, the one before it is restored.
     """
 
     def __init__(self, folder: Path, made_from: Mapping[str, Any]):
         """Opens a training's folder; one that was made from something else is an error."""
         self.folder, self.made_from = folder, json.loads(json.dumps(made_from))
-        self.epoch = max(saved_steps(folder), default=None)
+        self.records: dict[Path, dict[str, Any]] = {}  # of whole checkpoints, the newest first
+        self.problems: dict[Path, UserError] = {}  # of damaged ones
         self.devices: list[str] = []  # all numbers and kinds of devices that it was trained on, such as `2 × cpu`
-        if self.epoch is None:
-            return
-        self.newest = folder / str(self.epoch)
-        saved = reading(folder, lambda: json.loads((self.newest / "config" / "metadata").read_text()))
-        self.step = reading(folder, lambda: int(saved["step"]))
-        self.devices = saved.get("devices", [])
-        version = saved.get("version", 1)
-        if version != versions.TRAINING:
-            raise UserError(
-                f"{folder} was trained by version {version} of the training code, and this is version "
-                f"{versions.TRAINING}: move it away or give another --out"
-            )
-        for name, value in self.made_from.items():
-            if saved.get(name) != value:
-                raise UserError(
-                    f"{folder} was trained with {name} = {saved.get(name)}, not {value}: "
-                    "move it away or give another --out"
-                )
+        for place in [parent / str(n) for parent in (folder, folder / "stopped") for n in saved_steps(parent)]:
+            try:
+                self.records[place] = reading(place, partial(_read_record, place))
+            except UserError as problem:
+                self.problems[place] = problem
+        self.records = dict(sorted(self.records.items(), key=lambda item: -item[1]["step"]))
+        if self.problems and not self.records:
+            raise next(iter(self.problems.values()))
+        for record in self.records.values():
+            self._require_same_origin(record)
+        if self.records:
+            self.devices = next(iter(self.records.values())).get("devices", [])
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch of the newest checkpoint; None if there is none, or if that is within an epoch."""
+        newest = next(iter(self.records), None)
+        return int(newest.name) if newest and newest.parent == self.folder else None
 
     @property
     def device_count(self) -> int | None:
         """The number of devices that it was trained on last; None before the first checkpoint."""
         return int(self.devices[-1].split()[0]) if self.devices else None
 
-    def save(self, epoch: int, state: State, mesh: Mesh | None = None) -> None:
-        """Writes the state after an epoch on a mesh, atomically, and then drops the one before."""
+    def _require_same_origin(self, record: Mapping[str, Any]) -> None:
+        version = record.get("version", 1)
+        if version != versions.TRAINING:
+            raise UserError(
+                f"{self.folder} was trained by version {version} of the training code, and this is version "
+                f"{versions.TRAINING}: move it away or give another --out"
+            )
+        for name, value in self.made_from.items():
+            if record.get(name) != value:
+                raise UserError(
+                    f"{self.folder} was trained with {name} = {record.get(name)}, not {value}: "
+                    "move it away or give another --out"
+                )
+
+    def save(self, epoch: int | None, state: State, mesh: Mesh | None = None) -> None:
+        """Writes the state after an epoch (None: within one) on a mesh, atomically; then drops all but the last two."""
         devices = describe_devices(mesh)
         self.devices = [*(other for other in self.devices if other != devices), devices]
         record = {
@@ -61,20 +83,74 @@ class TrainingCheckpoints:
             "version": versions.TRAINING,
             "devices": self.devices,
             "environment": environment(),
+            "optimizer": fingerprint(state.optimizer),
         }
-        options = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False)
-        with ocp.CheckpointManager(self.folder.absolute(), options=options) as manager:
-            manager.save(
-                epoch,
-                args=ocp.args.Composite(
-                    params=ocp.args.StandardSave(state.params),
-                    optimizer=ocp.args.StandardSave(state.optimizer),
-                    config=ocp.args.JsonSave(self.made_from | record),
-                ),
-            )
+        folder, number = (self.folder / "stopped", int(state.step)) if epoch is None else (self.folder, epoch)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=2, enable_async_checkpointing=False, cleanup_tmp_directories=True
+        )
+        try:
+            with ocp.CheckpointManager(folder.absolute(), options=options) as manager:
+                manager.save(
+                    number,
+                    args=ocp.args.Composite(
+                        params=ocp.args.StandardSave(state.params),
+                        optimizer=ocp.args.StandardSave(state.optimizer),
+                        config=ocp.args.JsonSave(seal(self.made_from | record, str(folder))),
+                    ),
+                    custom_metadata=fingerprint_entry(state.params),
+                )
+        except Exception as error:  # orbax has many kinds of them
+            problem = f"checkpoint {folder / str(number)} cannot be written ({first_words(error)})"
+            raise UserError(f"{problem}: make room there, and the same command goes on") from error
+        if epoch is not None and is_first():
+            shutil.rmtree(self.folder / "stopped", ignore_errors=True)
+
+    def read_params(self, target: Params) -> Params | None:
+        """The newest checkpoint's parameters; None if they are damaged, but there is an older checkpoint."""
+        try:
+            return read_checkpoint(next(iter(self.records)), target)
+        except UserError:
+            if len(self.records) == 1:
+                raise
+            return None
 
     def restore(self, target: State) -> State:
-        """The newest state, in the structure of `target`."""
-        params = read_checkpoint(self.newest, target.params)
-        optimizer = reading(self.newest, lambda: restore_tree(self.newest / "optimizer", target.optimizer))
-        return State(params, optimizer, jnp.array(self.step, jnp.int32))
+        """The newest state that is whole, in the structure of `target`; newer, damaged ones are set aside."""
+        for place, record in self.records.items():
+            try:
+                state = self._restore(place, record, target)
+            except UserError as error:
+                self.problems[place] = error
+                continue
+            if is_first():
+                self._set_aside_newer(place)
+            return state
+        raise next(iter(self.problems.values()))
+
+    def _set_aside_newer(self, than: Path) -> None:
+        """Renames damaged checkpoints, which otherwise would be in the way of those to come."""
+        for place, problem in self.problems.items():
+            if place.parent == than.parent and int(place.name) < int(than.name):
+                continue  # its removal, once it was old, was interrupted
+            aside = place.with_name(f"damaged-{place.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            place.rename(aside)
+            what = str(problem).rpartition(": ")[0]
+            print(f"{what}: it is now {aside.name}, and training goes on from {than}", flush=True)
+
+    def _restore(self, place: Path, record: Mapping[str, Any], target: State) -> State:
+        params = read_checkpoint(place, target.params)
+        optimizer = reading(place, lambda: restore_tree(place / "optimizer", target.optimizer))
+        if record.get("optimizer", found := fingerprint(optimizer)) != found:
+            raise UserError(f"checkpoint {place} has another optimizer state than was written: move it away")
+        return State(params, optimizer, jnp.array(record["step"], jnp.int32))
+
+
+def _read_record(place: Path) -> dict[str, Any]:
+    """A checkpoint's record; those from before records had digests are taken as they are."""
+    text = (place / "config" / "metadata").read_text()
+    record = unseal(text) or json.loads(text)
+    if "digest" in record:
+        raise ValueError("its record is not what was written")
+    return record | {"step": int(record["step"])}

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,9 +15,9 @@ from jaxtyping import Float
 
 from mcomb.base import Apply, Array, Inputs, Params, UserError, count_examples
 from mcomb.dead_units import varies
-from mcomb.devices import AXIS, BATCH, device_mesh, in_batches, replicate
-from mcomb.matching.core import Matching, objective, solve_assignment
-from mcomb.matching.weights import match_weights
+from mcomb.devices import AXIS, BATCH, device_mesh, in_batches, on_each_device, replicate
+from mcomb.matching.core import Matching, WeightPart, objective, solve_assignment, weight_parts
+from mcomb.matching.weights import coordinate_descent, visit_orders
 from mcomb.symmetry.intermediates import Intermediate, Intermediates, list_intermediates, unit_activations
 from mcomb.symmetry.spec import Layout, Perms, PermutationSpec
 
@@ -27,6 +27,8 @@ Scores = dict[str, Float[np.ndarray, "..."]]
 The indices are those of A's unit, then those of B's that can be permuted. For the dimensions of heads they are
 [head of A, dimension of A, head of B, dimension of B].
 """
+
+TIE = 1e-4  # scores that differ by less, in parts of the largest, do not tell units apart
 
 Active = dict[str, list[Intermediate]]
 """For each permutation, the arrays in which its units are active."""
@@ -49,9 +51,10 @@ def match_activations(
     `inner_products`, inner products of activations take the place of correlations. The first axis of `inputs` is that
     of examples, and each example is evaluated by itself.
 
-    Units that are active in no array that can be looked at, because they are only inside branches or while loops,
-    between parameters, or in entries of a stack that are read one by one, are matched by weights once all others are
-    matched. A warning names them.
+    Weights decide between units that activations do not tell apart, such as those that never vary, or are multiples of
+    one another: where correlations are as high to a ten-thousandth. Units that are active in no array that can be
+    looked at, because they are only inside branches, while loops or a shard_map, between parameters, or in entries of a
+    stack that are read one by one, are matched by weights alone. A warning names them.
     """
     spec.validate(a)
     spec.validate(b)
@@ -60,11 +63,13 @@ def match_activations(
     inactive = tuple(name for name in spec.sizes if name not in perms)
     if inactive:
         warnings.warn(
-            f"units of {', '.join(inactive)} are only inside branches or while loops, between parameters, or in "
-            "entries of a stack, where activations are not seen: they are matched by weights",
+            f"units of {', '.join(inactive)} are only inside branches, while loops or a shard_map, between parameters, "
+            "or in entries of a stack, where activations are not seen: they are matched by weights",
             stacklevel=2,
         )
-        perms = match_weights(spec, a, b, start=spec.identity() | perms, only=inactive).perms
+    parts = list(weight_parts(spec, a, b))
+    parts += list(_as_weights(spec, scores, parts))
+    perms = coordinate_descent(spec, parts, spec.identity() | perms, visit_orders(list(spec.sizes), seed=0)).perms
     trace = objective(spec, a, b), objective(spec, a, b, perms)
     return Matching(perms, trace[-1], trace, by_weights=inactive)
 
@@ -104,6 +109,41 @@ def _best_permutations(spec: PermutationSpec, scores: Scores) -> Perms:
     for name in [name for name in reversed(_innermost_first(spec)) if name in scores]:
         perms[name] = solve_assignment(_score_matrices(spec, name, scores[name], perms))
     return {name: perms[name] for name in spec.sizes if name in perms}
+
+
+def _as_weights(spec: PermutationSpec, scores: Scores, parts: Sequence[WeightPart]) -> Iterator[WeightPart]:
+    """The scores as weights, larger than any others: inner products of units are their scores, times a large factor.
+
+    Such a part has a row for each unit of B. In it A's units have their scores with that one; of B's own, that one has
+    1 and the others 0. Units and what is inside them have one factor.
+    """
+    weights_a, weights_b = [(part.labels, part.a) for part in parts], [(part.labels, part.b) for part in parts]
+    families: dict[str, list[str]] = {}
+    for name in scores:
+        outermost = (*_fixed_and_permuted(spec, spec.batched_over.get(name, ()))[1], name)[0]
+        families.setdefault(outermost, []).append(name)
+    for names in families.values():
+        norms = [max(_largest_norm(spec, name, arrays) for name in names) for arrays in (weights_a, weights_b)]
+        largest_score = max(np.abs(scores[name]).max() for name in names)
+        factor = math.prod(norms) / (TIE * largest_score) if largest_score else 0.0
+        for name in names:
+            batch_axes = spec.batched_over.get(name, ())
+            units = [*(spec.sizes.get(other, 1) for other in batch_axes), spec.sizes[name]]
+            count = math.prod(units)
+            a = factor * np.moveaxis(scores[name].reshape(*spec.shape(name), count), -1, 0).astype(np.float64)
+            b = np.broadcast_to(np.eye(count).reshape(count, *units), a.shape)
+            yield WeightPart((None, *batch_axes, name), a, b)
+
+
+def _largest_norm(spec: PermutationSpec, name: str, arrays: Iterable[tuple[Sequence[Layout], np.ndarray]]) -> float:
+    """The largest norm of the weights of a unit, from arrays with the names of their axes."""
+    squares = np.zeros(spec.shape(name))
+    for labels, weights in arrays:
+        for axis in [axis for axis, label in enumerate(labels) if label == name]:
+            front = [*map(labels.index, spec.batched_over.get(name, ())), axis]
+            units_first = np.moveaxis(weights, front, range(len(front)))
+            squares += np.square(units_first).sum(tuple(range(len(front), weights.ndim)), dtype=np.float64)
+    return math.sqrt(squares.max())
 
 
 def _innermost_first(spec: PermutationSpec) -> list[str]:
@@ -200,7 +240,15 @@ def _compare(
     # Each example runs alone: so the first axis of every array is theirs, and those that pad the last batch can be
     # left out. Of each network the arrays are found in the trace that is evaluated.
     example = jax.tree.map(lambda x: x[:1], inputs)
-    networks = [list_intermediates(spec, apply, params, example) for params in (a, b)]
+    try:
+        networks = [list_intermediates(spec, apply, params, example) for params in (a, b)]
+    except ValueError as error:
+        if "shard_map" not in str(error):
+            raise
+        raise UserError(
+            "the function has a shard_map that cannot share one example out among devices, but activation matching "
+            "looks at each example by itself: match by weights, or give it a function without the shard_map"
+        ) from error
     active_a, active_b = (unit_activations(spec, network) for network in networks)
     for name in active_a.keys() | active_b.keys():
         in_a, in_b = ([array.layouts for array in active.get(name, ())] for active in (active_a, active_b))
@@ -240,7 +288,7 @@ def _compare(
 
     batches = in_batches(batch_size * mesh.size, [inputs, jnp.ones(count_examples(inputs))])
     specs = (P(None, AXIS), P(), P())
-    return jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)(batches, a, b)
+    return on_each_device(on_device, mesh, specs, P(), networks[0].traced)(batches, a, b)
 
 
 def _map_moments(function: Callable[..., Any], *trees: Any) -> Any:

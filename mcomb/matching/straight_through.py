@@ -23,6 +23,9 @@ from mcomb.processes import from_first
 from mcomb.progress import progress_bar
 from mcomb.symmetry.spec import Perms, PermutationSpec
 
+STEPS = 100
+BATCH_SIZE = 100
+
 
 class Candidate(NamedTuple):
     """The matching after some step: its objective, and the held-out loss of the midpoint of A and permuted B."""
@@ -41,9 +44,9 @@ def match_straight_through(
     labels: Int[Array, "n"],
     *,
     seed: int = 0,
-    steps: int = 100,
+    steps: int = STEPS,
     learning_rate: float = 0.01,
-    batch_size: int = 100,
+    batch_size: int = BATCH_SIZE,
 ) -> Matching:
     """The matching of `b` to `a` that a straight-through estimator finds (Git Re-Basin's third algorithm).
 

@@ -15,7 +15,7 @@ Computing the scores costs most of the time, and three things save it:
 import itertools
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
@@ -45,11 +45,8 @@ def match_weights(
     seed: int = 0,
     restarts: int = 1,
     coarse: bool = False,
-    only: Collection[str] | None = None,
 ) -> Matching:
     """The matching of `b` to `a` by permutation coordinate descent, from the permutations `start` or the identity.
-
-    With `only`, the permutations of these names are matched, and all others stay as they are at the start.
 
     The descent ends at a local optimum, where changing any one permutation brings no gain. Which optimum depends on
     where it starts and on the order of visits. With several `restarts` it runs as often, each time with an order of its
@@ -64,7 +61,7 @@ def match_weights(
     spec.validate(b)
     if restarts < 1:
         raise UserError(f"{restarts} restarts find nothing: give one or more")
-    parts, names = list(weight_parts(spec, a, b)), [name for name in spec.sizes if only is None or name in only]
+    parts, names = list(weight_parts(spec, a, b)), list(spec.sizes)
     matchings = []
     for restart in range(restarts):
         orders = partial(visit_orders, names, seed, restart)
@@ -72,12 +69,11 @@ def match_weights(
         if restart % 4 == 1:
             restart_from = _grow(spec, parts, start, next(orders()))
         elif restart % 4 == 3:
-            random = spec.random(stream(seed, "start", restart))
-            restart_from = (start or spec.identity()) | {name: random[name] for name in names}
+            restart_from = spec.random(stream(seed, "start", restart))
         if coarse:
             centres = [_kernel_centre(spec, part) for part in parts]
-            restart_from = _coordinate_descent(spec, centres, restart_from, orders()).perms
-        matchings.append(_coordinate_descent(spec, parts, restart_from, orders()))
+            restart_from = coordinate_descent(spec, centres, restart_from, orders()).perms
+        matchings.append(coordinate_descent(spec, parts, restart_from, orders()))
     best = max(matchings, key=lambda matching: matching.objective)
     return replace(best, tried=tuple(matching.objective for matching in matchings))
 
@@ -85,7 +81,8 @@ def match_weights(
 def _grow(spec: PermutationSpec, parts: Sequence[WeightPart], start: Perms | None, order: Sequence[str]) -> Perms:
     """The permutations of `order`, each matched once, by the weights on which only it and those before it act.
 
-    That which most weights tell of comes first. Weights between units of which neither are matched tell nothing.
+    That which most weights tell of comes first. Of the weights between units of which neither are matched, only sums
+    tell something.
     """
     perms, todo = spec.identity() if start is None else dict(start), list(order)
 
@@ -93,13 +90,37 @@ def _grow(spec: PermutationSpec, parts: Sequence[WeightPart], start: Perms | Non
         unknown = {*todo} - {name, *spec.nested_in(name)}
         return [part for part in parts if name in part.labels and not unknown.intersection(part.labels)]
 
+    def sum_over(part: WeightPart, names: set[str]) -> WeightPart:
+        return _sum_over(part, tuple(axis for axis, label in enumerate(part.labels) if label in names))
+
     with ThreadPoolExecutor(1) as pool:
         while todo:
             name = max(todo, key=lambda name: sum(part.a.size for part in telling(name)))
-            visible = telling(name) or [part for part in parts if name in part.labels]
+            unknown = {*todo} - {name, *spec.nested_in(name), *spec.batched_over.get(name, ())}
+            visible = telling(name) or [sum_over(part, unknown) for part in parts if name in part.labels]
+            visible = [tells for part in visible for tells in _without_pairs(part, name)]
             perms |= _Descent(spec, visible, perms, pool).visit(name)().perms
             todo = [other for other in todo if other != name and other not in spec.nested_in(name)]
     return perms
+
+
+def _sum_over(part: WeightPart, axes: tuple[int, ...]) -> WeightPart:
+    """The part summed over some axes."""
+    labels = tuple(label for axis, label in enumerate(part.labels) if axis not in axes)
+    return WeightPart(labels, part.a.sum(axes), part.b.sum(axes))
+
+
+def _without_pairs(part: WeightPart, name: str) -> list[WeightPart]:
+    """The part or, if two of its axes are the permutation's, what it says of a unit whatever order the others are in.
+
+    Of a recurrent kernel that is the diagonal, the sum of what goes into each unit and the sum of what comes out.
+    """
+    axes = [axis for axis, label in enumerate(part.labels) if label == name]
+    if len(axes) != 2:
+        return [part]
+    diagonals = (np.diagonal(weights, axis1=axes[0], axis2=axes[1]) for weights in (part.a, part.b))
+    others = (label for label in part.labels if label != name)
+    return [WeightPart((*others, name), *diagonals), *(_sum_over(part, (axis,)) for axis in axes)]
 
 
 def visit_orders(names: Sequence[str], seed: int, restart: int = 0) -> Iterator[list[str]]:
@@ -164,7 +185,7 @@ class _Update(NamedTuple):
 _NO_UPDATE = _Update({}, 0.0)
 
 
-def _coordinate_descent(
+def coordinate_descent(
     spec: PermutationSpec, parts: Sequence[WeightPart], start: Perms | None, orders: Iterable[list[str]]
 ) -> Matching:
     """The matching at which coordinate descent from `start` ends; sweep i visits the permutations in `orders[i]`."""

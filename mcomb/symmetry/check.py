@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from mcomb.base import Array, Params, UserError, named_leaves
+from mcomb.base import Array, Params, UserError, all_equations, named_leaves
 from mcomb.symmetry.spec import Perms, PermutationSpec
 
 
@@ -25,7 +25,7 @@ def check_spec(
     A float output may change by √eps of its largest entry, where eps is that of the coarsest float dtype inside.
     """
     spec.validate(params)
-    tolerance = _coarsest_eps(jax.make_jaxpr(fn)(params, *inputs).jaxpr) ** 0.5
+    tolerance = _coarsest_eps(jax.make_jaxpr(fn)(params, *inputs)) ** 0.5
     run = jax.jit(lambda perms, params, inputs: fn(spec.apply(perms, params), *inputs))
     candidates = [spec.random(jax.random.key(draw)) for draw in range(draws)] + ([perms] if perms else [])
     with jax.default_matmul_precision("highest"):
@@ -56,15 +56,8 @@ def _check_equal(what: str, before: Array, after: Array, tolerance: float) -> No
         )
 
 
-def _coarsest_eps(jaxpr: Any) -> float:
+def _coarsest_eps(jaxpr: core.ClosedJaxpr) -> float:
     """The eps of the coarsest float dtype among the arrays of a jaxpr and of those inside it."""
-    arrays = [*jaxpr.invars, *(var for eqn in jaxpr.eqns for var in eqn.outvars)]
-    dtypes = [var.aval.dtype for var in arrays if hasattr(var.aval, "dtype")]
-    own = [float(jnp.finfo(dtype).eps) for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
-    params = jax.tree.leaves([list(eqn.params.values()) for eqn in jaxpr.eqns], is_leaf=_is_jaxpr)
-    inner = [_coarsest_eps(getattr(param, "jaxpr", param)) for param in params if _is_jaxpr(param)]
-    return max([0.0, *own, *inner])
-
-
-def _is_jaxpr(value: Any) -> bool:
-    return isinstance(value, core.Jaxpr | core.ClosedJaxpr)
+    arrays = [*jaxpr.jaxpr.invars, *(atom for eqn in all_equations(jaxpr) for atom in (*eqn.invars, *eqn.outvars))]
+    dtypes = [array.aval.dtype for array in arrays if hasattr(array.aval, "dtype")]
+    return max([0.0, *(float(jnp.finfo(dtype).eps) for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact))])

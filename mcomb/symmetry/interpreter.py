@@ -18,6 +18,7 @@ ArrayAxes = tuple[Axis | None, ...]
 """The axes of an array; None for one along which all entries are equal."""
 
 MOST_KNOWN = 2**20  # entries of an array that is worked out
+MOST_PERIODS = 16  # tried for an array that may repeat: mostly the first is right
 
 
 class Known(tuple[Axis | None, ...]):
@@ -197,6 +198,8 @@ class Interpreter:
             return None
         with np.errstate(all="ignore"):
             result = work_out(eqn.params, *map(known_value, operands))
+            if result is None:
+                return None
             return [self.constant(np.broadcast_to(result, aval.shape).astype(aval.dtype))]
 
     def _store(self, path: EqnPath, results: Sequence[ArrayAxes]) -> None:
@@ -310,16 +313,30 @@ def _without_ones(axes: ArrayAxes) -> ArrayAxes:
 
 
 def _constant_axis(array: np.ndarray, axis: int) -> Axis:
-    """An axis along which a known array varies: frozen, but for runs of entries that look the same."""
+    """An axis along which a known array varies: frozen, but for entries that look the same.
+
+    They may follow one another, or come back with a period, as in a mask of every second unit. Then the axis is the
+    product of periods, in any order, with what is inside them; and of a last period that is cut off nothing moves.
+    """
     entries = np.moveaxis(array, axis, 0)
+    count = len(entries)
     if array.size > MOST_KNOWN:
-        return Axis(len(entries), "a constant")
-    alike = _look_the_same(entries[1:], entries[:-1]).reshape(len(entries) - 1, -1).all(1)
-    starts = [0, *(1 + np.flatnonzero(~alike)), len(entries)]
+        return Axis(count, "a constant")
+
+    def same(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        return np.asarray(_look_the_same(x, y).reshape(len(x), -1).all(1))
+
+    starts = [0, *(1 + np.flatnonzero(~same(entries[1:], entries[:-1]))), count]
     sizes = [int(stop - start) for start, stop in itertools.pairwise(starts)]
-    if max(sizes) == 1:
-        return Axis(len(entries), "a constant")
-    return concatenation([Axis(size, "a constant" if size == 1 else None) for size in sizes])
+    if max(sizes) > 1:
+        return concatenation([Axis(size, "a constant" if size == 1 else None) for size in sizes])
+    candidates = 1 + np.flatnonzero(same(entries[1 : count // 2 + 1], entries[:1]))
+    for period in map(int, candidates[:MOST_PERIODS]):
+        if same(entries[period:], entries[:-period]).all():
+            whole = product([Axis(count // period), Axis(period, "a constant")])
+            rest = count % period
+            return concatenation([whole, Axis(rest, "a constant")] if rest else [whole])
+    return Axis(count, "a constant")
 
 
 def _diagonals(array: np.ndarray, axes: Sequence[int]) -> list[tuple[int, int]]:
@@ -447,7 +464,7 @@ def _broadcast(params: Any, value: np.ndarray, *sizes: Any) -> np.ndarray:
 
 SCALAR_OPERATIONS = {"add", "convert_element_type", "lt", "max", "min", "mul", "select_n", "sub"}
 
-WORKED_OUT: dict[str, Callable[..., np.ndarray]] = {
+WORKED_OUT: dict[str, Callable[..., np.ndarray | None]] = {
     "add": lambda _, x, y: x + y,
     "and": lambda _, x, y: x & y,
     "broadcast_in_dim": _broadcast,
@@ -465,6 +482,7 @@ WORKED_OUT: dict[str, Callable[..., np.ndarray]] = {
     "ne": lambda _, x, y: x != y,
     "not": lambda _, x: ~x,
     "or": lambda _, x, y: x | y,
+    "rem": lambda _, x, y: np.fmod(x, y) if y.all() else None,
     "reshape": lambda params, x: x.reshape(params["new_sizes"]),
     "select_n": lambda _, which, *cases: np.choose(which.astype(int), cases),
     "squeeze": lambda params, x: x.squeeze(params["dimensions"]),
@@ -472,4 +490,5 @@ WORKED_OUT: dict[str, Callable[..., np.ndarray]] = {
     "sub": lambda _, x, y: x - y,
     "transpose": lambda params, x: x.transpose(params["permutation"]),
 }
-"""How NumPy does what simple primitives do; the result still has to be broadcast and converted."""
+"""How NumPy does what simple primitives do, None where it might differ; the result still has to be broadcast and
+converted."""

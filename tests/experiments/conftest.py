@@ -9,6 +9,7 @@ import pytest
 from mcomb.lab import cli
 from mcomb.lab.experiment import run
 from mcomb.lab.pairs import pool
+from mcomb.lab.results import SPLITS
 from mcomb.lab.store import Store
 
 # As many images of both splits: one compilation serves both.
@@ -43,6 +44,9 @@ def results(config_of):
         assert (folder / f"{name}.png").stat().st_size > 5_000
         assert (folder / f"{name}.pdf").read_bytes().startswith(b"%PDF")
         assert returned["finding"]
+        if combinations := module.EXPERIMENT.combinations(config):
+            _, *rows = (folder / "samples.jsonl").read_text().splitlines()
+            assert len(rows) == len(SPLITS) * combinations  # as a plan says
         stored = json.loads((folder / "results.json").read_text())
         assert stored["command"].startswith(f"python -m experiments.{name} --setup mlp-digits --width 2")
         return stored | {"agrees": returned["agrees"], "finding": returned["finding"]}

@@ -1,19 +1,13 @@
 """The main job, shrunk: the real command on the real digits, interrupted, repeated and misused."""
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from experiments import uniform
-from mcomb.checkpoint import saved_steps
 from mcomb.lab import experiment, measure, store
 from mcomb.lab.data import DATA_VARIABLE
 
@@ -137,47 +131,6 @@ def test_networks_are_taken_from_given_checkpoints(finished, tmp_path):
     given, trained = results_in(tmp_path), results_in(finished)
     assert given["networks"] == trained["networks"]
     assert given["curves"] == trained["curves"]
-
-
-def command(*flags, out):
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": os.environ["MCOMB_TESTS_DEVICES"]}
-    environment.pop(DATA_VARIABLE, None)
-    return subprocess.Popen(
-        [sys.executable, "-m", "experiments.uniform", *flags, "--out", str(out)],
-        cwd=ROOT,
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-
-
-def kill_when(process, happened):
-    while not happened():
-        assert process.poll() is None, f"it ended too early: {process.communicate()}"
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
-
-
-def test_killed_in_training_and_in_evaluation_it_ends_as_if_it_had_not_been(finished, tmp_path):
-    flags = [*SMALL, "--epochs", "60", "--checkpoint-every", "2"]
-    home = tmp_path / "mlp-digits" / "width-2"
-    network = home / "networks" / "seed-1,epochs=60"
-    kill_when(command(*flags, out=tmp_path), lambda: saved_steps(network))
-    assert 0 < max(saved_steps(network)) < 60
-
-    rows = home / "uniform,epochs=60,train-images=50,points=3,samples=2" / "samples.jsonl"
-    kill_when(command(*flags, out=tmp_path), lambda: rows.exists() and rows.read_text().count("\n") > 1)
-    assert not list(tmp_path.rglob("results.json"))
-    measured = rows.read_text().count("\n") - 1
-
-    run("--epochs", "60", out=tmp_path)
-    resumed, uninterrupted = results_in(tmp_path), results_in(finished)
-    for part in ("networks", "models", "curves"):
-        assert resumed[part] == uninterrupted[part]
-    assert 0 < measured < rows.read_text().count("\n") - 1
 
 
 @pytest.mark.parametrize(

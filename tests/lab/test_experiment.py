@@ -52,10 +52,11 @@ def test_results_are_measured_drawn_kept_and_judged(example, config, calls, caps
     results = run(example, config)
     folder = Store(config).folder("example")
     assert calls == ["measure", "draw"]
-    assert {path.name for path in folder.iterdir()} - {".lock"} == {
+    assert {path.name for path in folder.iterdir() if path.name[0] != "."} == {
         *("results.json", "samples.jsonl", "example.png", "example.pdf")
     }
     stored = json.loads((folder / "results.json").read_text())
+    assert len(stored.pop("digest")) == 16
     assert results == stored | {
         "claim": "The answer is 40.",
         "alt": "A number.",
@@ -86,6 +87,21 @@ def test_a_figure_that_is_missing_is_drawn_again_from_the_results(example, confi
     again(example, config)
     assert calls == ["measure", "draw", "draw"]
     assert path.read_text() == "40"
+
+
+@pytest.mark.parametrize("name", ["example.png", "example.pdf", ".figures.json"])
+@pytest.mark.parametrize("again", [run, read_results])
+def test_a_figure_that_has_changed_is_drawn_again_from_the_results(example, config, calls, name, again):
+    run(example, config)
+    path = Store(config).folder("example") / name
+    whole = path.read_bytes()
+    for content in (b"", whole[:-2], bytes([whole[0] ^ 1]) + whole[1:], b"another figure"):
+        path.write_bytes(content)
+        calls.clear()
+        again(example, config)
+        again(example, config)
+        assert calls == ["draw"]
+        assert path.read_bytes() == whole
 
 
 def test_a_verdict_is_given_anew_on_old_results(example, config, calls):

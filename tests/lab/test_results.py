@@ -3,6 +3,8 @@ import json
 import jax
 import pytest
 
+from mcomb.base import UserError
+from mcomb.files import seal, write_json
 from mcomb.lab.identity import read_finished
 from mcomb.lab.results import Rows, columns, environment, table
 
@@ -56,7 +58,7 @@ def test_a_row_that_is_added_again_replaces_the_first(tmp_path):
     assert Rows(tmp_path, {})["a"]["loss"] == 0.75
 
 
-LAST = len(json.dumps(row("b"))) + 1
+LAST = len(json.dumps(seal(row("b"), "b"))) + 1
 
 
 @pytest.mark.parametrize("cut", range(1, LAST + 1))
@@ -87,7 +89,7 @@ IDENTITY = {"experiment": "linear", "config": {"seed": 0}, "networks": {"A": "x"
 def test_finished_results_are_read_only_if_all_that_made_them_is_the_same(tmp_path, capsys):
     assert read_finished(tmp_path, IDENTITY) is None
     stored = IDENTITY | {"seconds": 3.5}
-    (tmp_path / "results.json").write_text(json.dumps(stored))
+    write_json(tmp_path / "results.json", stored)
     assert read_finished(tmp_path, IDENTITY) == stored
     assert capsys.readouterr().out == ""
     other = IDENTITY | {"networks": {"A": "y"}, "version": 2}
@@ -96,6 +98,47 @@ def test_finished_results_are_read_only_if_all_that_made_them_is_the_same(tmp_pa
     assert read_finished(tmp_path, other) is None
     said = capsys.readouterr().out
     assert said == f"{tmp_path / 'results.json'} was made from other networks, version: measuring anew\n"
+
+
+def flipped(content):
+    """The content with each of its bytes changed, one at a time."""
+    for at in range(len(content)):
+        for change in (0x01, 0x04, 0x80):
+            yield content[:at] + bytes([content[at] ^ change]) + content[at + 1 :]
+
+
+def test_results_with_a_wrong_byte_are_as_they_were_or_not_used(tmp_path, capsys):
+    stored = IDENTITY | {"loss": 0.125, "seconds": 3.5}
+    write_json(tmp_path / "results.json", stored)
+    used, tried = 0, 0
+    for content in flipped((tmp_path / "results.json").read_bytes()):
+        (tmp_path / "results.json").write_bytes(content)
+        found = read_finished(tmp_path, IDENTITY)
+        assert found in (None, stored)
+        used, tried = used + (found is not None), tried + 1
+    assert used < tried / 5  # a space that has become another says nothing else
+    assert capsys.readouterr().out.count("is damaged, or older than digests: measuring anew\n") == tried - used
+
+
+def test_rows_with_a_wrong_byte_are_as_they_were_or_measured_anew(tmp_path, capsys):
+    Rows(tmp_path, {"seed": 0}).add([row("a", 0.125), row("b", 0.25)])
+    path = tmp_path / "samples.jsonl"
+    for content in flipped(path.read_bytes()):
+        path.write_bytes(content)
+        rows = Rows(tmp_path, {"seed": 0})
+        assert rows.rows.items() <= {"a": row("a", 0.125), "b": row("b", 0.25)}.items()
+    assert "rows that are not whole: measuring them anew" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_number_that_is_not_finite_is_named_and_never_written(value, tmp_path):
+    rows = Rows(tmp_path, {})
+    with pytest.raises(UserError, match=f"naive/test/3, loss is {value}"):
+        rows.add([row("naive/test/2"), row("naive/test/3", value)])
+    assert "naive/test/2" not in Rows(tmp_path, {})
+    with pytest.raises(UserError, match=rf"results\.json, barriers, naive, 1 is {value}"):
+        write_json(tmp_path / "results.json", {"barriers": {"naive": [0.5, value]}})
+    assert not (tmp_path / "results.json").exists()
 
 
 def test_the_environment_says_what_a_result_depends_on():

@@ -59,6 +59,7 @@ def test_a_dataset_of_seven_classes_is_trained_matched_and_scored(digits):
         name="seven digits",
         classes=7,
         image=DIGITS.image,
+        images=tuple(int((split.labels < 7).sum()) for split in digits),
         mean=DIGITS.mean,
         std=DIGITS.std,
         load=lambda path: Splits(*map(below_seven, digits)),

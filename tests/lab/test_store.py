@@ -241,7 +241,7 @@ def test_a_training_that_was_stopped_goes_on_and_ends_as_if_it_had_not_been(stor
     with pytest.raises(KeyboardInterrupt):
         Store(config).networks("AB")
     (folder,) = (tmp_path / "stopped").rglob("seed-0,epochs=4")
-    assert [path.name for path in folder.iterdir()] == ["2"]
+    assert {path.name for path in folder.iterdir()} == {"1", "2"}
     monkeypatch.setattr(stores, "train", real)
     assert Store(config).networks("AB")["A"].fingerprint == store.networks("A")["A"].fingerprint
 
@@ -294,7 +294,7 @@ def test_a_diverging_training_keeps_its_last_good_checkpoint(tmp_path, monkeypat
             Store(Config(setup="mlp-digits", width=1, epochs=5, checkpoint_every=1, out=tmp_path)).networks("A")
     finally:
         training.make_optimizer.cache_clear()
-    assert [path.name for path in tmp_path.rglob("seed-0,epochs=5/*")] == ["2"]
+    assert {path.name for path in tmp_path.rglob("seed-0,epochs=5/*")} == {"1", "2"}
 
 
 def test_untrained_networks_are_those_of_their_seeds(tmp_path):

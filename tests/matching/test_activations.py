@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from handwritten import mlp_spec
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from numerics import assert_close, assert_equal, inner_product, inner_product_scale
 from zoo import CASES, FEATURES, Shape, random_arrays, spec_of
 
@@ -90,6 +92,31 @@ def test_units_that_are_seen_nowhere_are_matched_by_weights_and_named():
     assert not correlations(spec, params, permuted, fn, x)["w"].any()
 
 
+def test_weights_decide_between_units_that_activations_do_not_tell_apart():
+    def fn(params, x):
+        hidden = jnp.tanh(x @ params["in"])[:, :1] @ params["multiples"]  # of one another
+        dead = jax.nn.relu(hidden @ params["up"] - 100) + params["constants"].reshape(1, -1)
+        return hidden @ params["out"] + dead @ params["down"]
+
+    shapes = {"in": (3, 2), "multiples": (1, 5), "up": (5, 6), "constants": (6,), "out": (5, 2), "down": (6, 2)}
+    params = random_arrays({name: Shape(shape, jnp.float32) for name, shape in shapes.items()})
+    x = np.random.default_rng(0).standard_normal((40, 3), np.float32)
+    spec = permutation_spec(fn, params, x)
+    assert sorted(spec.sizes.values()) == [5, 6]
+    permuted, expected = planted(spec, params)
+    assert_equal(match_activations(spec, params, permuted, fn, x).perms, expected)
+
+
+def test_weights_decide_nothing_that_activations_tell():
+    """Two units swapped, all the weights of the next layer swapped back: for correlations that is no reason."""
+    spec, a, _, inputs, _ = layers()
+    a["bias"] += 3  # alive
+    order = np.array([1, 0, 2, 3, 4])
+    b = {"in": a["in"][:, order], "bias": a["bias"][order], "out": 1000 * a["out"]}
+    assert match_weights(spec, a, b).perms["P"].tolist() != order.tolist()
+    assert match_activations(spec, a, b, layer, inputs).perms["P"].tolist() == order.tolist()
+
+
 def test_layers_of_a_stack_are_matched_each_in_its_own_order():
     def fn(params, x):
         x = x @ params["in"]
@@ -169,6 +196,37 @@ def test_inputs_may_be_a_tree():
     assert match_activations(spec, params, permuted, fn, x).perms["one"].tolist() == expected["one"].tolist()
     with pytest.raises(UserError, match="image 40, more/0 39"):
         match_activations(spec, params, permuted, fn, x | {"more": [x["more"][0][:39]]})
+
+
+def between_shards(params, x, *names):
+    """Two hidden layers, the first of them after a shard_map and the second inside another."""
+    mesh, by = Mesh(np.array(jax.devices()), "device"), P(*names)
+    last = jax.shard_map(
+        lambda x, two, three: jnp.tanh(x @ two) @ three, mesh=mesh, in_specs=(by, P(), P()), out_specs=by
+    )
+    doubled = jax.shard_map(lambda x: 2 * x, mesh=mesh, in_specs=by, out_specs=by)(x)
+    return last(jnp.tanh(doubled @ params["one"]), params["two"], params["three"])
+
+
+def test_a_function_may_have_a_shard_map_inside():
+    params, x = random_arrays(DEEP), np.random.default_rng(0).standard_normal((40, 3), np.float32)
+    spec = permutation_spec(between_shards, params, x)
+    permuted, expected = planted(spec, params)
+    with pytest.warns(UserWarning, match="units of two are only inside branches, while loops or a shard_map"):
+        assert_equal(match_activations(spec, params, permuted, between_shards, x).perms, expected)
+
+
+def test_a_shard_map_that_needs_many_examples_is_refused():
+    def fn(params, x):
+        return between_shards(params, x, "device")
+
+    count = len(jax.devices())
+    if count == 1:
+        pytest.skip("there is one device only")
+    params, x = random_arrays(DEEP), np.ones((4 * count, 3), np.float32)
+    spec = permutation_spec(fn, params, x)
+    with pytest.raises(UserError, match="cannot share one example out among devices"):
+        match_activations(spec, params, params, fn, x)
 
 
 def layer(params, x):

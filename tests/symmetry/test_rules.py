@@ -1,5 +1,6 @@
 """Rules keep as much freedom as a person would count, and permuted parameters compute the same."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -178,6 +179,14 @@ def rotary(params, x):
     return jnp.einsum("hqk,khd,hdo->qo", weights, v, params["out"])
 
 
+def autoregressive(params, x):
+    """Each unit sees the inputs up to its number, of which there are three; the seventh unit has no others like it."""
+    numbers = [np.arange(FEATURES), np.arange(7) % 3, np.arange(7) % 3, np.arange(2)]
+    masks = [(a[:, None] <= b[None]).astype(np.float32) for a, b in itertools.pairwise(numbers)]
+    one, two, three = (params[name] * mask for name, mask in zip(("one", "two", "three"), masks, strict=True))
+    return jnp.tanh(jnp.tanh(x @ one) @ two) @ three
+
+
 MASK = np.repeat(np.array([[1, 2, 3]], np.float32), [2, 1, 3], axis=1)  # of six units, two, one and three are alike
 LAYERS = {"up": (3, FEATURES, UNITS), "bias": (3, UNITS), "down": (3, UNITS, FEATURES)}
 EXPERTS = {"router": (FEATURES, 3), "in": (3, FEATURES, UNITS), "out": (3, UNITS, 2)}
@@ -250,6 +259,11 @@ PROGRAMS = {
         lambda p, x: jnp.tanh(x @ (p["up"] * MASK)) @ p["down"],
         {"up": (FEATURES, UNITS), "down": (UNITS, 2)},
         [(2,), (3,)],
+    ),
+    "mask of every second unit": layer(lambda h, p: h * (jnp.arange(UNITS) % 2), [(2, 3)]),
+    "mask of every second unit, and of others": layer(lambda h, p: h * (jnp.arange(UNITS) % 2) * MASK, []),
+    "autoregressive masks": Program(
+        autoregressive, {"one": (FEATURES, 7), "two": (7, 7), "three": (7, 2)}, [(3, 2), (3, 2)]
     ),
     "units of heads that are told apart": layer(tell_apart, [(2, 3)]),
     "units of groups that are added one by one": layer(add_groups, [(2, 3), (4,)], mid=(2, 3, 4), down=(4, 2)),

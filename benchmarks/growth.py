@@ -1,0 +1,148 @@
+"""How the cost of evaluating combinations grows with width, combinations, images and devices.
+
+    python -m benchmarks.growth                            # two minutes on two CPU cores
+    python -m benchmarks.growth --setup resnet20-cifar10 --widths 1 2 4 8 16
+
+Each point is a process of its own, of untrained networks on random images: the faster of two compiled calls, and the
+most memory that the process took beyond what it took before the networks. Of each series the slope on a log-log picture
+is fitted: 1 is proportional, 2 quadratic; with more devices time should fall.
+"""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+
+from benchmarks.tables import Row, show
+from mcomb.base import UserError, stream
+from mcomb.combination import mix, uniform
+from mcomb.evaluation import evaluate
+from mcomb.lab import cli
+from mcomb.lab.cli import Flag
+from mcomb.lab.figures import STYLE, save
+from mcomb.lab.setups import SETUPS
+from mcomb.progress import progress_bar
+
+
+@dataclass(frozen=True)
+class Point:
+    """One evaluation to time."""
+
+    setup: str
+    width: int = 1
+    combinations: int = 8
+    images: int = 400
+    devices: int = 1
+
+
+@dataclass(frozen=True)
+class GrowthConfig:
+    """The flags of the benchmark."""
+
+    setup: Annotated[str, Flag("which networks", choices=tuple(SETUPS))] = "tiny10-cifar10"
+    widths: Annotated[tuple[int, ...], Flag("width multipliers", at_least=1)] = (1, 2, 4, 8)
+    combinations: Annotated[tuple[int, ...], Flag("numbers of combinations", at_least=1)] = (4, 8, 16, 32)
+    images: Annotated[tuple[int, ...], Flag("numbers of images", at_least=1)] = (200, 400, 800, 1600)
+    devices: Annotated[tuple[int, ...], Flag("numbers of devices that share the cores", at_least=1)] = (1, 2)
+    out: Annotated[Path | None, Flag("folder for growth.json, growth.png and growth.pdf")] = None
+
+
+def measure(point: Point) -> Row:
+    """The seconds of one evaluation, the network's parameters, and the bytes that it took at most."""
+    jax.config.update("jax_num_cpu_devices", point.devices)
+    setup, rng = SETUPS[point.setup], np.random.default_rng(0)
+    images = rng.integers(0, 256, (point.images, *setup.dataset.image)).astype(np.uint8)
+    labels = rng.integers(0, setup.dataset.classes, point.images).astype(np.int32)
+    keys = jax.random.split(stream(0), point.combinations)
+    before = _peak_memory()
+    a, b = (jax.device_get(setup.init(point.width, seed)) for seed in (0, 1))
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        shares = np.full(point.combinations, 0.5, np.float32)
+        evaluate(setup.apply(point.width), mix(uniform), (a, b), shares, keys, images, labels)
+        seconds.append(time.perf_counter() - start)
+    size = sum(leaf.size for leaf in jax.tree.leaves(a))
+    return {"seconds": min(seconds[1:]), "parameters": size, "megabytes": (_peak_memory() - before) / 1e6}
+
+
+def _peak_memory() -> int:
+    """The most bytes that this process has taken so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def measure_apart(point: Point) -> Row:
+    """The same, measured in a process of its own."""
+    code = f"import json\nfrom benchmarks.growth import Point, measure\nprint(json.dumps(measure({point})))"
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    command = [sys.executable, "-c", code]
+    root = Path(__file__).parents[1]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError(f"{point} failed: {(done.stderr.splitlines() or ['without a word'])[-1]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def slope(x: Any, y: Any) -> float:
+    """The exponent of y as a power of x, by least squares on logarithms."""
+    return float(np.polyfit(np.log(x), np.log(y), 1)[0]) if len(set(x)) > 1 else float("nan")
+
+
+def draw(series: dict[str, list[Row]], folder: Path) -> None:
+    """Draws each series on logarithmic axes with its fitted slope."""
+    panels = [(name, name, "seconds") for name in series] + [("width", "parameters", "megabytes")]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(7.4, 4.4), layout="constrained")
+        all_axes = figure.subplots(2, 3).ravel()
+        for axes, (name, horizontal, vertical) in zip(all_axes, panels, strict=False):
+            x, y = (np.array([row[of] for row in series[name]], float) for of in (horizontal, vertical))
+            axes.loglog(x, y, "o-", color="#0072B2")
+            axes.set_xticks(x, [f"{value:,.3g}" for value in x], rotation=30 if horizontal == "parameters" else 0)
+            axes.minorticks_off()
+            axes.set_xlabel(horizontal)
+            axes.set_ylabel(vertical)
+            axes.set_title(f"slope {slope(x, y):.2f}")
+        for axes in all_axes[len(panels) :]:
+            axes.axis("off")
+        save(figure, folder, "growth")
+
+
+def main(config: GrowthConfig) -> None:
+    """Prints a table, and leaves it and a picture where it is asked to."""
+    if config.out:
+        config.out.mkdir(parents=True, exist_ok=True)
+    base = Point(config.setup)
+    points = {
+        "width": [replace(base, width=width) for width in config.widths],
+        "combinations": [replace(base, combinations=count) for count in config.combinations],
+        "images": [replace(base, images=count) for count in config.images],
+        "devices": [replace(base, devices=count) for count in config.devices],
+    }
+    series: dict[str, list[Row]] = {}
+    with progress_bar(sum(map(len, points.values())), "point", "measuring") as bar:
+        for name, its_points in points.items():
+            series[name] = []
+            for point in its_points:
+                series[name].append({"series": name, **vars(point), **measure_apart(point)})
+                bar.update()
+    show([row for rows in series.values() for row in rows], config.out and config.out / "growth.json")
+    for name, rows in series.items():
+        print(f"seconds grow as {name}^{slope([row[name] for row in rows], [row['seconds'] for row in rows]):.2f}")
+    sizes, memory = ([row[of] for row in series["width"]] for of in ("parameters", "megabytes"))
+    print(f"megabytes grow as parameters^{slope(sizes, memory):.2f}")
+    if config.out:
+        draw(series, config.out)
+
+
+if __name__ == "__main__":
+    cli.run(lambda: main(cli.parse(GrowthConfig, __doc__ or "")))

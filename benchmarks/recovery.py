@@ -1,0 +1,175 @@
+"""How many planted permutations are found: by weights, with one descent, two and four, and by activations.
+
+    python -m benchmarks.recovery    # ten minutes on one CPU core
+
+The units of a network are permuted at random, and noise of a thousandth of each leaf's standard deviation is added to
+its weights. `tied` counts networks in which another order was found whose score is as high as that of the planted one:
+their weights, or activations, do not tell all units apart. All others in which it was not found were missed.
+"""
+
+import collections
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import derivation, fuzz
+from benchmarks.programs import Program
+from mcomb import PermutationSpec, match_activations, match_weights, permutation_spec
+from mcomb.base import map_named
+from mcomb.lab import cli
+from mcomb.lab.cli import Flag
+from mcomb.lab.results import columns
+from mcomb.lab.setups import SETUPS
+from mcomb.matching.activations import correlations
+from mcomb.matching.core import Matching, objective
+from mcomb.progress import progress_bar
+
+EXAMPLES = 64
+NOISE = 1e-3
+EQUAL = 1e-4  # in parts of the planted order's score
+Shape = jax.ShapeDtypeStruct
+
+
+@dataclass(frozen=True)
+class RecoveryConfig:
+    """The flags of the benchmark."""
+
+    networks: Annotated[int, Flag("how many networks of each kind", at_least=1)] = 20
+    programs: Annotated[int, Flag("how many random programs", at_least=0)] = 100
+
+
+class Network(NamedTuple):
+    """A function, its spec, parameters and inputs."""
+
+    fn: Callable[..., Any]
+    spec: PermutationSpec
+    params: Any
+    inputs: Any
+
+
+def grouped_queries(params: Any, tokens: Any) -> Any:
+    """A transformer of two layers in which four queries each share a key and a value."""
+    x = params["embed"][tokens]
+    for layer in params["layers"]:
+        q = jnp.einsum("btc,cgrd->btgrd", x, layer["q"])
+        k, v = (jnp.einsum("btc,cgd->btgd", x, layer[name]) for name in "kv")
+        weights = jax.nn.softmax(jnp.einsum("btgrd,bsgd->bgrts", q, k))
+        x = x + jnp.einsum("bgrts,bsgd,grdc->btc", weights, v, layer["out"])
+        x = x + jnp.tanh(x @ layer["up"]) @ layer["down"]
+    return x @ params["head"]
+
+
+def grouped_query_shapes() -> Any:
+    """The shapes of its parameters."""
+    sizes = {"q": (8, 4, 4, 8), "k": (8, 4, 8), "v": (8, 4, 8), "out": (4, 4, 8, 8), "up": (8, 24), "down": (24, 8)}
+    layer = {name: Shape(shape, jnp.float32) for name, shape in sizes.items()}
+    return {"layers": [layer, layer], "embed": Shape((4, 8), jnp.float32), "head": Shape((8, 4), jnp.float32)}
+
+
+def random_params(shapes: Any, rng: np.random.Generator) -> Any:
+    """Random parameters: each unit's inputs add up to a variance of one, and variances are positive."""
+
+    def draw(name: str, leaf: Shape) -> np.ndarray:
+        values = rng.standard_normal(leaf.shape, np.float32) / np.float32(math.prod(leaf.shape[:-1]) ** 0.5)
+        return np.abs(values) + np.float32(0.5) if name.endswith("var") else values
+
+    return map_named(draw, shapes)
+
+
+def kinds() -> Iterator[tuple[str, derivation.Problem]]:
+    """The kinds of networks, by name."""
+    tokens, images = Shape((2, 16), jnp.int32), Shape((2, 32, 32, 3), jnp.float32)
+    yield "transformer", derivation.linen(derivation.Transformer(2), tokens)
+    yield "grouped queries", derivation.Problem(grouped_queries, grouped_query_shapes(), Shape((2, 5), jnp.int32))
+    yield "ResNet", derivation.linen(derivation.ResNet((1, 1, 1, 1)), images)
+    yield "DenseNet", derivation.linen(derivation.DenseNet((2, 2)), images)
+    yield "recurrence", derivation.recurrence(6)
+    for name, setup in {setup.model: (name, setup) for name, setup in SETUPS.items()}.values():
+        shape = Shape((2, *setup.dataset.image), jnp.float32)
+        yield name.split("-")[0], derivation.Problem(setup.apply(1), setup.shapes(1), shape)
+
+
+def networks_of(problem: derivation.Problem, count: int) -> Iterator[Network]:
+    """Random networks of a kind."""
+    spec = permutation_spec(*problem)
+    for seed in range(count):
+        rng = np.random.default_rng(seed)
+        shape, dtype = (EXAMPLES, *problem.inputs.shape[1:]), problem.inputs.dtype
+        inputs = rng.integers(0, 4, shape) if dtype == jnp.int32 else rng.standard_normal(shape)
+        yield Network(problem.fn, spec, random_params(problem.params, rng), inputs.astype(dtype))
+
+
+def programs(count: int) -> Iterator[Network]:
+    """Random programs that have permutations and that JAX can map over examples."""
+    seed = -1
+    while count:
+        seed += 1
+        program = Program(seed, fuzz.steps_of(seed))
+        spec = permutation_spec(program, program.params(), program.input)
+        if not spec.sizes or not fuzz.can_be_batched(program):
+            continue
+
+        def apply(params: Any, x: Any, program: Program = program) -> Any:
+            return jax.vmap(lambda pair: program(params, pair).reshape(-1))(x)
+
+        rng = np.random.default_rng(seed)
+        params = random_params({name: Shape(shape, jnp.float32) for name, shape in program.shapes.items()}, rng)
+        yield Network(apply, spec, params, rng.standard_normal((EXAMPLES, *program.input.shape), np.float32))
+        count -= 1
+
+
+def add_noise(params: Any, rng: np.random.Generator) -> Any:
+    """The parameters with noise of a thousandth of each leaf's standard deviation."""
+    return jax.tree.map(
+        lambda leaf: leaf + np.float32(NOISE * leaf.std()) * rng.standard_normal(leaf.shape, np.float32), params
+    )
+
+
+def try_all(network: Network, seed: int) -> dict[str, str]:
+    """For each way to match, whether a planted permutation is found, tied or missed."""
+    fn, spec, a, x = network
+    planted = spec.random(jax.random.key(seed))
+    b, expected = add_noise(spec.apply(planted, a), np.random.default_rng(seed)), spec.invert(planted)
+
+    def by_weights(perms: Any) -> float:
+        return objective(spec, a, b, perms)
+
+    def by_activations(perms: Any) -> float:
+        return float(sum(values.sum() for values in correlations(spec, a, spec.apply(perms, b), fn, x).values()))
+
+    def outcome(matching: Matching, score: Callable[[Any], float]) -> str:
+        if all(np.array_equal(matching.perms[name], expected[name]) for name in spec.sizes):
+            return "found"
+        return "tied" if score(matching.perms) >= (1 - EQUAL) * score(expected) else "missed"
+
+    outcomes = {str(n): outcome(match_weights(spec, a, b, restarts=n), by_weights) for n in (1, 2, 4)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of units that are matched by weights
+        return outcomes | {"activations": outcome(match_activations(spec, a, b, fn, x), by_activations)}
+
+
+def main(config: RecoveryConfig) -> None:
+    """Prints a line for each kind of network."""
+    rows: list[tuple[str, ...]] = [("", "networks", "one descent", "two", "four", "activations")]
+    families = [(name, networks_of(problem, config.networks)) for name, problem in kinds()]
+    with progress_bar(len(families) * config.networks + config.programs, "network", "planting") as bar:
+        for name, networks in [*families, ("random programs", programs(config.programs))]:
+            counts: dict[str, collections.Counter[str]] = {}
+            for seed, network in enumerate(networks):
+                for way, outcome in try_all(network, seed).items():
+                    counts.setdefault(way, collections.Counter())[outcome] += 1
+                bar.update()
+            cells = [f"{c['found']}" + (f" + {c['tied']} tied" if c["tied"] else "") for c in counts.values()]
+            if counts:
+                rows.append((name, str(counts["1"].total()), *cells))
+    print(columns(rows))
+
+
+if __name__ == "__main__":
+    cli.run(lambda: main(cli.parse(RecoveryConfig, __doc__ or "")))

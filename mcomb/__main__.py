@@ -1,0 +1,272 @@
+"""Networks from anywhere on the command line: what may be permuted in them, aligned, combined and evaluated.
+
+    python -m mcomb inspect NETWORK --model MODEL              parameters, permutations, what is frozen and why
+    python -m mcomb align A B TO --model MODEL                 B with its units in the order of A's
+    python -m mcomb combine A B TO --distribution uniform --s 0.5
+    python -m mcomb evaluate NETWORK … --model MODEL           loss and accuracy of each
+
+Networks are orbax folders or .safetensors, .npz and .msgpack files, read and written by their endings; --names is for
+files with other names and layouts of weights, such as PyTorch's. MODEL is SETUP:WIDTH, as resnet20-cifar10:1, or
+MODULE:FUNCTION: a function of yours that returns a function from parameters and inputs to outputs, example inputs, and
+for `evaluate` and some matchers their labels. `python -m mcomb COMMAND --help` lists the flags of each.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mcomb.base import Apply, Inputs, Params, UserError, named_leaves, require_finite, stream
+from mcomb.checkpoint import first_words, read_checkpoint, write_checkpoint
+from mcomb.combination import bernoulli, centered, hyperplane, linear, mix, subcube, uniform
+from mcomb.evaluation import score
+from mcomb.lab import cli
+from mcomb.lab.cli import Flag
+from mcomb.lab.results import columns
+from mcomb.lab.setups import SETUPS
+from mcomb.matching import MATCHERS, match
+from mcomb.names import Table, read_table, to_theirs
+from mcomb.symmetry.check import check_spec
+from mcomb.symmetry.derive import permutation_spec
+from mcomb.symmetry.spec import PermutationSpec
+
+EXAMPLES = 64  # of a setup's images, to derive and to check a spec with
+MATCHING_EXAMPLES = 2_000  # of a setup's images, for matchers to see
+DISTRIBUTIONS = {
+    "linear": (linear, "share"),
+    "uniform": (uniform, "s"),
+    "subcube": (subcube, "share"),
+    "hyperplane": (hyperplane, "share"),
+    "bernoulli": (bernoulli, "p"),
+    "centered": (centered, "s"),
+}
+PARAMETERS = ("share", "s", "p")
+
+
+class Model(NamedTuple):
+    """A function from parameters and inputs to outputs, example inputs, and their labels if there are any."""
+
+    apply: Apply
+    inputs: Inputs
+    labels: Any = None
+
+    def first(self, count: int) -> tuple[Inputs, Any]:
+        """The first inputs, and their labels."""
+        return jax.tree.map(lambda x: x[:count], (self.inputs, self.labels))
+
+
+@dataclass(frozen=True)
+class InspectConfig:
+    """The flags of `inspect`."""
+
+    network: Annotated[Path, Flag("the network")]
+    model: Annotated[str | None, Flag("SETUP:WIDTH or MODULE:FUNCTION; without it, only parameters are listed")] = None
+    names: Annotated[str | None, Flag("names of weights in the file: pytorch, git-re-basin, or a file")] = None
+    graph: Annotated[Path | None, Flag("a picture of the symmetry graph to draw, .png or .pdf")] = None
+
+
+@dataclass(frozen=True)
+class AlignConfig:
+    """The flags of `align`."""
+
+    a: Annotated[Path, Flag("network A")]
+    b: Annotated[Path, Flag("network B")]
+    to: Annotated[Path, Flag("where B in the order of A goes")]
+    model: Annotated[str, Flag("SETUP:WIDTH or MODULE:FUNCTION")] = ""
+    names: Annotated[str | None, Flag("names of weights in the files: pytorch, git-re-basin, or a file")] = None
+    matcher: Annotated[str, Flag("how units are matched", choices=MATCHERS)] = "weights"
+    seed: Annotated[int, Flag("seed of the matcher", at_least=0)] = 0
+
+
+@dataclass(frozen=True)
+class CombineConfig:
+    """The flags of `combine`."""
+
+    a: Annotated[Path, Flag("network A")]
+    b: Annotated[Path, Flag("network B, aligned")]
+    to: Annotated[Path, Flag("where the combination goes")]
+    distribution: Annotated[str, Flag("what shares of B are drawn from", choices=tuple(DISTRIBUTIONS))] = "linear"
+    share: Annotated[float | None, Flag("the mean share of B, of linear, subcube and hyperplane")] = None
+    s: Annotated[float | None, Flag("half the width of uniform and centered")] = None
+    p: Annotated[float | None, Flag("the probability of B's weight, of bernoulli")] = None
+    seed: Annotated[int, Flag("seed of the shares", at_least=0)] = 0
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """The flags of `evaluate`."""
+
+    networks: Annotated[tuple[Path, ...], Flag("the networks")]
+    model: Annotated[str, Flag("SETUP:WIDTH or MODULE:FUNCTION")] = ""
+    names: Annotated[str | None, Flag("names of weights in the files: pytorch, git-re-basin, or a file")] = None
+
+
+def load_model(text: str) -> Model:
+    """The model that SETUP:WIDTH or MODULE:FUNCTION names."""
+    module, _, name = text.rpartition(":")
+    if module in SETUPS:
+        if not name.isdigit() or int(name) < 1:
+            raise UserError(f"--model {text} has no width: give {module}:32 for width 32")
+        setup = SETUPS[module]
+        return Model(setup.apply(int(name)), *setup.dataset.load(None).test)
+    if not module or not name:
+        raise UserError(f"--model {text or '(none)'} is no model: give SETUP:WIDTH or MODULE:FUNCTION")
+    sys.path.insert(0, os.getcwd())  # as for `python -m`
+    try:
+        return Model(*getattr(importlib.import_module(module), name)())
+    except (ImportError, AttributeError, TypeError) as error:
+        raise UserError(
+            f"--model {text} gives no model ({error}): name a function that returns (apply, inputs) or "
+            "(apply, inputs, labels)"
+        ) from error
+
+
+def read_network(path: Path, names: Table | None = None, model: Model | None = None) -> Params:
+    """The parameters in a file or folder, all of them finite, and such as the model takes."""
+    params = read_checkpoint(path, names=names)
+    require_finite(str(path), params)
+    if model:
+        try:
+            jax.eval_shape(model.apply, params, model.inputs)
+        except Exception as error:  # the model is the user's own code
+            raise UserError(
+                f"{path} does not fit the model ({first_words(error)}): give another, or --names"
+            ) from error
+    return params
+
+
+def symmetries(model: Model, params: Params) -> PermutationSpec:
+    """The permutations of a network, checked on a few inputs to change nothing."""
+    inputs = model.first(EXAMPLES)[0]
+    spec = permutation_spec(model.apply, params, inputs)
+    check_spec(model.apply, params, spec, inputs)
+    return spec
+
+
+def inspect(config: InspectConfig) -> None:
+    """Lists a network's parameters, and what may be permuted in it."""
+    model = load_model(config.model) if config.model else None
+    params = read_network(config.network, read_table(config.names) if config.names else None, model)
+    leaves = named_leaves(params)
+    rows = [
+        (name, " × ".join(map(str, leaf.shape)), str(leaf.dtype), f"{leaf.size:,}") for name, leaf in leaves.items()
+    ]
+    total = f"{sum(leaf.size for leaf in leaves.values()):,}"
+    print(columns([("leaf", "shape", "dtype", "parameters"), *rows, ("in all", "", "", total)]))
+    if config.graph and not model:
+        raise UserError(f"--graph {config.graph} shows the symmetries of a model: give --model as well")
+    if model:
+        spec = symmetries(model, params)
+        print(f"\n{spec}")
+        if config.graph:
+            draw_graph(spec, config.graph)
+            print(f"\n{config.graph.absolute()}")
+
+
+def align(config: AlignConfig) -> None:
+    """Writes network B with its units in the order of A's, in the names and layouts of B's file."""
+    table, model = read_table(config.names) if config.names else None, load_model(config.model)
+    a, b = (read_network(path, table, model) for path in (config.a, config.b))
+    spec = symmetries(model, a)
+    inputs, labels = model.first(MATCHING_EXAMPLES)
+    matching = match(spec, a, b, model.apply, inputs, labels, matcher=config.matcher, seed=config.seed)
+    check_spec(model.apply, b, spec, model.first(EXAMPLES)[0], perms=matching.perms)
+    aligned = spec.apply(matching.perms, b)
+    if table is not None:
+        aligned = to_theirs(table, named_leaves(aligned), named_leaves(read_checkpoint(config.b)))
+    write_checkpoint(config.to, aligned)
+    moved = sum(int((perm != np.arange(perm.shape[-1])).sum()) for perm in matching.perms.values())
+    units = sum(perm.size for perm in matching.perms.values())
+    print(f"{moved:,} of {units:,} units moved; the inner product with A rose from {matching.trace[0]:.4g} to "
+          f"{matching.objective:.4g}\n{config.to.absolute()}")  # fmt: skip
+
+
+def combine(config: CombineConfig) -> None:
+    """Writes a combination of two networks, in the names and layouts of A's file."""
+    distribution, wanted = DISTRIBUTIONS[config.distribution]
+    for name in PARAMETERS:
+        if (getattr(config, name) is None) == (name == wanted):
+            raise UserError(f"the distribution {config.distribution} is given by --{wanted}: give that, and no other")
+    a = read_network(config.a)
+    b = read_checkpoint(config.b, a)
+    require_finite(str(config.b), b)
+    parameter = jnp.float32(getattr(config, wanted))
+    write_checkpoint(config.to, jax.jit(mix(distribution))(stream(config.seed, "combine"), parameter, a, b))
+    print(config.to.absolute())
+
+
+def evaluate(config: EvaluateConfig) -> None:
+    """Prints the loss and the accuracy of networks on the model's inputs."""
+    table, model = read_table(config.names) if config.names else None, load_model(config.model)
+    if model.labels is None:
+        raise UserError(f"--model {config.model} has no labels: let it return (apply, inputs, labels)")
+    rows = [("", "loss", "accuracy", "inputs")]
+    for path in config.networks:
+        found = score(model.apply, read_network(path, table, model), model.inputs, model.labels)
+        rows.append((str(path), f"{found.loss:.4f}", f"{found.accuracy:.2%}", f"{len(found.predicted):,}"))
+    print(columns(rows))
+
+
+def draw_graph(spec: PermutationSpec, path: Path) -> None:
+    """Draws which permutation acts on which axis of which leaf."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    from mcomb.lab.figures import STYLE
+
+    perms, leaves = list(spec.sizes), [leaf for leaf in spec.axes if spec.axes[leaf]]
+    height = max(len(perms), len(leaves))
+    place = {
+        name: (x, height * (i + 0.5) / len(names))
+        for x, names in ((0.0, perms), (1.0, leaves))
+        for i, name in enumerate(names)
+    }
+    with matplotlib.rc_context(STYLE | {"axes.grid": False}):
+        figure = Figure(figsize=(6.4, 1 + 0.16 * height), layout="constrained")
+        axes = figure.subplots()
+        for i, perm in enumerate(perms):
+            for leaf, axis in spec.axes_of(perm):
+                (x0, y0), (x1, y1) = place[perm], place[leaf]
+                axes.plot([x0, x1], [y0, y1], color=f"C{i % 10}", linewidth=0.8, alpha=0.7)
+                axes.text(
+                    x1 - 0.03 - 0.02 * axis, y1, str(axis), fontsize=4, ha="center", va="center", color=f"C{i % 10}"
+                )
+            axes.text(-0.02, place[perm][1], f"{perm} ({spec.sizes[perm]})", ha="right", va="center", fontsize=6)
+        for leaf in leaves:
+            axes.text(1.02, place[leaf][1], leaf, ha="left", va="center", fontsize=6)
+        axes.set_xlim(-0.5, 1.6)
+        axes.invert_yaxis()
+        axes.axis("off")
+        axes.set_title("permutations, and the axes of the weights that they act on")
+        figure.savefig(path, dpi=200)
+
+
+COMMANDS: dict[str, tuple[type[Any], Callable[[Any], None]]] = {
+    "inspect": (InspectConfig, inspect),
+    "align": (AlignConfig, align),
+    "combine": (CombineConfig, combine),
+    "evaluate": (EvaluateConfig, evaluate),
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs the command that the first word names."""
+    command, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if command in ("-h", "--help"):
+        print(__doc__)
+        return
+    if command not in COMMANDS:
+        raise UserError(f"there is no command {command}: give one of {', '.join(COMMANDS)}")
+    config, run = COMMANDS[command]
+    run(cli.parse(config, run.__doc__ or "", rest, prog=f"python -m mcomb {command}"))
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,99 @@
+"""Names of weights in other people's files: a small table from their names and layouts to those of a JAX function.
+
+    Row(r"layer(\\d+)\\.weight", r"dense\\1/kernel", (1, 0))
+
+says that `layer3.weight`, a matrix, is `dense3/kernel` with its axes in the order (1, 0). A pattern is a regular
+expression for a whole name; a row with axes fits only arrays with as many; the first row that fits counts. What is left
+of a name's dots becomes slashes. Every name must fit a row, and no two may become the same.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mcomb.base import Array, UserError
+
+
+class Row(NamedTuple):
+    """Names that fit the pattern become `name`; the axes of their arrays are transposed, if an order is given."""
+
+    pattern: str
+    name: str
+    axes: tuple[int, ...] | None = None
+
+
+Table = Sequence[Row]
+
+TABLES: Mapping[str, Table] = {
+    # PyTorch's layouts under its own module names: Linear, Conv2d, and the weights of norms.
+    "pytorch": (
+        Row(r"(.*)\.weight", r"\1/kernel", (1, 0)),
+        Row(r"(.*)\.weight", r"\1/kernel", (2, 3, 1, 0)),
+        Row(r"(.*)\.weight", r"\1/scale"),
+        Row(r"(.*)\.bias", r"\1/bias"),
+    ),
+    # Git Re-Basin's ResNet-20, laid out as the one here.
+    "git-re-basin": (
+        Row(r"conv1/kernel", "conv0/kernel"),
+        Row(r"norm1/(\w+)", r"norm0/\1"),
+        Row(r"blockgroup(\d)/blocks_0/shortcut/layers_0/kernel", r"block\1_1/shortcut_conv/kernel"),
+        Row(r"blockgroup(\d)/blocks_0/shortcut/layers_1/(\w+)", r"block\1_1/shortcut_norm/\2"),
+        *(Row(rf"blockgroup(\d)/blocks_{i}/(\w+/\w+)", rf"block\g<1>_{i + 1}/\2") for i in range(3)),
+        Row(r"dense/(\w+)", r"logits/\1"),
+    ),
+}
+
+
+def read_table(name: str) -> Table:
+    """The table of this name, or that in a text file: in each line a pattern, a name and, if need be, axes as 1,0."""
+    if name in TABLES:
+        return TABLES[name]
+    path = Path(name)
+    if not path.is_file():
+        raise UserError(f"there are no names {name}: give {', '.join(TABLES)} or a file with a table")
+    rows = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        pattern, *rest = line.split() or ["#"]
+        if pattern.startswith("#"):
+            continue
+        try:
+            re.compile(pattern)
+            order = tuple(int(axis) for axis in rest[1].split(",")) if len(rest) > 1 else None
+            rows.append(Row(pattern, rest[0], order))
+        except (ValueError, IndexError, re.error) as error:
+            raise UserError(f"line {number} of {path} is no row ({error}): give a pattern, a name and axes") from error
+    return rows
+
+
+def to_ours(table: Table, theirs: Mapping[str, Array]) -> dict[str, Any]:
+    """Arrays under the function's own names and in its layouts."""
+    return {name: array if axes is None else np.transpose(array, axes) for name, array, axes in _renamed(table, theirs)}
+
+
+def to_theirs(table: Table, ours: Mapping[str, Array], like: Mapping[str, Array]) -> dict[str, Any]:
+    """Arrays under the names and in the layouts of those in `like`, which `to_ours` took."""
+    renamed = zip(like, _renamed(table, like), strict=True)
+    return {
+        theirs: np.asarray(ours[name]) if axes is None else np.transpose(ours[name], np.argsort(axes))
+        for theirs, (name, _, axes) in renamed
+    }
+
+
+def _renamed(table: Table, theirs: Mapping[str, Array]) -> Iterator[tuple[str, Array, tuple[int, ...] | None]]:
+    """The new name of each array, the array and the new order of its axes."""
+    taken: dict[str, str] = {}
+    for name, array in theirs.items():
+        rows = (
+            (row, re.fullmatch(row.pattern, name)) for row in table if len(row.axes or np.shape(array)) == array.ndim
+        )
+        row, found = next(((row, found) for row, found in rows if found), (None, None))
+        if row is None or found is None:
+            raise UserError(f"no row of the table of names fits {name} of shape {array.shape}: add one")
+        new = found.expand(row.name).replace(".", "/")
+        if new in taken:
+            raise UserError(f"{name} and {taken[new]} both become {new}: mend the table of names")
+        taken[new] = name
+        yield new, array, row.axes

@@ -1,0 +1,143 @@
+"""Runs experiments in processes forked from one that has imported everything, and ends them at chosen moments.
+
+A fault point is any moment before a Python program opens a file for writing, renames, makes or removes anything below
+--out: the audit events of Python itself, in our code and in everyone else's. The program knows nothing of it.
+"""
+
+import itertools
+import json
+import os
+import resource
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.symlink")
+LIMIT = 600  # seconds that a program may take
+
+
+class Warm:
+    """A process that is ready to run experiments: `with Warm() as warm: warm.run("uniform --epochs 2", out)`."""
+
+    def __enter__(self):
+        devices = os.environ.get("MCOMB_TESTS_DEVICES", "2")
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": devices, "PYTHONPATH": str(ROOT)}
+        environment.pop("MCOMB_DATA_DIR", None)
+        words = [sys.executable, __file__]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(words, cwd=ROOT, env=environment, **pipes)
+        return self
+
+    def __exit__(self, *error):
+        self.process.stdin.close()
+        self.process.wait(LIMIT)
+        self.process.stdout.close()
+
+    def run(self, command, out, **how):
+        """How a program ended: its exit code, or minus the signal, and what it printed on both streams.
+
+        at, number: the fault point at which it gets a signal, from 1 on, or words in the name of the first such point,
+        such as "os.rename /results.json"; 0 notes all points. after: the seconds after which it gets it instead. fail:
+        an errno with which everything fails from the fault point on. files: how many it may open. clock: whether
+        time.time jumps back and forth.
+        """
+        return self.together([command], out, **how)[0]
+
+    def together(self, commands, out, **how):
+        """How programs ended that were started at once."""
+        print(json.dumps([commands, str(out), how]), file=self.process.stdin, flush=True)
+        return [tuple(ended) for ended in json.loads(self.process.stdout.readline())]
+
+
+def serve():
+    """Forks a process for each command of each line on standard input; says how they ended."""
+    import experiments.report
+    import experiments.train  # noqa: F401 (imported, to be warm)
+
+    for line in sys.stdin:
+        commands, out, how = json.loads(line)
+        children = {}
+        for index, command in enumerate(commands):
+            log = Path(f"{out}.log-{index}")
+            pid = os.fork()
+            if pid == 0:
+                become(command, Path(out), log, **how)
+                return
+            children[pid] = log
+        ended = []
+        start = time.monotonic()
+        for pid, log in children.items():
+            code = wait(pid, start, how.get("after"), how.get("number", signal.SIGKILL))
+            ended.append((code, log.read_text(errors="replace")))
+            log.unlink()
+        print(json.dumps(ended), flush=True)
+
+
+def wait(pid, start, after, number):
+    """The exit code of a child, which gets a signal some seconds after the start."""
+    while True:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        passed = time.monotonic() - start
+        if after is not None and passed > after:
+            os.kill(pid, number)
+            after = None
+        if passed > LIMIT:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.005)
+
+
+def become(command, out, log, at=None, number=signal.SIGKILL, after=None, fail=None, files=None, clock=False):
+    """Turns this process into one that runs a command."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    watch(str(out), at, number, fail)
+    if files is not None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+    if clock:
+        real, ticks = time.time, itertools.count()
+        time.time = lambda: real() + 1e6 * (-1) ** next(ticks)
+    name, *flags = command.split()
+    path = str(ROOT / "experiments" / f"{name}.py")
+    sys.argv = [path, *flags, "--out", str(out)]
+    runpy.run_path(path, run_name="__main__")
+
+
+def watch(out, at, number, fail):
+    """Sends this process a signal at a fault point, or lets everything fail from there on; or notes all of them."""
+    if at is None:
+        return
+    points, reached, lock = itertools.count(1), [], threading.Lock()
+    notes = os.open(f"{out}.events", os.O_WRONLY | os.O_CREAT | os.O_TRUNC) if at == 0 else None
+
+    def hook(event, args):
+        writes = event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        if not (writes or event in CHANGES) or not str(args[0]).startswith(out + "/"):
+            return
+        name = f"{event} {str(args[0]).removeprefix(out)}"
+        with lock:
+            point = next(points)
+            first = not reached and (point == at if isinstance(at, int) else all(word in name for word in at.split()))
+            if first:
+                reached.append(name)
+        if notes is not None:
+            os.write(notes, f"{name}\n".encode())
+        elif fail is not None and reached and event != "os.remove":
+            raise OSError(fail, os.strerror(fail), str(args[0]))
+        elif fail is None and first:
+            os.kill(os.getpid(), number)
+
+    sys.addaudithook(hook)
+
+
+if __name__ == "__main__":
+    serve()
+    sys.stdout.flush()

@@ -1,0 +1,121 @@
+"""`python -m mcomb`: networks from anywhere are inspected, aligned, combined and evaluated."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mcomb import combine, read_checkpoint, write_checkpoint
+from mcomb.__main__ import main
+from mcomb.base import UserError, named_leaves
+from mcomb.lab.setups import SETUPS
+
+SETUP = SETUPS["mlp-digits"]
+MODEL = ["--model", "mlp-digits:2"]
+HIDDEN = 16
+
+MINE = """
+import jax, jax.numpy as jnp
+def model():
+    x = jax.random.normal(jax.random.key(0), (40, 6))
+    def apply(params, x):
+        hidden = jnp.tanh(x @ params["fc1"]["kernel"] + params["fc1"]["bias"][None])
+        return hidden @ params["fc2"]["kernel"]
+    return apply, x, x[:, :3].argmax(1)
+def without_labels():
+    return model()[:2]
+def wrong():
+    return 3
+"""
+
+
+@pytest.fixture
+def networks(tmp_path):
+    """Two networks and one of them with its units in another order."""
+    paths = [tmp_path / name for name in ("a.safetensors", "b.npz", "shuffled.msgpack")]
+    a, b = (SETUP.init(2, seed) for seed in (0, 1))
+    spec = SETUP.spec(2)
+    for path, params in zip(paths, (a, b, spec.apply(spec.random(jax.random.key(3)), a)), strict=True):
+        write_checkpoint(path, params)
+    return paths
+
+
+def said(capsys, *words):
+    main([*map(str, words)])
+    return capsys.readouterr().out
+
+
+def test_a_network_is_inspected(networks, capsys, tmp_path):
+    out = said(capsys, "inspect", networks[0], *MODEL, "--graph", tmp_path / "graph.png")
+    assert "dense2/kernel" in out
+    assert "32 × 32" in out
+    assert "permutation" in out
+    assert (tmp_path / "graph.png").stat().st_size > 5_000
+    assert "permutation" not in said(capsys, "inspect", networks[1])
+
+
+def test_a_shuffled_network_is_aligned_to_what_it_was(networks, capsys, tmp_path):
+    out = said(capsys, "align", networks[0], networks[2], tmp_path / "aligned.npz", *MODEL)
+    assert str(tmp_path / "aligned.npz") in out
+    jax.tree.map(np.testing.assert_array_equal, read_checkpoint(tmp_path / "aligned.npz"), read_checkpoint(networks[0]))
+
+
+def test_the_line_s_middle_is_the_mean_and_other_distributions_lie_between(networks, capsys, tmp_path):
+    a, b = map(read_checkpoint, networks[:2])
+    said(capsys, "combine", *networks[:2], tmp_path / "middle.npz", "--share", 0.5)
+    found = read_checkpoint(tmp_path / "middle.npz")
+    jax.tree.map(np.testing.assert_array_equal, found, combine(a, b, 0.5))
+    said(capsys, "combine", *networks[:2], tmp_path / "vertex.npz", "--distribution", "bernoulli", "--p", 0.5)
+    vertex, a, b = map(named_leaves, (read_checkpoint(tmp_path / "vertex.npz"), a, b))
+    for name in ("dense1/kernel", "dense2/kernel"):
+        from_a = np.isclose(vertex[name], a[name]).mean()
+        assert 0.4 < from_a < 0.6
+        assert np.all(np.isclose(vertex[name], a[name]) | np.isclose(vertex[name], b[name]))
+
+
+def test_networks_of_ones_own_function_are_evaluated(capsys, tmp_path, monkeypatch):
+    (tmp_path / "mine_in_a_test.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    key = jax.random.key(1)
+    params = {"fc1": {"kernel": jax.random.normal(key, (6, HIDDEN)), "bias": jnp.zeros(HIDDEN)}}
+    params["fc2"] = {"kernel": jax.random.normal(key, (HIDDEN, 3))}
+    theirs = {"fc1.weight": params["fc1"]["kernel"].T, "fc1.bias": np.zeros(HIDDEN, np.float32)}
+    theirs["fc2.weight"] = params["fc2"]["kernel"].T
+    write_checkpoint(tmp_path / "a.npz", params)
+    write_checkpoint(tmp_path / "theirs.safetensors", theirs)
+    mine = ["--model", "mine_in_a_test:model"]
+    ours = said(capsys, "evaluate", "a.npz", *mine).splitlines()[1].split()[1:]
+    assert (
+        ours == said(capsys, "evaluate", "theirs.safetensors", *mine, "--names", "pytorch").splitlines()[1].split()[1:]
+    )
+    said(capsys, "align", "theirs.safetensors", "theirs.safetensors", "back.safetensors", *mine, "--names", "pytorch")
+    back = read_checkpoint("back.safetensors")
+    assert back.keys() == theirs.keys()
+    for name, leaf in theirs.items():
+        np.testing.assert_array_equal(back[name], leaf)
+    for model, problem in (("without_labels", "no labels"), ("wrong", "gives no model"), ("none", "gives no model")):
+        with pytest.raises(UserError, match=problem):
+            main(["evaluate", "a.npz", "--model", f"mine_in_a_test:{model}"])
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["merge"], "no command merge"),
+        (["inspect"], "network"),
+        (["inspect", "A", "--graph", "g.png"], "--model"),
+        (["inspect", "nowhere.npz"], "no file nowhere.npz"),
+        (["align", "A", "B", "C"], "is no model"),
+        (["align", "A", "B", "C", "--model", "mlp-digits"], "is no model"),
+        (["align", "A", "B", "C", "--model", "mlp-digits:x"], "has no width"),
+        (["align", "A", "B", "C", "--model", "mlp-digits:3"], "does not fit"),
+        (["combine", "A", "B", "C"], "--share"),
+        (["combine", "A", "B", "C", "--share", "0.5", "--p", "0.5"], "--share"),
+        (["evaluate", "A", "--model", "nowhere_at_all:model"], "gives no model"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_sentence_and_nothing_is_written(networks, tmp_path, words, problem):
+    names = {"A": networks[0], "B": networks[1], "C": tmp_path / "c.npz"}
+    with pytest.raises(UserError, match=problem):
+        main([str(names.get(word, word)) for word in words])
+    assert not (tmp_path / "c.npz").exists()
