@@ -227,6 +227,10 @@ class Interpreter:
         known.value = array
         return known
 
+    def explain(self, why: str) -> None:
+        """Says why the current operation freezes what it freezes."""
+        self.reason = self.reason.replace(" in ", f" ({why}) in ", 1)
+
     def freeze(self, axes: Iterable[Axis | None]) -> None:
         """Forbids any permutation of these axes, and blames the current operation."""
         for axis in axes:
@@ -275,6 +279,7 @@ class Interpreter:
         self.first_use.setdefault(axis, len(self.first_use))
         parts = split(axis, sizes, self.reason)
         if parts is None:
+            self.explain("its parts cut across those of a product or a concatenation before it")
             self.freeze([axis])
             return self.new_axes(sizes, self.reason)
         return tuple(part if part.size > 1 else None for part in parts)

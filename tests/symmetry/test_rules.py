@@ -76,6 +76,13 @@ def sharded(params, x):
     return jax.shard_map(inner, mesh=mesh, in_specs=(P(), P("device")), out_specs=P())(params, x)
 
 
+def sharded_units(params, x):
+    mesh = Mesh(np.array(jax.devices()[:2]), "device")
+    return jax.shard_map(jnp.tanh, mesh=mesh, in_specs=P(None, "device"), out_specs=P(None, "device"))(
+        params["in"]
+    ).sum()
+
+
 def choose(params, x):
     return jax.lax.top_k(jax.nn.softmax(x @ params["router"]), 2)
 
@@ -298,3 +305,28 @@ def test_what_sorting_freezes_is_blamed_on_it():
     spec = permutation_spec(fn, params, Shape((ROWS, FEATURES), jnp.float32))
     assert spec.axes == {"up": (None, "up"), "down": (None, None)}
     assert {frozen.reason.split()[0] for frozen in spec.frozen if frozen.leaf == "down"} == {"sort", "the"}
+
+
+@pytest.mark.parametrize(
+    ("fn", "shapes", "words"),
+    [
+        (
+            lambda p, x: jax.lax.ragged_dot(x, p["in"], jnp.array([1, 3])) @ p["out"],
+            {"in": (2, FEATURES, UNITS), "out": (UNITS, 2)},
+            "ragged_dot_general (groups take the rows in turn)",
+        ),
+        (
+            lambda p, x: (
+                jnp.concatenate([x @ p["in"], x @ p["in"]], 1).reshape(ROWS, 4, 3).max(1) @ p["out"]
+                + (x @ p["in"]).reshape(ROWS, 3, 2).max(1) @ p["other"]
+            ),
+            {"in": (FEATURES, UNITS), "out": (3, 2), "other": (2, 2)},
+            "reshape (its parts cut across those of a product or a concatenation before it)",
+        ),
+        (sharded_units, {"in": (FEATURES, UNITS)}, "shard_map (devices share the array out by position)"),
+    ],
+)
+def test_what_is_frozen_is_explained(fn, shapes, words):
+    params = {name: Shape(shape, jnp.float32) for name, shape in shapes.items()}
+    spec = permutation_spec(fn, params, Shape((ROWS, FEATURES), jnp.float32))
+    assert any(frozen.leaf == "in" and frozen.reason.startswith(f"{words} in ") for frozen in spec.frozen), str(spec)
