@@ -4,5 +4,5 @@ Networks, matchings and results record the version that made them, and those of 
 """
 
 TRAINING = 1
-MATCHING = 1
+MATCHING = 2
 MEASUREMENT = 2
