@@ -1,4 +1,5 @@
 import itertools
+import tracemalloc
 from functools import cache
 
 import jax
@@ -14,6 +15,7 @@ from zoo import spec_of
 from benchmarks.programs import Program
 from mcomb import Blocks, PermutationSpec, Segments, match_weights, permutation_spec
 from mcomb.base import UserError, named_leaves
+from mcomb.matching import weights
 from mcomb.matching.core import inner_product as matching_inner_product
 from mcomb.matching.core import objective, weight_parts
 from mcomb.matching.weights import _coordinate_descent, visit_orders
@@ -287,3 +289,45 @@ def test_only_the_named_permutations_are_matched(problem):
     matching = match_weights(spec, a, b, start=start, only=[first], restarts=4)
     assert_equal({name: matching.perms[name] for name in others}, {name: start[name] for name in others})
     assert matching.objective > objective(spec, a, b, start)
+
+
+def dense_pair(n, seed=0):
+    """The spec and the weights of two networks whose middle leaf is by far the largest."""
+    rng = np.random.default_rng(seed)
+    shapes = {"in": (8, n), "mid": (n, n), "out": (n, 4)}
+    a, b = ({name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()} for _ in "ab")
+    return PermutationSpec.from_axes(a, {"in": (None, "P"), "mid": ("P", "Q"), "out": ("Q", None)}), a, b
+
+
+def test_matching_takes_four_copies_of_the_largest_leaf(monkeypatch):
+    """Two kept scores, and an assignment problem in double precision."""
+    monkeypatch.setattr(weights, "BLOCK_SIZE", 64)  # in proportion as for 8192 units
+    spec, a, b = dense_pair(512)
+    parts, orders = list(weight_parts(spec, a, b)), list(itertools.islice(visit_orders(list(spec.sizes), 0), 3))
+    match_weights(*dense_pair(8))  # what is made once does not count
+    tracemalloc.start()
+    matching = _coordinate_descent(spec, parts, None, orders)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert matching.solved > len(spec.sizes)  # later visits are among them
+    assert peak < 4.7 * a["mid"].nbytes
+
+
+def test_blocks_of_scores_change_no_permutation(monkeypatch):
+    spec, a, b = dense_pair(100)
+    whole = match_weights(spec, a, b)
+    monkeypatch.setattr(weights, "BLOCK_SIZE", 32)
+    blocks = match_weights(spec, a, b)
+    assert_equal(blocks.perms, whole.perms)
+    assert len(whole.trace) > 3
+
+
+def test_a_long_descent_shows_where_it_is_and_a_short_one_nothing(monkeypatch, capsys):
+    spec, a, b = dense_pair(20)
+    match_weights(spec, a, b)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(weights, "SILENCE", 0.0)
+    matching = match_weights(spec, a, b)
+    shown = capsys.readouterr().err
+    assert f"{matching.solved} visits" in shown
+    assert f"sweep {len(matching.trace) - 1}, done, objective {matching.objective:.6g}" in shown
