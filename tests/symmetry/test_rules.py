@@ -187,8 +187,8 @@ def rotary(params, x):
 
 
 def autoregressive(params, x):
-    """Each unit sees the inputs up to its number, of which there are three; the seventh unit has no others like it."""
-    numbers = [np.arange(FEATURES), np.arange(7) % 3, np.arange(7) % 3, np.arange(2)]
+    """Each unit sees the inputs, and units, up to its number, of which there are three."""
+    numbers = [np.arange(FEATURES), np.arange(UNITS) % 3, np.arange(UNITS) % 3, np.arange(2)]
     masks = [(a[:, None] <= b[None]).astype(np.float32) for a, b in itertools.pairwise(numbers)]
     one, two, three = (params[name] * mask for name, mask in zip(("one", "two", "three"), masks, strict=True))
     return jnp.tanh(jnp.tanh(x @ one) @ two) @ three
@@ -270,7 +270,7 @@ PROGRAMS = {
     "mask of every second unit": layer(lambda h, p: h * (jnp.arange(UNITS) % 2), [(2, 3)]),
     "mask of every second unit, and of others": layer(lambda h, p: h * (jnp.arange(UNITS) % 2) * MASK, []),
     "autoregressive masks": Program(
-        autoregressive, {"one": (FEATURES, 7), "two": (7, 7), "three": (7, 2)}, [(3, 2), (3, 2)]
+        autoregressive, {"one": (FEATURES, UNITS), "two": (UNITS, UNITS), "three": (UNITS, 2)}, [(3, 2), (3, 2)]
     ),
     "units of heads that are told apart": layer(tell_apart, [(2, 3)]),
     "units of groups that are added one by one": layer(add_groups, [(2, 3), (4,)], mid=(2, 3, 4), down=(4, 2)),
