@@ -8,15 +8,19 @@ from tqdm import tqdm
 from mcomb.processes import is_first
 
 
-def progress_bar(total: int, unit: str, what: str, done: int = 0) -> "tqdm[Any]":
-    """A bar with rate and time left; where nobody watches a terminal, a line now and then."""
+def progress_bar(total: int | None, unit: str, what: str, done: int = 0, delay: float = 0.0) -> "tqdm[Any]":
+    """A bar with rate and time left; where nobody watches a terminal, a line now and then.
+
+    Without a total it counts. For the first `delay` seconds it is not shown.
+    """
     watched = sys.stderr.isatty()
     return tqdm(
         total=total,
         initial=done,
+        delay=delay,
         desc=what,
         unit=unit,
-        unit_scale=True,
+        unit_scale=total is not None,  # a plain count is small
         dynamic_ncols=watched,
         mininterval=0.2 if watched else 10,
         disable=not is_first(),

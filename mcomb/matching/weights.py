@@ -4,10 +4,12 @@ This is permutation coordinate descent (the paper's Algorithm 1). A sweep visits
 visit changes one permutation and keeps the others: it solves the assignment problem whose score (i, j) is the inner
 product of the weights of A's unit i with those of B's unit j.
 
-Computing the scores costs most of the time, and three things save it:
+Computing the scores costs most of the time of wide networks, solving the problems that of trained ones, and four things
+save it:
 - Scores are kept. They are a sum over the positions of the neighbouring permutations, so at the next visit only the
   positions that have changed are subtracted and added again.
 - A visit is skipped if no neighbouring permutation has changed since the last one.
+- Prices are kept (`fair_prices`), at which the next assignment problem is an easy one.
 - One thread solves a permutation's assignment problem while the scores of permutations that share no weights with it
   are computed.
 """
@@ -15,24 +17,30 @@ Computing the scores costs most of the time, and three things save it:
 import itertools
 import math
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
 from jaxtyping import Float
 from threadpoolctl import ThreadpoolController
 
-from mcomb.base import Params, UserError, stream
-from mcomb.matching.core import Matching, WeightPart, inner_product, solve_assignment, weight_parts
+from mcomb.base import Array, Params, UserError, stream
+from mcomb.matching.core import Matching, WeightPart, fair_prices, inner_product, solve_assignment, weight_parts
+from mcomb.progress import progress_bar
 from mcomb.symmetry.spec import Perms, PermutationSpec
 
-BLOCK_SIZE = 1024  # positions that one matrix product sums over
-PARTIAL_SUMS = 4  # sums of products computed in parallel; the same everywhere, so that all machines round alike
-SOLVER_THREADS = 2  # assignment problems solved in parallel; each needs four times the memory of its scores
+T = TypeVar("T")
+
+BLOCK_SIZE = 1024  # positions that one matrix product sums over, and columns of the scores that it gives
+PRODUCTS_AT_ONCE = 4  # computed or waiting to be added, in an order that is the same on all machines
+SMALL = 64  # up to this size threads cost more than they save
+SOLVER_THREADS = 2  # assignment problems solved in parallel; each needs twice the memory of its scores
+SILENCE = 3.0  # seconds that a descent may take before it shows where it is
 GAIN_ROUNDINGS = 8  # a gain counts if it exceeds this many rounding errors of the scores that it is made of
 
 
@@ -193,7 +201,7 @@ def coordinate_descent(
     if not np.isfinite(initial):
         raise UserError("the inner product of A's and B's weights is infinite or not a number: they cannot be matched")
     cores = os.cpu_count() or 1
-    products, solvers = ThreadPoolExecutor(min(cores, PARTIAL_SUMS)), ThreadPoolExecutor(min(cores, SOLVER_THREADS))
+    products, solvers = ThreadPoolExecutor(min(cores, PRODUCTS_AT_ONCE)), ThreadPoolExecutor(min(cores, SOLVER_THREADS))
     descent = _Descent(spec, parts, spec.identity() if start is None else start, products)
     pending: dict[str, tuple[int, Future[_Update]]] = {}  # the sweep of a visit, and its assignment problem
 
@@ -205,16 +213,22 @@ def coordinate_descent(
             descent.perms |= update.perms
             gains[sweep] += update.gain
 
+    def show(where: str) -> None:
+        bar.set_postfix_str(f"sweep {len(gains)}, {where}, objective {initial + sum(gains):.6g}", refresh=False)
+
     gains: list[float] = []  # of each sweep
     solved = skipped = 0
     # BLAS's own threads wait for one another whenever another process needs a core, so ours get the cores.
-    with products, solvers, _thread_pools().limit(limits=max(1, cores // PARTIAL_SUMS), user_api="blas"):
+    blas_threads = _thread_pools().limit(limits=max(1, cores // PRODUCTS_AT_ONCE), user_api="blas")
+    with products, solvers, blas_threads, progress_bar(None, " visits", "matching weights", delay=SILENCE) as bar:
         for sweep, order in enumerate(orders):
             solved_before = solved
             gains.append(0.0)
             for name in order:
                 wait_for({name, *descent.neighbours[name]})
                 if not descent.is_unchanged(name):
+                    show(name)
+                    bar.update()
                     pending[name] = sweep, solvers.submit(descent.visit(name))
                     solved += 1
             if solved == solved_before:
@@ -222,6 +236,7 @@ def coordinate_descent(
                 break
             skipped += len(order) - (solved - solved_before)
         wait_for(list(pending))
+        show("done")
     trace = tuple(itertools.accumulate(gains, initial=initial))
     return Matching(descent.perms, trace[-1], trace, solved=solved, skipped=skipped)
 
@@ -239,6 +254,7 @@ class _Descent:
         `stacks`, the rest in `other_parts`.
     neighbours: for each permutation, the permutations that its scores depend on.
     scores: for each standalone permutation, its scores at its last visit.
+    prices: for each standalone permutation that has begun to settle, prices of B's units at its last visit.
     last_visit: for each permutation, the values that all permutations had at its last visit.
     """
 
@@ -261,6 +277,7 @@ class _Descent:
                     self.other_parts[name].append(part)
                 self.neighbours[name] |= {*labels} if labels.count(name) > 1 else {*labels} - {name}
         self.scores: dict[str, np.ndarray] = {}
+        self.prices: dict[str, np.ndarray] = {}
         self.last_visit: dict[str, Perms] = {}
 
     def is_unchanged(self, name: str) -> bool:
@@ -279,21 +296,33 @@ class _Descent:
             return partial(self._solve_nested, name, perms)
         n = self.spec.sizes[name]
         scores = self.scores.setdefault(name, np.zeros((n, n), _score_dtype(self.parts[name])))
-        terms = [term for stack in self.stacks[name] for term in _score_terms(stack, name, perms, previous)]
-        subsets = (terms[i::PARTIAL_SUMS] for i in range(min(PARTIAL_SUMS, len(terms))))
-        for partial_sum in self.pool.map(_sum_terms, subsets):
-            scores += partial_sum
+        products = [product for stack in self.stacks[name] for product in _score_products(stack, name, perms, previous)]
+        for columns, product in self._in_turn(products) if n > SMALL else (compute() for compute in products):
+            scores[:, columns] += product
         if self.other_parts[name]:  # their scores are computed anew at each visit
             scores = scores.copy()
             scores[:, perms[name]] += _unit_scores(self.spec, self._permuted_parts(name, perms), (), (name,))[0]
         return partial(self._solve, name, perms, scores)
 
+    def _in_turn(self, functions: Iterable[Callable[[], T]]) -> Iterator[T]:
+        """Yields what the functions return, in their order; the pool computes a few of them ahead."""
+        ahead: deque[Future[T]] = deque()
+        for function in functions:
+            if len(ahead) == PRODUCTS_AT_ONCE:
+                yield ahead.popleft().result()
+            ahead.append(self.pool.submit(function))
+        while ahead:
+            yield ahead.popleft().result()
+
     def _solve(self, name: str, perms: Perms, scores: Float[np.ndarray, "n n"]) -> _Update:
         """The update of a standalone permutation to the one with the highest score."""
-        best, current = solve_assignment(scores), perms[name]
+        prices, current = self.prices.get(name, 0.0), perms[name]
+        best = solve_assignment(scores, prices)
+        changed = np.flatnonzero(best != current)
+        if len(changed) < len(best) / 2:  # else the next scores will be so different that prices do not help
+            self.prices[name] = fair_prices(scores, best, prices)
         if name in self.neighbours[name]:  # the scores change with the permutation itself and only estimate the gain
             return self._update_if_better(name, perms, {name: best})
-        changed = np.flatnonzero(best != current)
         new, old = (scores[changed, perm[changed]].astype(np.float64) for perm in (best, current))
         gain = float(new.sum() - old.sum())
         least = GAIN_ROUNDINGS * np.finfo(scores.dtype).eps * np.abs([new, old]).sum()
@@ -337,10 +366,10 @@ def _score_dtype(parts: Sequence[WeightPart]) -> np.dtype:
     return np.result_type(np.float32, *(part.a for part in parts), *(part.b for part in parts))
 
 
-def _score_terms(
+def _score_products(
     stack: _MatrixStack, name: str, perms: Perms, previous: Perms | None
-) -> Iterator[Callable[[], np.ndarray]]:
-    """Yields functions that compute what a stack of matrices adds to a permutation's scores since its last visit.
+) -> Iterator[Callable[[], tuple[slice, np.ndarray]]]:
+    """Yields functions that compute what a stack of matrices adds to some columns of a permutation's scores.
 
     `perms` are the permutations now, `previous` those at the last visit. At the first visit (`previous` is None) all
     products are added; later only those at positions that have changed, new minus old. Row i of the scores is unit i of
@@ -348,34 +377,33 @@ def _score_terms(
     """
     axis = stack.labels.index(name)
     other = stack.labels[1 - axis]
+    tiles = _blocks(len(perms[name]))
     if other is None:
         if previous is None:
-            yield lambda: stack.a[0].T @ stack.b[0]
+            yield from (partial(lambda tile: (tile, stack.a[0].T @ stack.b[0, :, tile]), tile) for tile in tiles)
         return
 
     changed = np.arange(len(perms[other])) if previous is None else np.flatnonzero(perms[other] != previous[other])
 
-    def product(a: np.ndarray, b: np.ndarray, block: slice) -> np.ndarray:
+    def take(b: np.ndarray, positions: Array, tile: slice) -> np.ndarray:
+        return b[positions, tile] if axis else b[tile].take(positions, 1)
+
+    def product(a: np.ndarray, b: np.ndarray, block: slice, tile: slice) -> tuple[slice, np.ndarray]:
+        positions = changed[block]
+        rows_b = take(b, perms[other][positions], tile)
         if previous is None:
             rows_a = a[block] if axis else a[:, block]
-            rows_b = b.take(perms[other][block], 1 - axis)
         else:
-            positions = changed[block]
             rows_a = a.take(positions, 1 - axis)
-            rows_b = b.take(perms[other][positions], 1 - axis)
-            rows_b -= b.take(previous[other][positions], 1 - axis)
-        return rows_a.T @ rows_b if axis else rows_a @ rows_b.T
+            rows_b -= take(b, previous[other][positions], tile)
+        return tile, rows_a.T @ rows_b if axis else rows_a @ rows_b.T
 
-    for start, (a, b) in itertools.product(range(0, len(changed), BLOCK_SIZE), zip(stack.a, stack.b, strict=True)):
-        yield partial(product, a, b, slice(start, start + BLOCK_SIZE))
+    for block, tile, (a, b) in itertools.product(_blocks(len(changed)), tiles, zip(stack.a, stack.b, strict=True)):
+        yield partial(product, a, b, block, tile)
 
 
-def _sum_terms(terms: Sequence[Callable[[], np.ndarray]]) -> np.ndarray:
-    """The sum of what the functions compute, with only one term in memory at a time."""
-    total = terms[0]()
-    for term in terms[1:]:
-        total += term()
-    return total
+def _blocks(size: int) -> list[slice]:
+    return [slice(start, start + BLOCK_SIZE) for start in range(0, size, BLOCK_SIZE)]
 
 
 def _unit_scores(

@@ -227,6 +227,10 @@ class Interpreter:
         known.value = array
         return known
 
+    def explain(self, why: str) -> None:
+        """Says why the current operation freezes what it freezes."""
+        self.reason = self.reason.replace(" in ", f" ({why}) in ", 1)
+
     def freeze(self, axes: Iterable[Axis | None]) -> None:
         """Forbids any permutation of these axes, and blames the current operation."""
         for axis in axes:
@@ -275,6 +279,7 @@ class Interpreter:
         self.first_use.setdefault(axis, len(self.first_use))
         parts = split(axis, sizes, self.reason)
         if parts is None:
+            self.explain("its parts cut across those of a product or a concatenation before it")
             self.freeze([axis])
             return self.new_axes(sizes, self.reason)
         return tuple(part if part.size > 1 else None for part in parts)
@@ -316,7 +321,8 @@ def _constant_axis(array: np.ndarray, axis: int) -> Axis:
     """An axis along which a known array varies: frozen, but for entries that look the same.
 
     They may follow one another, or come back with a period, as in a mask of every second unit. Then the axis is the
-    product of periods, in any order, with what is inside them; and of a last period that is cut off nothing moves.
+    product of periods, in any order, with what is inside them. (A last period that is cut off would be a segment of its
+    own, and no permutation can be batched over segments.)
     """
     entries = np.moveaxis(array, axis, 0)
     count = len(entries)
@@ -332,10 +338,8 @@ def _constant_axis(array: np.ndarray, axis: int) -> Axis:
         return concatenation([Axis(size, "a constant" if size == 1 else None) for size in sizes])
     candidates = 1 + np.flatnonzero(same(entries[1 : count // 2 + 1], entries[:1]))
     for period in map(int, candidates[:MOST_PERIODS]):
-        if same(entries[period:], entries[:-period]).all():
-            whole = product([Axis(count // period), Axis(period, "a constant")])
-            rest = count % period
-            return concatenation([whole, Axis(rest, "a constant")] if rest else [whole])
+        if count % period == 0 and same(entries[period:], entries[:-period]).all():
+            return product([Axis(count // period), Axis(period, "a constant")])
     return Axis(count, "a constant")
 
 

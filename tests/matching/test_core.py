@@ -4,12 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.optimize
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numerics import assert_close, assert_equal, inner_product, inner_product_scale
+from numerics import EPS, assert_close, assert_equal, inner_product, inner_product_scale
 
 from mcomb import Blocks, PermutationSpec, Segments
-from mcomb.matching.core import objective, solve_assignment, weight_parts
+from mcomb.matching.core import fair_prices, objective, solve_assignment, weight_parts
 
 SPEC = PermutationSpec(
     axes={"fused": ("P", Blocks((2, "Q"))), "joined": (Segments(("P", "Q", 1)),), "scalar": (), "count": ("P",)},
@@ -54,3 +55,52 @@ def test_each_assignment_problem_of_a_batch_is_solved(seed, batch):
             itertools.permutations(range(4)), key=lambda order, index=index: scores[index][range(4), order].sum()
         )
         assert found[index].tolist() == list(best)
+
+
+def random_scores(rng, kind, n):
+    """Scores without structure, with ties, all equal, on which solvers take long, or of very different sizes."""
+    normal = rng.standard_normal((n, n))
+    scores = {
+        "normal": normal,
+        "ties": rng.integers(0, 3, (n, n)),
+        "equal": np.ones((n, n)),
+        "products": np.outer(np.arange(n), np.arange(n)),
+        "range": normal * 10.0 ** rng.integers(-6, 6, (n, 1)),
+    }
+    return scores[kind].astype(np.float32)
+
+
+KINDS = st.sampled_from(["normal", "ties", "equal", "products", "range"])
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(KINDS, min_size=1, max_size=5), st.integers(1, 40), st.integers(0, 2**32), st.floats(0, 100))
+def test_prices_change_no_optimum_however_scores_change(kinds, n, seed, first_price):
+    """A sequence of problems, each from the prices of the one before, has the optima that scipy finds from nothing."""
+    rng = np.random.default_rng(seed)
+    prices = first_price * rng.standard_normal(n)
+    for kind in kinds:
+        scores = random_scores(rng, kind, n)
+        found, rows = solve_assignment(scores, prices), np.arange(n)
+        assert sorted(found) == list(rows)
+        best = scores[scipy.optimize.linear_sum_assignment(scores, maximize=True)].sum(dtype=np.float64)
+        largest = max(np.abs(scores).max(), np.abs(prices).max())
+        roundings = 8 * n * np.finfo(np.float64).eps * n * largest
+        assert abs(scores[rows, found].sum(dtype=np.float64) - best) <= roundings
+        prices = fair_prices(scores, found, prices)
+        assert np.isfinite(prices).all()
+
+
+def test_at_fair_prices_fewer_rows_would_rather_have_another_column():
+    scores = np.random.default_rng(0).standard_normal((60, 60)).astype(np.float32)
+    assigned = solve_assignment(scores)
+
+    def envious(prices):
+        gains = scores - prices
+        return (gains.max(1) > gains[np.arange(60), assigned] + EPS).sum()
+
+    assert 0 < envious(fair_prices(scores, assigned)) < envious(0.0)
+    fair = np.zeros(60)
+    for _ in range(30):  # no path from one column to another by way of the rows is longer than 60
+        fair = fair_prices(scores, assigned, fair)
+    assert envious(fair) == 0  # they are the solution of the dual problem

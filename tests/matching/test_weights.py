@@ -1,4 +1,5 @@
 import itertools
+import tracemalloc
 from functools import cache
 
 import jax
@@ -15,6 +16,7 @@ from benchmarks.programs import Program
 from benchmarks.recovery import grouped_queries, grouped_query_shapes
 from mcomb import Blocks, PermutationSpec, Segments, match_weights, permutation_spec
 from mcomb.base import UserError, named_leaves
+from mcomb.matching import weights
 from mcomb.matching.core import inner_product as matching_inner_product
 from mcomb.matching.core import weight_parts
 from mcomb.matching.weights import coordinate_descent, visit_orders
@@ -132,7 +134,7 @@ def test_no_restart_is_refused():
         match_weights(PermutationSpec.from_axes(a, {"w": (None, "P")}), a, a, restarts=0)
 
 
-def plain_coordinate_descent(spec, a, b, seed):
+def plaincoordinate_descent(spec, a, b, seed):
     """The permutations that coordinate descent ends at if all scores are computed anew at every visit, in float64."""
     leaves = {name: (np.float64(named_leaves(a)[name]), np.float64(named_leaves(b)[name])) for name in spec.axes}
     perms, solved = spec.identity(), 0
@@ -158,7 +160,7 @@ def test_the_shortcuts_change_no_permutation(problem):
     """Kept scores, skipped visits and problems that are solved in parallel lead where the plain algorithm leads."""
     spec, a = problem
     b = add_noise(a, 5.0)
-    matching, (expected, solved) = match_weights(spec, a, b, seed=3), plain_coordinate_descent(spec, a, b, seed=3)
+    matching, (expected, solved) = match_weights(spec, a, b, seed=3), plaincoordinate_descent(spec, a, b, seed=3)
     assert_equal(matching.perms, expected)
     assert matching.skipped > 0
     assert matching.solved < solved
@@ -274,3 +276,45 @@ def test_restarts_start_anew_and_the_best_is_kept(problem):
     matching = match_weights(spec, a, b, restarts=4)
     assert len(matching.tried) == 4
     assert matching.objective == max(matching.tried) >= match_weights(spec, a, b).objective == matching.tried[0]
+
+
+def dense_pair(n, seed=0):
+    """The spec and the weights of two networks whose middle leaf is by far the largest."""
+    rng = np.random.default_rng(seed)
+    shapes = {"in": (8, n), "mid": (n, n), "out": (n, 4)}
+    a, b = ({name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()} for _ in "ab")
+    return PermutationSpec.from_axes(a, {"in": (None, "P"), "mid": ("P", "Q"), "out": ("Q", None)}), a, b
+
+
+def test_matching_takes_four_copies_of_the_largest_leaf(monkeypatch):
+    """Two kept scores, and an assignment problem in double precision."""
+    monkeypatch.setattr(weights, "BLOCK_SIZE", 64)  # in proportion as for 8192 units
+    spec, a, b = dense_pair(512)
+    parts, orders = list(weight_parts(spec, a, b)), list(itertools.islice(visit_orders(list(spec.sizes), 0), 3))
+    match_weights(*dense_pair(8))  # what is made once does not count
+    tracemalloc.start()
+    matching = coordinate_descent(spec, parts, None, orders)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert matching.solved > len(spec.sizes)  # later visits are among them
+    assert peak < 4.7 * a["mid"].nbytes
+
+
+def test_blocks_of_scores_change_no_permutation(monkeypatch):
+    spec, a, b = dense_pair(100)
+    whole = match_weights(spec, a, b)
+    monkeypatch.setattr(weights, "BLOCK_SIZE", 32)
+    blocks = match_weights(spec, a, b)
+    assert_equal(blocks.perms, whole.perms)
+    assert len(whole.trace) > 3
+
+
+def test_a_long_descent_shows_where_it_is_and_a_short_one_nothing(monkeypatch, capsys):
+    spec, a, b = dense_pair(20)
+    match_weights(spec, a, b)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(weights, "SILENCE", 0.0)
+    matching = match_weights(spec, a, b)
+    shown = capsys.readouterr().err
+    assert f"{matching.solved} visits" in shown
+    assert f"sweep {len(matching.trace) - 1}, done, objective {matching.objective:.6g}" in shown

@@ -337,9 +337,9 @@ def coupling_flow() -> Model:
 
 def autoregressive_flow() -> Model:
     """Masks say which units see which others."""
-    # A person counts (2, 2, 3) twice: in each layer there are two kinds of units, by what they see, and three of each
-    # kind. But the masks are constants, and a constant that is not the same everywhere freezes the axis.
-    return flow("masked_autoregressive_flow", eqx.is_inexact_array, [])
+    # A person counts (2, 2, 3) twice: in each of two layers there are two kinds of units, by what they see, and three
+    # of each kind. But both layers have the same masks, which are constants, and with them one order.
+    return flow("masked_autoregressive_flow", eqx.is_inexact_array, [(2, 3), (2, 3)])
 
 
 def autoregressive_flow_with_its_masks() -> Model:

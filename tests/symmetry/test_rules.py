@@ -76,6 +76,13 @@ def sharded(params, x):
     return jax.shard_map(inner, mesh=mesh, in_specs=(P(), P("device")), out_specs=P())(params, x)
 
 
+def sharded_units(params, x):
+    mesh = Mesh(np.array(jax.devices()[:2]), "device")
+    return jax.shard_map(jnp.tanh, mesh=mesh, in_specs=P(None, "device"), out_specs=P(None, "device"))(
+        params["in"]
+    ).sum()
+
+
 def choose(params, x):
     return jax.lax.top_k(jax.nn.softmax(x @ params["router"]), 2)
 
@@ -180,8 +187,8 @@ def rotary(params, x):
 
 
 def autoregressive(params, x):
-    """Each unit sees the inputs up to its number, of which there are three; the seventh unit has no others like it."""
-    numbers = [np.arange(FEATURES), np.arange(7) % 3, np.arange(7) % 3, np.arange(2)]
+    """Each unit sees the inputs, and units, up to its number, of which there are three."""
+    numbers = [np.arange(FEATURES), np.arange(UNITS) % 3, np.arange(UNITS) % 3, np.arange(2)]
     masks = [(a[:, None] <= b[None]).astype(np.float32) for a, b in itertools.pairwise(numbers)]
     one, two, three = (params[name] * mask for name, mask in zip(("one", "two", "three"), masks, strict=True))
     return jnp.tanh(jnp.tanh(x @ one) @ two) @ three
@@ -263,7 +270,7 @@ PROGRAMS = {
     "mask of every second unit": layer(lambda h, p: h * (jnp.arange(UNITS) % 2), [(2, 3)]),
     "mask of every second unit, and of others": layer(lambda h, p: h * (jnp.arange(UNITS) % 2) * MASK, []),
     "autoregressive masks": Program(
-        autoregressive, {"one": (FEATURES, 7), "two": (7, 7), "three": (7, 2)}, [(3, 2), (3, 2)]
+        autoregressive, {"one": (FEATURES, UNITS), "two": (UNITS, UNITS), "three": (UNITS, 2)}, [(3, 2), (3, 2)]
     ),
     "units of heads that are told apart": layer(tell_apart, [(2, 3)]),
     "units of groups that are added one by one": layer(add_groups, [(2, 3), (4,)], mid=(2, 3, 4), down=(4, 2)),
@@ -298,3 +305,28 @@ def test_what_sorting_freezes_is_blamed_on_it():
     spec = permutation_spec(fn, params, Shape((ROWS, FEATURES), jnp.float32))
     assert spec.axes == {"up": (None, "up"), "down": (None, None)}
     assert {frozen.reason.split()[0] for frozen in spec.frozen if frozen.leaf == "down"} == {"sort", "the"}
+
+
+@pytest.mark.parametrize(
+    ("fn", "shapes", "words"),
+    [
+        (
+            lambda p, x: jax.lax.ragged_dot(x, p["in"], jnp.array([1, 3])) @ p["out"],
+            {"in": (2, FEATURES, UNITS), "out": (UNITS, 2)},
+            "ragged_dot_general (groups take the rows in turn)",
+        ),
+        (
+            lambda p, x: (
+                jnp.concatenate([x @ p["in"], x @ p["in"]], 1).reshape(ROWS, 4, 3).max(1) @ p["out"]
+                + (x @ p["in"]).reshape(ROWS, 3, 2).max(1) @ p["other"]
+            ),
+            {"in": (FEATURES, UNITS), "out": (3, 2), "other": (2, 2)},
+            "reshape (its parts cut across those of a product or a concatenation before it)",
+        ),
+        (sharded_units, {"in": (FEATURES, UNITS)}, "shard_map (devices share the array out by position)"),
+    ],
+)
+def test_what_is_frozen_is_explained(fn, shapes, words):
+    params = {name: Shape(shape, jnp.float32) for name, shape in shapes.items()}
+    spec = permutation_spec(fn, params, Shape((ROWS, FEATURES), jnp.float32))
+    assert any(frozen.leaf == "in" and frozen.reason.startswith(f"{words} in ") for frozen in spec.frozen), str(spec)

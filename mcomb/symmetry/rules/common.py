@@ -15,7 +15,7 @@ T = TypeVar("T")
 def freeze_everything(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
     """The rule of an unknown primitive, which may depend on the order of everything."""
     if why := FROZEN_ON_PURPOSE.get(eqn.primitive.name):
-        interp.reason = interp.reason.replace(eqn.primitive.name, f"{eqn.primitive.name} ({why})", 1)
+        interp.explain(why)
     for operand in operands:
         interp.freeze(operand)
     interp.record((operand, [(i, axis) for axis in range(len(operand))]) for i, operand in enumerate(operands))
@@ -83,6 +83,8 @@ def for_all(value: T, names: str) -> dict[str, T]:
     return dict.fromkeys(names.split(), value)
 
 
+BY_POSITION = "devices share the array out by position"
+
 FROZEN_ON_PURPOSE: dict[str, str] = {
     **for_all(
         "random numbers differ from position to position",
@@ -92,7 +94,7 @@ FROZEN_ON_PURPOSE: dict[str, str] = {
         """,
     ),
     **for_all(
-        "devices share the array out by position",
+        BY_POSITION,
         """
         all_gather all_gather_invariant all_gather_reduced all_to_all axis_index precv psend ragged_all_to_all
         reduce_scatter unreduced_reduce_scatter

@@ -7,7 +7,7 @@ from jax.extend import core
 
 from mcomb.symmetry.axes import Axis, unite
 from mcomb.symmetry.interpreter import ArrayAxes, Interpreter, Known, sliced_axis
-from mcomb.symmetry.rules.common import freeze_everything, resized_axes, shape_of, split_list
+from mcomb.symmetry.rules.common import BY_POSITION, freeze_everything, resized_axes, shape_of, split_list
 
 
 def call(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
@@ -94,6 +94,7 @@ def unite_arrays(interp: Interpreter, arrays: Sequence[ArrayAxes]) -> ArrayAxes:
 
 def shard_map(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
     """The results of the inner jaxpr, in which the axes that devices share out are frozen."""
+    interp.explain(BY_POSITION)
     reason, jaxpr = interp.reason, eqn.params["jaxpr"]
 
     def convert(axes: ArrayAxes, spec: Iterable[Any], shape: Sequence[int]) -> ArrayAxes:

@@ -49,7 +49,12 @@ def convolution(interp: Interpreter, eqn: core.JaxprEqn, image: ArrayAxes, kerne
 def ragged_dot(
     interp: Interpreter, eqn: core.JaxprEqn, rows: ArrayAxes, matrices: ArrayAxes, sizes: ArrayAxes
 ) -> list[ArrayAxes]:
-    """A product of each group of rows with a matrix of its own; the order of rows and of groups matters."""
+    """A product of each group of rows with a matrix of its own; the order of rows and of groups matters.
+
+    Rows that are sorted by their group before and put back afterwards leave groups exchangeable. But that is a property
+    of the three together: the sorted rows by themselves depend on the order of the groups.
+    """
+    interp.explain("groups take the rows in turn")
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (contracted, batch), (ragged,) = numbers.dot_dimension_numbers, numbers.lhs_ragged_dimensions
     groups = list(numbers.rhs_group_dimensions)
