@@ -14,6 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+import jax
+
 from mcomb import processes
 from mcomb.base import UserError
 from mcomb.devices import use_a_device_per_core
@@ -115,6 +117,7 @@ def run(main: Callable[[], object]) -> None:
     SIGTERM, by which machines announce that they will be taken away, ends it as Ctrl-C does: after the current step.
     """
     use_a_device_per_core()
+    jax.config.update("jax_default_matmul_precision", "highest")  # float32 is float32, also on accelerators
     _mute_orbax()
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:

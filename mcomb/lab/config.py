@@ -12,6 +12,7 @@ from mcomb.lab.training import Recipe
 from mcomb.matching import MATCHERS
 
 C = TypeVar("C", bound="Config")
+DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class TrainingConfig:
     batch_size: Annotated[int | None, Flag("training images in a batch [setup]", at_least=1)] = None
     learning_rate: Annotated[float | None, Flag("peak learning rate [setup]", at_least=0)] = None
     weight_decay: Annotated[float | None, Flag("weight decay [setup]", at_least=0)] = None
+    dtype: Annotated[str, Flag("what networks compute in; their parameters are float32", choices=DTYPES)] = "float32"
     checkpoint_every: Annotated[int | None, Flag("epochs between checkpoints [setup]", at_least=1, identity=False)] = (
         None
     )

@@ -216,6 +216,7 @@ def _title(experiment: Experiment, config: Config, letters: str, with_parts: boo
     width = f", width {config.width}" if with_networks and not experiment.varies_width else ""
     by = f", matched by {config.matcher}" if with_networks and config.matcher not in ("", "weights") else ""
     how = by + (", repaired" if getattr(config, "repair", False) else "")
+    how += f", in {config.dtype}" if with_networks and config.dtype != "float32" else ""
     how += f", {config.pairs} {'triples' if 'C' in letters else 'pairs'}" if config.pairs > 1 else ""
     return f"{SETUPS[config.setup].title}{width}{how}: {experiment.title}"
 

@@ -1,6 +1,11 @@
-"""The paper's two networks and the embedded one. Every submodule has an explicit name; all return logits."""
+"""The paper's two networks and the embedded one. Every submodule has an explicit name; all return logits.
 
-from functools import cache
+Parameters are float32. With the dtype bfloat16, products, activations and what leaves a norm are bfloat16; the
+statistics of norms stay float32, as Flax has them, and logits become float32 again.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
 from typing import ClassVar, cast
 
 import flax.linen as nn
@@ -15,6 +20,7 @@ class Classifier(nn.Module):
 
     width: int
     classes: int
+    dtype: str = "float32"  # what is computed in
     depth: ClassVar[int]  # how many layers
 
     @staticmethod
@@ -26,6 +32,11 @@ class Classifier(nn.Module):
 def _numbered_layer(leaf: str) -> int:
     """The number in a leaf's first name."""
     return int("".join(filter(str.isdigit, leaf.partition("/")[0])))
+
+
+def layers_of(dtype: str) -> tuple[Callable[..., nn.Module], Callable[..., nn.Module]]:
+    """The convolution, without a bias, and the norm that compute in a dtype."""
+    return partial(nn.Conv, use_bias=False, dtype=dtype), partial(nn.LayerNorm, dtype=dtype)
 
 
 class MLP(Classifier):
@@ -42,8 +53,8 @@ class MLP(Classifier):
     def __call__(self, x: Float[Array, "n h w c"]) -> Float[Array, "n classes"]:
         x = x.reshape(len(x), -1)
         for i in (1, 2, 3):
-            x = nn.relu(nn.Dense(16 * self.width, name=f"dense{i}")(x))
-        return nn.Dense(self.classes, name="logits")(x)
+            x = nn.relu(nn.Dense(16 * self.width, dtype=self.dtype, name=f"dense{i}")(x))
+        return nn.Dense(self.classes, dtype=self.dtype, name="logits")(x)
 
 
 class Tiny10(Classifier):
@@ -69,10 +80,11 @@ class Tiny10(Classifier):
 
     @nn.compact
     def __call__(self, x: Float[Array, "n h w c"]) -> Float[Array, "n classes"]:
+        conv, norm = layers_of(self.dtype)
         for i, (channels, size, stride, padding) in enumerate(self.LAYERS, 1):
-            x = nn.Conv(channels * self.width, (size, size), stride, padding, use_bias=False, name=f"conv{i}")(x)
-            x = nn.relu(nn.LayerNorm(name=f"norm{i}")(x))
-        return nn.Dense(self.classes, name="logits")(x.mean(axis=(1, 2)))
+            x = conv(channels * self.width, (size, size), stride, padding, name=f"conv{i}")(x)
+            x = nn.relu(norm(name=f"norm{i}")(x))
+        return nn.Dense(self.classes, dtype=self.dtype, name="logits")(x.mean(axis=(1, 2)))
 
 
 class Block(nn.Module):
@@ -80,16 +92,18 @@ class Block(nn.Module):
 
     channels: int
     stride: int
+    dtype: str
 
     @nn.compact
     def __call__(self, x: Float[Array, "n h w c"]) -> Float[Array, "n h2 w2 c2"]:
-        y = nn.Conv(self.channels, (3, 3), self.stride, use_bias=False, name="conv1")(x)
-        y = nn.relu(nn.LayerNorm(name="norm1")(y))
-        y = nn.Conv(self.channels, (3, 3), use_bias=False, name="conv2")(y)
-        y = nn.LayerNorm(name="norm2")(y)
+        conv, norm = layers_of(self.dtype)
+        y = conv(self.channels, (3, 3), self.stride, name="conv1")(x)
+        y = nn.relu(norm(name="norm1")(y))
+        y = conv(self.channels, (3, 3), name="conv2")(y)
+        y = norm(name="norm2")(y)
         if self.stride > 1:
-            x = nn.Conv(self.channels, (3, 3), self.stride, use_bias=False, name="shortcut_conv")(x)
-            x = nn.LayerNorm(name="shortcut_norm")(x)
+            x = conv(self.channels, (3, 3), self.stride, name="shortcut_conv")(x)
+            x = norm(name="shortcut_norm")(x)
         return nn.relu(x + y)
 
 
@@ -114,13 +128,14 @@ class ResNet20(Classifier):
 
     @nn.compact
     def __call__(self, x: Float[Array, "n h w c"]) -> Float[Array, "n classes"]:
-        x = nn.Conv(16 * self.width, (3, 3), use_bias=False, name="conv0")(x)
-        x = nn.relu(nn.LayerNorm(name="norm0")(x))
+        conv, norm = layers_of(self.dtype)
+        x = conv(16 * self.width, (3, 3), name="conv0")(x)
+        x = nn.relu(norm(name="norm0")(x))
         for group, channels in enumerate((16, 32, 64), 1):
             for block in (1, 2, 3):
                 stride = 2 if group > 1 and block == 1 else 1
-                x = Block(channels * self.width, stride, name=f"block{group}_{block}")(x)
-        return nn.Dense(self.classes, name="logits")(x.mean(axis=(1, 2)))
+                x = Block(channels * self.width, stride, self.dtype, name=f"block{group}_{block}")(x)
+        return nn.Dense(self.classes, dtype=self.dtype, name="logits")(x.mean(axis=(1, 2)))
 
 
 @cache  # the same function for the same model, so that what is compiled for it serves every experiment
@@ -130,6 +145,6 @@ def classifier(model: nn.Module, mean: tuple[float, ...], std: tuple[float, ...]
 
     def apply(params: Params, images: Array) -> Array:
         pixels = (images.astype(jnp.float32) - per_channel(mean)) / per_channel(std)
-        return cast(Array, model.apply({"params": params}, pixels))
+        return cast(Array, model.apply({"params": params}, pixels)).astype(jnp.float32)
 
     return apply

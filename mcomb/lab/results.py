@@ -83,6 +83,7 @@ def environment() -> Results:
         "platform": platform.platform(),
         "packages": packages,
         "devices": [f"{device.platform}:{device.device_kind}" for device in jax.devices()],
+        "matmul_precision": jax.config.jax_default_matmul_precision,  # type: ignore[attr-defined]
         "revision": _revision(),
     }
 

@@ -25,13 +25,13 @@ class Setup:
     recipe: Recipe
     expect: str = ""  # what training takes and gives, for the help
 
-    def module(self, width: int) -> Classifier:
-        """The Flax module at a width."""
-        return self.model(width=width, classes=self.dataset.classes)
+    def module(self, width: int, dtype: str = "float32") -> Classifier:
+        """The Flax module at a width, which computes in a dtype."""
+        return self.model(width=width, classes=self.dataset.classes, dtype=dtype)
 
-    def apply(self, width: int) -> Apply:
+    def apply(self, width: int, dtype: str = "float32") -> Apply:
         """The function from parameters and raw pixels to logits."""
-        return classifier(self.module(width), self.dataset.mean, self.dataset.std)
+        return classifier(self.module(width, dtype), self.dataset.mean, self.dataset.std)
 
     def init(self, width: int, seed: int) -> Params:
         """A new network's parameters."""
@@ -43,10 +43,10 @@ class Setup:
         return jax.eval_shape(lambda: self.init(width, 0))
 
     @cache  # noqa: B019 (there are as many setups as names)
-    def spec(self, width: int) -> PermutationSpec:
+    def spec(self, width: int, dtype: str = "float32") -> PermutationSpec:
         """The permutation symmetries of the network."""
         images = jax.ShapeDtypeStruct((1, *self.dataset.image), jnp.uint8)
-        return permutation_spec(self.apply(width), self.shapes(width), images)
+        return permutation_spec(self.apply(width, dtype), self.shapes(width), images)
 
 
 PAPER_AUGMENTATION = Augmentation(scale=(0.8, 1.2), rotation=30.0, flip=True)

@@ -105,12 +105,12 @@ class Store:
     @property
     def apply(self) -> Apply:
         """The function from parameters and raw pixels to logits."""
-        return self.setup.apply(self.config.width)
+        return self.setup.apply(self.config.width, self.config.dtype)
 
     @property
     def spec(self) -> PermutationSpec:
         """The permutation symmetries of the networks."""
-        return self.setup.spec(self.config.width)
+        return self.setup.spec(self.config.width, self.config.dtype)
 
     @cache  # noqa: B019 (a store lives as long as its run)
     def given(self, letter: str) -> Network | None:
@@ -256,6 +256,7 @@ class Store:
 
     def _checkpoints(self, seed: int) -> TrainingCheckpoints:
         made_from = {"setup": self.config.setup, "width": self.config.width, "seed": seed} | recipe_dict(self.config)
+        made_from |= {"dtype": self.config.dtype} if self._other_dtype else {}
         return TrainingCheckpoints(self.home / "networks" / self._name(seed), made_from)
 
     def _name(self, seed: int) -> str:
@@ -265,7 +266,12 @@ class Store:
             for name in RECIPE_FLAGS
             if getattr(self.recipe, name) != getattr(self.setup.recipe, name)
         ]
-        return ",".join([f"seed-{seed}", *changed])
+        return ",".join([f"seed-{seed}", *changed, *self._other_dtype])
+
+    @property
+    def _other_dtype(self) -> list[str]:
+        """What the name of something says of the dtype that it was computed in: nothing of float32."""
+        return [f"dtype={self.config.dtype}"] if self.config.dtype != "float32" else []
 
     def matching(self, a: Network, b: Network, matcher: str, restarts: int = 1) -> KeptMatching:
         """The matching of B to A, found once and kept for just these two networks.
@@ -277,7 +283,7 @@ class Store:
         name = path.name.removesuffix(".npz")
         made_from = [a.fingerprint, b.fingerprint, f"version {versions.MATCHING}"]
         if matcher != "weights":
-            made_from.append(self.data_fingerprint)
+            made_from += [self.data_fingerprint, *self._other_dtype]
         kept = from_first(_read_matching, path, made_from, self.spec)
         if kept is None:
             if not self.make:
@@ -293,7 +299,7 @@ class Store:
     def matching_path(self, a: str, b: str, matcher: str, restarts: int = 1) -> Path:
         """Where the matching of network B to network A is kept, by their names."""
         name = f"{b}-to-{a}"
-        name += f",matcher={matcher}" if matcher != "weights" else ""
+        name += ",".join(["", f"matcher={matcher}", *self._other_dtype]) if matcher != "weights" else ""
         name += f",restarts={restarts}" if restarts > 1 else ""
         return self.home / "matchings" / f"{name}.npz"
 

@@ -1,9 +1,11 @@
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mcomb.base import named_leaves
+from mcomb import check_spec
+from mcomb.base import all_equations, named_leaves
 from mcomb.lab.models import MLP, ResNet20, Tiny10, classifier
 
 
@@ -67,6 +69,30 @@ def test_classifier_normalises_each_channel():
 
     pixels = np.array([10, 40], np.uint8).reshape(1, 1, 1, 2)
     np.testing.assert_array_equal(classifier(Same(), (4.0, 20.0), (2.0, 10.0))({}, pixels), [[3, 2]])
+
+
+def test_in_bfloat16_networks_have_float32_parameters_and_logits_and_the_same_symmetries(network):
+    setup, _, params, images = network
+    model, apply = setup.module(1, "bfloat16"), setup.apply(1, "bfloat16")
+    created = jax.eval_shape(model.init, jax.random.key(0), images)["params"]
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), created) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), params
+    )
+    pixels = (255 * images).astype(np.uint8)
+    exact, found = setup.apply(1)(params, pixels), apply(params, pixels)
+    assert found.dtype == np.float32
+    eps = float(jnp.finfo(jnp.bfloat16).eps)
+    difference = np.abs(found - exact).max() / np.abs(exact).max()
+    assert eps / 100 < difference < 8 * eps
+    jaxpr = jax.make_jaxpr(apply)(params, pixels)
+    products = [eqn for eqn in all_equations(jaxpr) if eqn.primitive.name in ("dot_general", "conv_general_dilated")]
+    assert len(products) >= setup.model.depth
+    assert {var.aval.dtype.name for eqn in products for var in eqn.invars} == {"bfloat16"}
+    roots = [eqn for eqn in all_equations(jaxpr) if eqn.primitive.name == "rsqrt"]  # in the norms
+    assert {var.aval.dtype.name for eqn in roots for var in eqn.invars} <= {"float32"}
+    spec = setup.spec(1, "bfloat16")
+    assert spec == setup.spec(1)
+    check_spec(apply, params, spec, pixels)
 
 
 def test_layers_are_in_the_order_of_the_forward_pass(network):

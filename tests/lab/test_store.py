@@ -61,7 +61,7 @@ def no_work(monkeypatch):
         (SweepConfig(learning_rate=0.05, weight_decay=0.0), "uniform,learning-rate=0.05,weight-decay=0"),
         (SweepConfig(seed=1, seed_b=0, matcher="ste", repair=True), "uniform,matcher=ste,seed=1,seed-b=0,repair"),
         (SweepConfig(out=Path("x"), data_dir=Path("y"), vmap_size=3, steps_per_call=2, checkpoint_every=1), "uniform"),
-        (LinearConfig(range=(-1.0, 2.0)), "uniform,range=-1..2"),
+        (LinearConfig(range=(-1.0, 2.0), dtype="bfloat16"), "uniform,dtype=bfloat16,range=-1..2"),
         (WidthConfig(widths=(2, 1)), "uniform,widths=2..1"),
     ],
 )
@@ -77,6 +77,7 @@ def test_a_folders_name_has_the_flags_that_change_its_results(config, name):
         ({"seed": 2}, "seed-6 seed-7 seed-8"),
         ({"seed": 2, "seed_a": 0, "seed_c": 9}, "seed-0 seed-7 seed-9"),
         ({"epochs": 3, "weight_decay": 0.5}, "seed-0,epochs=3,weight-decay=0.5 seed-1,epochs=3,weight-decay=0.5"),
+        ({"epochs": 3, "dtype": "bfloat16"}, "seed-0,epochs=3,dtype=bfloat16 seed-1,epochs=3,dtype=bfloat16"),
         ({"epochs": RECIPE.epochs, "checkpoint_every": 2, "matcher": "ste"}, "seed-0 seed-1 seed-2"),
     ],
 )
@@ -86,6 +87,27 @@ def test_networks_are_named_by_their_seeds_and_whatever_changes_them(changes, na
         with pytest.raises(NotKeptError, match=f"^{name}$"):
             store.networks(letter)
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_matching_is_named_by_the_dtype_where_its_matcher_computes_something():
+    plain, other = (Store(dataclasses.replace(CONFIG, dtype=dtype)) for dtype in ("float32", "bfloat16"))
+    assert other.matching_path("A", "B", "weights") == plain.matching_path("A", "B", "weights")
+    assert plain.matching_path("A", "B", "ste").name == "B-to-A,matcher=ste.npz"
+    assert other.matching_path("A", "B", "ste").name == "B-to-A,matcher=ste,dtype=bfloat16.npz"
+
+
+def test_a_network_that_is_trained_in_bfloat16_is_another_one_and_says_so(tmp_path):
+    stores = [Store(dataclasses.replace(CONFIG, epochs=1, out=tmp_path, dtype=d)) for d in ("float32", "bfloat16")]
+    plain, other = (store.networks("A")["A"] for store in stores)
+    assert plain.fingerprint != other.fingerprint
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(other.params)} == {"float32"}
+    difference = np.abs(plain.params["dense2"]["kernel"] - other.params["dense2"]["kernel"]).max()
+    assert 0 < difference < 0.1 * np.abs(plain.params["dense2"]["kernel"]).max()
+    other_folder = tmp_path / "mlp-digits" / "width-1" / "networks" / other.name
+    shutil.rmtree(other_folder)
+    other_folder.with_name(plain.name).rename(other_folder)
+    with pytest.raises(UserError, match="was trained with dtype = None, not bfloat16"):
+        Store(stores[1].config).networks("A")
 
 
 def test_what_is_kept_is_read_and_not_made_again(store, no_work, capsys):
