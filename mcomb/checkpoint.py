@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from flax.serialization import msgpack_restore, to_bytes
 from safetensors import safe_open
 from safetensors.numpy import save
 
@@ -40,6 +39,8 @@ def write_checkpoint(path: str | Path, params: Params, metadata: Mapping[str, st
             np.savez(file, **arrays)
         return
     if path.suffix == MSGPACK:
+        from flax.serialization import to_bytes  # Flax is for those who use it
+
         with atomic(path) as temporary:
             temporary.write_bytes(to_bytes(jax.tree.map(np.asarray, params)))
         return
@@ -115,6 +116,8 @@ def _read_file(path: Path) -> Params:
     if not path.is_file():
         raise UserError(f"there is no file {path}: give one that is there")
     if path.suffix == MSGPACK:
+        from flax.serialization import msgpack_restore
+
         return reading(path, lambda: msgpack_restore(path.read_bytes()))
     read = _read_leaves if path.suffix == SAFETENSORS else _read_arrays
     return _as_tree(path, reading(path, lambda: read(path)))
