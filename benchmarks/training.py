@@ -11,7 +11,6 @@ ways take turns, and the fastest of `--rounds` turns counts.
 """
 
 import importlib.util
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from typing import Annotated, Any
 from unittest import mock
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -31,7 +29,6 @@ from mcomb.devices import describe_devices, device_mesh, meshes_of
 from mcomb.gradient_descent import Loss, fit, initial_state, steps_per_call
 from mcomb.lab import cli
 from mcomb.lab.cli import Flag
-from mcomb.lab.models import ResNet20, Tiny10
 from mcomb.lab.results import columns
 from mcomb.lab.setups import SETUPS, Setup
 from mcomb.lab.side_by_side import run_side_by_side
@@ -105,60 +102,17 @@ def way_of_pytorch(setup: Setup, width: int, steps: int, data: Any) -> Callable[
     import torch
     from torch.nn import functional
 
-    torch.set_num_threads(os.cpu_count() or 1)
-    params = setup.init(width, 0)
-    weights: dict[str, Any] = {}
-    for path, leaf in jax.tree.leaves_with_path(params):
-        name, value = jax.tree_util.keystr(path, simple=True, separator="/"), torch.from_numpy(np.array(leaf))
-        value = value.permute(3, 2, 0, 1).contiguous(memory_format=torch.channels_last) if value.ndim == 4 else value
-        weights[name] = value.requires_grad_()
+    from benchmarks.pytorch_networks import TorchNetwork
 
-    def convolve(x: Any, name: str, stride: int = 1, padding: str = "SAME") -> Any:
-        kernel = weights[f"{name}/kernel"]
-        size = kernel.shape[-1]
-        if padding == "SAME" and size > 1:  # like XLA: with stride 2 there is one pixel more, after the last
-            before, after = (1, 1) if stride == 1 else (0, 1)
-            x = functional.pad(x, (before, after, before, after))
-        return functional.conv2d(x, kernel, stride=stride)
-
-    def normalise(x: Any, name: str) -> Any:
-        scale, bias = weights[f"{name}/scale"], weights[f"{name}/bias"]
-        return functional.layer_norm(x.permute(0, 2, 3, 1), scale.shape, scale, bias, 1e-6).permute(0, 3, 1, 2)
-
-    def tiny10(x: Any) -> Any:
-        for i, (_, _, stride, padding) in enumerate(Tiny10.LAYERS, 1):
-            x = functional.relu(normalise(convolve(x, f"conv{i}", stride, padding), f"norm{i}"))
-        return x
-
-    def resnet20(x: Any) -> Any:
-        x = functional.relu(normalise(convolve(x, "conv0"), "norm0"))
-        for group, block in ((g, b) for g in (1, 2, 3) for b in (1, 2, 3)):
-            name, stride = f"block{group}_{block}", 2 if group > 1 and block == 1 else 1
-            y = functional.relu(normalise(convolve(x, f"{name}/conv1", stride), f"{name}/norm1"))
-            y = normalise(convolve(y, f"{name}/conv2"), f"{name}/norm2")
-            if stride > 1:
-                x = normalise(convolve(x, f"{name}/shortcut_conv", stride), f"{name}/shortcut_norm")
-            x = functional.relu(x + y)
-        return x
-
-    body = {Tiny10: tiny10, ResNet20: resnet20}[setup.model]
-    mean, std = (torch.tensor(values).reshape(1, 3, 1, 1) for values in (setup.dataset.mean, setup.dataset.std))
-
-    def logits(images: Any) -> Any:
-        x = (images.permute(0, 3, 1, 2).to(memory_format=torch.channels_last).float() - mean) / std
-        return body(x).mean((2, 3)) @ weights["logits/kernel"] + weights["logits/bias"]
-
+    network = TorchNetwork(setup, width, setup.init(width, 0))
     images, labels = torch.from_numpy(data[0]), torch.from_numpy(data[1]).long()
-    ours = jax.jit(setup.apply(width))(params, data[0][:10])
-    difference = np.abs(logits(images[:10]).detach().numpy() - np.asarray(ours)).max()
-    assert difference < 1e-3 * np.abs(ours).max(), f"PyTorch has another network: logits differ by {difference}"
-    optimizer = torch.optim.SGD(weights.values(), RATE, momentum=MOMENTUM, weight_decay=DECAY)
+    optimizer = torch.optim.SGD(network.parameters(), RATE, momentum=MOMENTUM, weight_decay=DECAY)
     rows = torch.from_numpy(np.random.default_rng(0).integers(0, len(labels), (steps, setup.recipe.batch_size)))
 
     def turn() -> None:
         for batch in rows:
             optimizer.zero_grad()
-            functional.cross_entropy(logits(images[batch]), labels[batch]).backward()
+            functional.cross_entropy(network(images[batch]), labels[batch]).backward()
             optimizer.step()
 
     return turn
@@ -175,7 +129,7 @@ def main(config: TrainingConfig) -> None:
         images = rng.integers(0, 256, (10 * setup.recipe.batch_size, *setup.dataset.image)).astype(np.uint8)
         data = images, rng.integers(0, setup.dataset.classes, len(images)).astype(np.int32)
         ways = ways_of_ours(setup, width, config.steps, data)
-        if has_torch and setup.model in (Tiny10, ResNet20):
+        if has_torch:
             ways["PyTorch"] = (1, way_of_pytorch(setup, width, config.steps, data))
         seconds: dict[str, float] = {}
         for turn in range(config.rounds + 1):

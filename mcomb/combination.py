@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, PRNGKeyArray
 
 from mcomb.base import Array, Params, fold_name, is_inexact, map_named
+from mcomb.threefry import unrolled
 
 Distribution = Callable[[PRNGKeyArray, Float[Array, ""], Array], Array]
 """A function (key, parameter, leaf) that draws the share of B for each weight of a leaf."""
@@ -153,6 +154,8 @@ def mix(distribution: Distribution) -> Draw:
     """
 
     def draw(key: PRNGKeyArray, parameter: Float[Array, ""], a: Params, b: Params) -> Params:
+        key = unrolled(key)
+
         def mix_leaf(name: str, a: Array, b: Array) -> Array:
             u = distribution(fold_name(key, name), parameter, a)
             return cast(Array, combine(a, b, 1 - u))

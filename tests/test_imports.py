@@ -20,6 +20,7 @@ LIBRARY = (
         "mcomb.objectives",
         "mcomb.dead_units",
         "mcomb.names",
+        "mcomb.threefry",
     ),
     ("mcomb.checkpoint", "mcomb.combination"),
     ("mcomb.symmetry", "mcomb.gradient_descent", "mcomb.evaluation"),
