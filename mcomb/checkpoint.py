@@ -30,13 +30,17 @@ def write_checkpoint(path: str | Path, params: Params, metadata: Mapping[str, st
     """
     path = Path(path)
     leaves = named_leaves(params)
-    if path.suffix == SAFETENSORS:
-        arrays = {name: np.asarray(leaf, order="C") for name, leaf in leaves.items()}
-        with atomic(path) as temporary:
-            temporary.write_bytes(_in_order(save(arrays, {**(metadata or {}), FINGERPRINT: fingerprint(arrays)})))
-        return
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path.absolute(), params, custom_metadata=fingerprint_entry(params))
+    try:
+        if path.suffix == SAFETENSORS:
+            arrays = {name: np.asarray(leaf, order="C") for name, leaf in leaves.items()}
+            content = save(arrays, {**(metadata or {}), FINGERPRINT: fingerprint(arrays)})
+            with atomic(path) as temporary:
+                temporary.write_bytes(_in_order(content))
+        else:
+            with ocp.StandardCheckpointer() as checkpointer:
+                checkpointer.save(path.absolute(), params, custom_metadata=fingerprint_entry(params))
+    except Exception as error:
+        raise UserError(f"checkpoint {path} cannot be written ({first_words(error)}): mend that") from error
 
 
 def _in_order(content: bytes) -> bytes:

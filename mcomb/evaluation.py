@@ -10,10 +10,20 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int, Key
 
-from mcomb.base import Apply, Array, Inputs, Params, count_examples
+from mcomb.base import (
+    Apply,
+    Array,
+    Inputs,
+    Params,
+    UserError,
+    count_examples,
+    output_shapes,
+    require_finite,
+    require_positive,
+)
 from mcomb.combination import Draw
 from mcomb.devices import AXIS, BATCH, choose_vmap_size, device_mesh, in_batches, replicate, share_out
-from mcomb.objectives import classify
+from mcomb.objectives import check_labels, classify
 
 AGREES_WITH = ("A only", "B only", "both", "neither")
 
@@ -53,6 +63,14 @@ def evaluate(
     are the labels that A and B predict; without them `agreement` has all inputs under "neither".
     """
     k, mesh, count = len(keys), device_mesh(), count_examples(inputs, labels)
+    require_positive(combinations=k, batch_size=batch_size, vmap_size=vmap_size)
+    _check_temperatures(temperatures)
+    for leaf in jax.tree.leaves(parameters):
+        if jnp.shape(leaf)[:1] != (k,):
+            raise UserError(f"there are {k} keys and parameters of shape {jnp.shape(leaf)}: give as many of both")
+    require_finite("the parameters", parameters)
+    combination = output_shapes(draw, keys[0], jax.tree.map(lambda x: jnp.asarray(x)[0], parameters), *networks)
+    check_labels(output_shapes(apply, combination, jax.tree.map(lambda x: x[:batch_size], inputs)), labels)
     padded = np.pad(np.arange(k), (0, -k % mesh.size), mode="edge")  # repeats the last one until devices divide them
     each = share_out((jax.tree.map(lambda x: jnp.asarray(x)[padded], parameters), keys[padded]), mesh, P(AXIS))
     if references is None:
@@ -84,7 +102,11 @@ def score(
     batch_size: int = BATCH,
 ) -> Score:
     """The score of one network on a whole dataset."""
-    static = (apply, min(batch_size, count_examples(inputs, labels)), temperatures)
+    count = count_examples(inputs, labels)
+    require_positive(batch_size=batch_size)
+    _check_temperatures(temperatures)
+    check_labels(output_shapes(apply, params, jax.tree.map(lambda x: x[:batch_size], inputs)), labels)
+    static = (apply, min(batch_size, count), temperatures)
     losses, predicted, tempered = map(np.asarray, _score(*static, *replicate((params, inputs, labels))))
     accuracy = float(np.mean(predicted == np.asarray(labels)))
     return Score(float(losses.mean()), accuracy, predicted, tempered.mean(0, dtype=np.float64))
@@ -151,6 +173,11 @@ def _score(
 
     batched = jax.lax.map(score_batch, in_batches(batch_size, [inputs, labels]))
     return [values.reshape(-1, *values.shape[2:])[: len(labels)] for values in batched]
+
+
+def _check_temperatures(temperatures: tuple[float, ...]) -> None:
+    require_positive(**{"the number of temperatures": len(temperatures)})
+    require_positive(**{f"temperature {i}": temperature for i, temperature in enumerate(temperatures)})
 
 
 def _tempered(logits: Array, labels: Array, temperatures: tuple[float, ...]) -> Float[Array, "n t"]:

@@ -27,7 +27,7 @@ from jaxtyping import Float
 from threadpoolctl import ThreadpoolController
 
 from mcomb.base import Params, UserError, stream
-from mcomb.matching.core import Matching, WeightPart, inner_product, solve_assignment, weight_parts
+from mcomb.matching.core import Matching, WeightPart, check_networks, inner_product, solve_assignment, weight_parts
 from mcomb.symmetry.spec import Perms, PermutationSpec
 
 BLOCK_SIZE = 1024  # positions that one matrix product sums over
@@ -60,10 +60,11 @@ def match_weights(
     With `coarse`, each descent is preceded by one on the centres of the convolution kernels only. That takes a
     fraction of the products and leaves few sweeps for the full weights. It ends at another optimum, usually as good.
     """
-    spec.validate(a)
-    spec.validate(b)
+    check_networks(spec, a, b, start)
     if restarts < 1:
         raise UserError(f"{restarts} restarts find nothing: give one or more")
+    if unknown := {*(only or ())} - spec.sizes.keys():
+        raise UserError(f"there is no permutation {min(unknown)} to match: choose from {', '.join(spec.sizes)}")
     parts, names = list(weight_parts(spec, a, b)), [name for name in spec.sizes if only is None or name in only]
     matchings = []
     for restart in range(restarts):
