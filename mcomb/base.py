@@ -1,5 +1,7 @@
 """What every module shares: types, errors shown to the user, random keys by name, names of leaves, equations."""
 
+import math
+import numbers
 import zlib
 from collections.abc import Callable, Iterator
 from functools import reduce
@@ -36,6 +38,8 @@ def fold_name(key: PRNGKeyArray, name: str | int) -> PRNGKeyArray:
 
 def stream(seed: int, *names: str | int) -> PRNGKeyArray:
     """The root seed's key, folded with the names of what it is for: `stream(0, "order", epoch)`."""
+    if not 0 <= seed < 2**32:  # JAX takes others modulo 2³² as long as it can
+        raise UserError(f"there is no seed {seed}: give a whole number from 0 to {2**32 - 1}")
     return reduce(fold_name, names, jax.random.key(seed))
 
 
@@ -44,10 +48,41 @@ def count_examples(inputs: Inputs, labels: Array | None = None) -> int:
     counts = {name or "the inputs": jnp.shape(leaf)[:1] for name, leaf in named_leaves(inputs).items()}
     if labels is not None:
         counts["the labels"] = jnp.shape(labels)[:1]
-    if len({*counts.values()}) != 1 or not all(counts.values()):
+    if len({*counts.values()}) != 1 or not all(counts.values()) or counts == dict.fromkeys(counts, (0,)):
         said = ", ".join(f"{name} {count[0] if count else 'none'}" for name, count in counts.items())
-        raise UserError(f"all inputs must have the same number of examples along their first axis, but have: {said}")
+        raise UserError(
+            f"all inputs must have the same number of examples, one or more, along their first axis, but have: {said}"
+        )
     return next(iter(counts.values()))[0]
+
+
+def output_shapes(fn: Callable[..., Any], *args: Any) -> Any:
+    """The shapes and dtypes of what a function returns; an error if it cannot be called with these arguments."""
+    try:
+        return jax.eval_shape(fn, *args)
+    except UserError:
+        raise
+    except Exception as error:  # it is not our function
+        reason = " ".join(str(error).split())[:150]
+        name = getattr(fn, "__name__", "the function")
+        raise UserError(f"{name} fails with what it is given ({reason}): mend one or the other") from error
+
+
+def require_positive(**values: int | float | None) -> None:
+    """An error that names the first of the values that is not positive and finite; None is left out."""
+    for name, value in values.items():
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"{name} is {value}: give more than 0")
+
+
+def require_alike(what: str, a: Params, b: Params) -> None:
+    """An error that names the first leaf that only one of two trees has, or that has two shapes."""
+    leaves = named_leaves(a), named_leaves(b)
+    for name in sorted(leaves[0].keys() | leaves[1].keys()):
+        shapes = [str(jnp.shape(own[name])) if name in own else "missing" for own in leaves]
+        if shapes[0] != shapes[1]:
+            where = f"{name or 'the only leaf'} is {shapes[0]} in one and {shapes[1]} in the other"
+            raise UserError(f"{what} differ ({where}): give trees of the same names and shapes")
 
 
 def is_inexact(leaf: Any) -> bool:
@@ -68,11 +103,13 @@ def leaf_name(path: tuple[Any, ...]) -> str:
 
 
 def named_leaves(tree: Params) -> dict[str, Any]:
-    """The leaves of a tree by name, in the tree's order."""
+    """The leaves of a tree by name, in the tree's order; an error if one of them is no array or number."""
     leaves: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if (name := leaf_name(path)) in leaves:
             raise UserError(f"two leaves of the tree have the name {name}: rename a branch with a / in its key")
+        if not hasattr(leaf, "shape") and not isinstance(leaf, numbers.Number):
+            raise UserError(f"{name or 'the tree'} is no array but {leaf!r:.50}: leave it out")
         leaves[name] = leaf
     return leaves
 

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from flax.serialization import msgpack_restore, to_bytes
 from safetensors import safe_open
 from safetensors.numpy import save
 
@@ -34,22 +33,26 @@ def write_checkpoint(path: str | Path, params: Params, metadata: Mapping[str, st
     """
     path = Path(path)
     leaves = named_leaves(params)
-    if path.suffix == NUMPY:
-        with atomic(path) as temporary, temporary.open("wb") as file:
-            arrays: dict[str, Any] = {name: np.asarray(leaf) for name, leaf in leaves.items()}
-            np.savez(file, **arrays)
-        return
-    if path.suffix == MSGPACK:
-        with atomic(path) as temporary:
-            temporary.write_bytes(to_bytes(jax.tree.map(np.asarray, params)))
-        return
-    if path.suffix == SAFETENSORS:
-        ordered = {name: np.asarray(leaf, order="C") for name, leaf in leaves.items()}
-        with atomic(path) as temporary:
-            temporary.write_bytes(_in_order(save(ordered, {**(metadata or {}), FINGERPRINT: fingerprint(ordered)})))
-        return
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path.absolute(), params, custom_metadata=fingerprint_entry(params))
+    try:
+        if path.suffix == SAFETENSORS:
+            arrays = {name: np.asarray(leaf, order="C") for name, leaf in leaves.items()}
+            content = save(arrays, {**(metadata or {}), FINGERPRINT: fingerprint(arrays)})
+            with atomic(path) as temporary:
+                temporary.write_bytes(_in_order(content))
+        elif path.suffix == NUMPY:
+            columns: dict[str, Any] = {name: np.asarray(leaf) for name, leaf in leaves.items()}
+            with atomic(path) as temporary, temporary.open("wb") as file:
+                np.savez(file, **columns)
+        elif path.suffix == MSGPACK:
+            from flax.serialization import to_bytes  # Flax is for those who use it
+
+            with atomic(path) as temporary:
+                temporary.write_bytes(to_bytes(jax.tree.map(np.asarray, params)))
+        else:
+            with ocp.StandardCheckpointer() as checkpointer:
+                checkpointer.save(path.absolute(), params, custom_metadata=fingerprint_entry(params))
+    except Exception as error:
+        raise UserError(f"checkpoint {path} cannot be written ({first_words(error)}): mend that") from error
 
 
 def _in_order(content: bytes) -> bytes:
@@ -115,6 +118,8 @@ def _read_file(path: Path) -> Params:
     if not path.is_file():
         raise UserError(f"there is no file {path}: give one that is there")
     if path.suffix == MSGPACK:
+        from flax.serialization import msgpack_restore
+
         return reading(path, lambda: msgpack_restore(path.read_bytes()))
     read = _read_leaves if path.suffix == SAFETENSORS else _read_arrays
     return _as_tree(path, reading(path, lambda: read(path)))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, PRNGKeyArray
 
-from mcomb.base import Array, Params, fold_name, is_inexact, map_named
+from mcomb.base import Array, Params, UserError, fold_name, is_inexact, map_named, named_leaves, require_alike
 from mcomb.threefry import unrolled
 
 Distribution = Callable[[PRNGKeyArray, Float[Array, ""], Array], Array]
@@ -32,7 +32,18 @@ def combine(a: Params, b: Params, v: Params) -> Params:
     def combine_leaf(v: Any, a: Array, b: Array) -> Array:
         return v * a + (1 - v) * b if is_inexact(a) else a
 
-    return jax.tree.map(combine_leaf, jax.tree.broadcast(v, a), a, b)
+    require_alike("the networks to combine", a, b)
+    try:
+        every = jax.tree.broadcast(v, a)
+    except ValueError as error:
+        raise UserError(
+            "the coefficients are no tree like the network's: give one number, or one for each branch"
+        ) from error
+    coefficients = named_leaves(every)
+    for name, leaf in named_leaves(a).items():
+        if (shape := jnp.shape(coefficients[name])) and shape != jnp.shape(leaf):
+            raise UserError(f"{name} has coefficients of shape {shape}: give one, or those of shape {jnp.shape(leaf)}")
+    return jax.tree.map(combine_leaf, every, a, b)
 
 
 def over_reals(function: Callable[..., Array], a: Array, *others: Array) -> Array:
@@ -154,6 +165,7 @@ def mix(distribution: Distribution) -> Draw:
     """
 
     def draw(key: PRNGKeyArray, parameter: Float[Array, ""], a: Params, b: Params) -> Params:
+        require_alike("the networks to mix", a, b)
         key = unrolled(key)
 
         def mix_leaf(name: str, a: Array, b: Array) -> Array:

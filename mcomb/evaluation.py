@@ -11,7 +11,17 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int, Key
 
-from mcomb.base import Apply, Array, Inputs, Params, count_examples
+from mcomb.base import (
+    Apply,
+    Array,
+    Inputs,
+    Params,
+    UserError,
+    count_examples,
+    output_shapes,
+    require_finite,
+    require_positive,
+)
 from mcomb.combination import Draw
 from mcomb.devices import (
     BATCH,
@@ -25,7 +35,7 @@ from mcomb.devices import (
     share_out,
     two_axis_mesh,
 )
-from mcomb.objectives import classify
+from mcomb.objectives import check_labels, classify
 from mcomb.processes import are_several
 from mcomb.progress import say
 
@@ -70,6 +80,14 @@ def evaluate(
     `report` is given the metrics of the combinations of each compiled call, as they are measured.
     """
     k, count = len(keys), count_examples(inputs, labels)
+    require_positive(combinations=k, batch_size=batch_size, vmap_size=vmap_size)
+    _check_temperatures(temperatures)
+    for leaf in jax.tree.leaves(parameters):
+        if jnp.shape(leaf)[:1] != (k,):
+            raise UserError(f"there are {k} keys and parameters of shape {jnp.shape(leaf)}: give as many of both")
+    require_finite("the parameters", parameters)
+    combination = output_shapes(draw, keys[0], jax.tree.map(lambda x: jnp.asarray(x)[0], parameters), *networks)
+    check_labels(output_shapes(apply, combination, jax.tree.map(lambda x: x[:batch_size], inputs)), labels)
     mesh = two_axis_mesh(k)
     rows, columns = mesh.devices.shape
     if references is None:
@@ -126,8 +144,11 @@ def score(
     batch_size: int = BATCH,
 ) -> Score:
     """The score of one network on a whole dataset, whose inputs are shared out over all devices."""
-    mesh = two_axis_mesh(1)
-    sizes = Sizes(1, min(batch_size, -(-count_examples(inputs, labels) // mesh.size)))
+    count, mesh = count_examples(inputs, labels), two_axis_mesh(1)
+    require_positive(batch_size=batch_size)
+    _check_temperatures(temperatures)
+    check_labels(output_shapes(apply, params, jax.tree.map(lambda x: x[:batch_size], inputs)), labels)
+    sizes = Sizes(1, min(batch_size, -(-count // mesh.size)))
     args = share_out((params, inputs, labels), mesh, P())
     _, program = compile_to_fit(lambda sizes: _score.lower(apply, sizes.images, mesh, temperatures, *args), sizes)
     losses, predicted, tempered = jax.device_get(program(*args))
@@ -212,6 +233,11 @@ def _score(
     sharded = on_each_device(on_device, mesh, (P(), shares), shares, jax.make_jaxpr(apply)(params, one_batch))
     flat = [values.reshape(-1, *values.shape[2:])[: len(labels)] for values in sharded(params, batches)]
     return jax.lax.with_sharding_constraint(flat, NamedSharding(mesh, P()))
+
+
+def _check_temperatures(temperatures: tuple[float, ...]) -> None:
+    require_positive(**{"the number of temperatures": len(temperatures)})
+    require_positive(**{f"temperature {i}": temperature for i, temperature in enumerate(temperatures)})
 
 
 def _tempered(logits: Array, labels: Array, temperatures: tuple[float, ...]) -> Float[Array, "n t"]:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, PRNGKeyArray
 
-from mcomb.base import Apply, Array, Inputs, Params, UserError, count_examples
+from mcomb.base import Apply, Array, Inputs, Params, UserError, count_examples, output_shapes, require_positive
 from mcomb.combination import Draw
 from mcomb.dead_units import varies
 from mcomb.devices import BATCH, replicate
@@ -99,7 +99,11 @@ def repaired(
     Where a draw changes networks before it combines them, `ends(parameter, *networks)` are those that it combines;
     their statistics are then taken for each combination.
     """
+    require_positive(batch_size=batch_size)
     examples = count_examples(inputs)
+    for network in networks:
+        spec.validate(network)
+        output_shapes(apply, network, inputs)
     count = -(-examples // batch_size)
     size = examples // count
     batches = jax.tree.map(lambda x: jnp.asarray(x)[: count * size].reshape(count, size, *x.shape[1:]), inputs)

@@ -117,7 +117,7 @@ def test_killed_again_and_again_at_every_stage_it_ends_as_if_it_had_not_been(war
 
 def chunks(size, count):
     """The numbers below `size` in `count` chunks, for as many workers."""
-    return [pytest.param(slice(i, size, count), id=f"{i + 1} of {count}") for i in range(count)]
+    return [pytest.param(slice(i, size, count), id=f"part{i + 1}") for i in range(count)]
 
 
 @pytest.mark.long

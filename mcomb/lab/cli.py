@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import logging
+import math
 import re
 import signal
 import sys
@@ -105,6 +106,8 @@ def _checked(kind: type, at_least: int | None) -> Callable[[str], Any]:
         value = kind(text)
         if at_least is not None and not value >= at_least:
             raise argparse.ArgumentTypeError(f"{text} is less than {at_least}")
+        if kind is float and not math.isfinite(value):
+            raise argparse.ArgumentTypeError(f"{text} is not finite")
         return value
 
     convert.__name__ = {int: "whole number", float: "number"}.get(kind, kind.__name__)

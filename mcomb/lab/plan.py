@@ -162,9 +162,9 @@ def _training(job: Job, work: Work, rates: Rates) -> Iterator[Step]:
             yield Step(f"train {name}", "kept")
             continue
         state = f"from epoch {done} of {recipe.epochs}" if done else f"{recipe.epochs} epochs"
-        # Weights, momentum, gradient and the new weights; a checkpoint has the first two.
+        # Weights, momentum, gradient and the new weights; of the first two there are two checkpoints.
         memory = 4 * size + recipe.batch_size / devices * work.activations
-        yield Step(f"train {name}", state, flop, memory, 2 * size, flop / rates.training)
+        yield Step(f"train {name}", state, flop, memory, 4 * size, flop / rates.training)
 
 
 def _matching(job: Job, work: Work, rates: Rates) -> Iterator[Step]:

@@ -118,7 +118,7 @@ class Store:
         path = getattr(self.config, f"checkpoint_{letter.lower()}")
         if path is None and not self.config.pretrained:
             return None
-        name = path.stem if path else f"pretrained-{self.seed(letter)}"
+        name = _short(path.stem) if path else f"pretrained-{self.seed(letter)}"
         path = path or self._pretrained(letter)
         params = read_checkpoint(path, self.setup.shapes(self.config.width))
         require_finite(f"checkpoint {path}", params)
@@ -339,6 +339,11 @@ def _in_a_name(value: Any) -> str:
     if isinstance(value, tuple):
         return "..".join(map(_in_a_name, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _short(name: str, size: int = 60) -> str:
+    """The start of a name of a file, which is to be a part of others: they may have 255 bytes."""
+    return name.encode()[:size].decode(errors="ignore")
 
 
 MATCHING_FIELDS = tuple(field.name for field in fields(Matching) if field.name != "perms")

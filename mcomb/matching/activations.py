@@ -13,10 +13,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
-from mcomb.base import Apply, Array, Inputs, Params, UserError, count_examples
+from mcomb.base import Apply, Array, Inputs, Params, UserError, count_examples, output_shapes, require_positive
 from mcomb.dead_units import varies
 from mcomb.devices import AXIS, BATCH, device_mesh, in_batches, on_each_device, replicate
-from mcomb.matching.core import Matching, WeightPart, objective, solve_assignment, weight_parts
+from mcomb.matching.core import Matching, WeightPart, check_networks, objective, solve_assignment, weight_parts
 from mcomb.matching.weights import coordinate_descent, visit_orders
 from mcomb.symmetry.intermediates import Intermediate, Intermediates, list_intermediates, unit_activations
 from mcomb.symmetry.spec import Layout, Perms, PermutationSpec
@@ -56,8 +56,10 @@ def match_activations(
     looked at, because they are only inside branches, while loops or a shard_map, between parameters, or in entries of a
     stack that are read one by one, are matched by weights alone. A warning names them.
     """
-    spec.validate(a)
-    spec.validate(b)
+    check_networks(spec, a, b)
+    count_examples(inputs)
+    require_positive(batch_size=batch_size)
+    output_shapes(apply, a, inputs)
     scores = _scores(spec, a, b, apply, inputs, inner_products=inner_products, batch_size=batch_size)
     perms = _best_permutations(spec, scores)
     inactive = tuple(name for name in spec.sizes if name not in perms)

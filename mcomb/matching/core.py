@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from scipy.optimize import linear_sum_assignment
 
-from mcomb.base import Params, is_inexact, named_leaves
+from mcomb.base import Params, UserError, is_inexact, named_leaves, require_finite
 from mcomb.symmetry.spec import Layout, Perms, PermutationSpec
 
 
@@ -35,6 +35,15 @@ class Matching:
     skipped: int = 0
     by_weights: tuple[str, ...] = ()
     losses: tuple[float, ...] = ()
+
+
+def check_networks(spec: PermutationSpec, a: Params, b: Params, start: Perms | None = None) -> None:
+    """Raises an error that names what keeps two networks from being matched, from the permutations `start`."""
+    for name, params in {"network A": a, "network B": b}.items():
+        spec.validate(params)
+        require_finite(name, params)
+    if start is not None:
+        spec.check_perms(start)
 
 
 def objective(spec: PermutationSpec, a: Params, b: Params, perms: Perms | None = None) -> float:
@@ -93,6 +102,8 @@ def solve_assignment(
     best; but with those of `fair_prices`, for scores that have changed little since, it is found in less time.
     """
     flat = scores.reshape(-1, *scores.shape[-2:])
+    if not np.isfinite(flat).all():
+        raise UserError("units cannot be compared: inner products of their weights or activations are not finite")
     costs = (np.subtract(prices, one, dtype=np.float64) for one in flat)  # what scipy minimises without a copy
     return np.stack([linear_sum_assignment(one)[1] for one in costs]).reshape(scores.shape[:-1])
 

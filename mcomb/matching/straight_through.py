@@ -11,14 +11,26 @@ import numpy as np
 import optax
 from jaxtyping import Float, Int, Int32, PRNGKeyArray
 
-from mcomb.base import Apply, Array, Diverged, Inputs, Params, UserError, count_examples, named_leaves, stream
+from mcomb.base import (
+    Apply,
+    Array,
+    Diverged,
+    Inputs,
+    Params,
+    UserError,
+    count_examples,
+    named_leaves,
+    output_shapes,
+    require_positive,
+    stream,
+)
 from mcomb.combination import combine
 from mcomb.devices import replicate
 from mcomb.evaluation import score
 from mcomb.gradient_descent import Loss, all_finite, fit, initial_state, shuffled_rows
-from mcomb.matching.core import Matching, objective
+from mcomb.matching.core import Matching, check_networks, objective
 from mcomb.matching.weights import match_weights
-from mcomb.objectives import classify
+from mcomb.objectives import check_labels, classify
 from mcomb.processes import from_first
 from mcomb.progress import progress_bar
 from mcomb.symmetry.spec import Perms, PermutationSpec
@@ -62,10 +74,13 @@ def match_straight_through(
     A gradient is rescaled to the norm of A's weights, so `learning_rate` is relative to that norm. The length is given
     in steps and not in epochs because each step costs a weight matching, however small its minibatch.
     """
+    check_networks(spec, a, b)
+    require_positive(steps=steps + 1, learning_rate=learning_rate, batch_size=batch_size)
     for name, leaf in named_leaves(a).items():
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             raise UserError(f"{name} is no float, and nothing can be learnt of it: match by weights or activations")
     count = count_examples(inputs, labels)
+    check_labels(output_shapes(apply, a, inputs), labels)
     if count < 2:
         raise UserError(f"{count} examples are too few, for some are held out: give at least two")
     train_count = count - max(1, count // 10)  # the rest is held out

@@ -30,7 +30,15 @@ from jaxtyping import Float
 from threadpoolctl import ThreadpoolController
 
 from mcomb.base import Array, Params, UserError, stream
-from mcomb.matching.core import Matching, WeightPart, fair_prices, inner_product, solve_assignment, weight_parts
+from mcomb.matching.core import (
+    Matching,
+    WeightPart,
+    check_networks,
+    fair_prices,
+    inner_product,
+    solve_assignment,
+    weight_parts,
+)
 from mcomb.progress import progress_bar
 from mcomb.symmetry.spec import Perms, PermutationSpec
 
@@ -65,8 +73,7 @@ def match_weights(
     With `coarse`, each descent is preceded by one on the centres of the convolution kernels only. That takes a
     fraction of the products and leaves few sweeps for the full weights. It ends at another optimum, usually as good.
     """
-    spec.validate(a)
-    spec.validate(b)
+    check_networks(spec, a, b, start)
     if restarts < 1:
         raise UserError(f"{restarts} restarts find nothing: give one or more")
     parts, names = list(weight_parts(spec, a, b)), list(spec.sizes)

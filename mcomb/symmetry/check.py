@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from mcomb.base import Array, Params, UserError, all_equations, named_leaves
+from mcomb.base import Array, Params, UserError, all_equations, named_leaves, output_shapes
 from mcomb.symmetry.spec import Perms, PermutationSpec
 
 
@@ -25,6 +25,11 @@ def check_spec(
     A float output may change by √eps of its largest entry, where eps is that of the coarsest float dtype inside.
     """
     spec.validate(params)
+    if perms is not None:
+        spec.check_perms(perms)
+    if draws < 0:
+        raise UserError(f"{draws} draws are none: give 0 or more")
+    output_shapes(fn, params, *inputs)
     tolerance = _coarsest_eps(jax.make_jaxpr(fn)(params, *inputs)) ** 0.5
     run = jax.jit(lambda perms, params, inputs: fn(spec.apply(perms, params), *inputs))
     candidates = [spec.random(jax.random.key(draw)) for draw in range(draws)] + ([perms] if perms else [])

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from mcomb.base import Params, leaf_name, named_leaves
+from mcomb.base import Params, leaf_name, named_leaves, output_shapes
 from mcomb.symmetry.axes import Axis, atoms, find, flat_parts
 from mcomb.symmetry.interpreter import ArrayAxes, Interpreter, LabelledAxes, stack_of
 from mcomb.symmetry.rules import POSITION_RULES, RULES, STACK_RULES
@@ -34,6 +34,8 @@ def permutation_spec(fn: Callable[..., Any], params: Params, *inputs: Any) -> Pe
     `print(spec)` shows what each permutation acts on, and what is frozen by which operation. A permutation's name
     is that of the first module it acts on.
     """
+    named_leaves(params)
+    output_shapes(fn, params, *inputs)
     return derive_spec(jax.make_jaxpr(fn)(params, *inputs), params, *inputs)
 
 

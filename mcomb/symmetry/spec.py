@@ -180,8 +180,29 @@ class PermutationSpec:
                 return
         yield layouts, value
 
+    def check_perms(self, perms: Perms) -> None:
+        """Raises an error that names the first of `perms` that is no permutation of the spec, as far as it is known.
+
+        Arrays that JAX is tracing are known by their shapes alone.
+        """
+        if not isinstance(perms, Mapping) or perms.keys() != self.sizes.keys():
+            names = ", ".join(perms) if isinstance(perms, Mapping) and perms else "nothing"
+            wanted = ", ".join(self.sizes) or "none"
+            raise UserError(f"permutations are given for {names}, and the spec has {wanted}: give one for each name")
+        for name, perm in perms.items():
+            dtype = getattr(perm, "dtype", None)
+            if np.shape(perm) != self.shape(name) or dtype is None or not jnp.issubdtype(dtype, jnp.integer):
+                raise UserError(
+                    f"permutation {name} has shape {np.shape(perm)} and dtype {dtype}: give an array of indices, of "
+                    f"shape {self.shape(name)}"
+                )
+            if not isinstance(perm, jax.core.Tracer) and (np.sort(perm, -1) != np.arange(self.sizes[name])).any():
+                raise UserError(f"permutation {name} does not have each index from 0 to {self.sizes[name] - 1} once")
+
     def apply(self, perms: Perms, params: Params) -> Params:
         """The permuted parameters: the same function, its hidden units in another order."""
+        self.validate(params)
+        self.check_perms(perms)
         return map_named(lambda name, leaf: self.permute_array(perms, self.axes[name], leaf), params)
 
     def identity(self) -> Perms:
@@ -195,6 +216,7 @@ class PermutationSpec:
 
     def invert(self, perms: Perms) -> Perms:
         """The permutations that undo `perms`."""
+        self.check_perms(perms)
         undo: Perms = {}
         # Outer permutations first: whatever "heads" is batched over, "dims" is batched over as well.
         for name in sorted(self.sizes, key=lambda name: len(self.shape(name))):
@@ -203,6 +225,8 @@ class PermutationSpec:
 
     def compose(self, p: Perms, q: Perms) -> Perms:
         """`p` after `q`: apply(compose(p, q), x) is apply(p, apply(q, x))."""
+        self.check_perms(p)
+        self.check_perms(q)
         p = {name: np.asarray(perm) for name, perm in p.items()}
         return {
             name: np.take_along_axis(self._permute_rows(p, name, q[name]), np.asarray(p[name]), -1)

@@ -36,6 +36,7 @@ def test_it_leaves_results_a_figure_and_what_they_depend_on(finished):
     home = finished / "mlp-digits" / "width-2"
     folder = home / "uniform,epochs=60,train-images=50,points=3,samples=2"
     assert {path.name for path in folder.iterdir() if path.name != ".lock"} == {
+        ".figures.json",
         "results.json",
         "samples.jsonl",
         "uniform.png",

@@ -99,6 +99,7 @@ def become(command, out, log, at=None, number=signal.SIGKILL, after=None, fail=N
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     watch(str(out), at, number, fail)
     if files is not None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))

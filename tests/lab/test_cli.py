@@ -1,10 +1,14 @@
 """A typed dataclass is the whole command line."""
 
 import dataclasses
+import os
+import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import jax
 import pytest
 
 from mcomb.base import Diverged, UserError
@@ -67,6 +71,8 @@ def test_a_flag_sets_its_field_in_the_fields_own_type(words, changes):
         ("--rate fast", ["--rate", "number", "'fast'"]),
         ("--rate -0.5", ["--rate", "-0.5 is less than 0"]),
         ("--rate nan", ["--rate", "nan is less than 0"]),
+        ("--rate inf", ["--rate", "inf is not finite"]),
+        ("--interval nan 1", ["--interval", "nan is not finite"]),
         ("--sizes 2 0", ["--sizes", "0 is less than 1"]),
         ("--sizes", ["--sizes", "at least one argument"]),
         ("--interval 1", ["--interval", "2 arguments"]),
@@ -133,6 +139,33 @@ def test_what_a_person_can_mend_is_one_line_and_an_exit_code(error, code, said, 
         cli.run(stopping(error))
     assert stopped.value.code == code
     assert capsys.readouterr() == ("", said)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(28, "No space left on device", "runs/x"), "No space left on device (runs/x): mend that, and"),
+        (PermissionError(13, "Permission denied"), "Permission denied: mend that, and"),
+        (MemoryError(), "out of memory: free some, or give a smaller --vmap-size, --batch-size or --width, and"),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GB"), "out of memory: free some, or give a smaller"),
+    ],
+)
+def test_what_the_machine_lacks_is_one_line(error, said, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.run(stopping(error))
+    assert stopped.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {said}")
+    assert line.endswith("and the same command goes on from here")
+
+
+def test_a_machine_that_is_taken_away_ends_a_program_like_an_interrupt(capsys):
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as stopped:
+        cli.run(lambda: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(30)))
+    assert stopped.value.code == 128 + signal.SIGTERM
+    assert capsys.readouterr().err == "error: interrupted: the same command goes on from here\n"
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_bug_keeps_its_traceback():

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import shutil
 from pathlib import Path
+from threading import Event
 
 import jax
 import numpy as np
@@ -20,6 +21,7 @@ from mcomb.lab import training
 from mcomb.lab.config import Config, SweepConfig
 from mcomb.lab.setups import SETUPS
 from mcomb.lab.store import NotKeptError, Store
+from mcomb.lab.training import Stopped
 from mcomb.matching.core import Matching
 
 CONFIG = Config(setup="mlp-digits", width=1, epochs=4)
@@ -239,7 +241,7 @@ def test_a_matching_that_is_none_is_refused_before_it_is_used(store):
     perms = {name: np.arange(size) for name, size in store.spec.sizes.items()}
     assert_equal(store.permute(b, Matching(perms, 0.0, ())), b.params)
     twice = perms | {"dense1": np.zeros_like(perms["dense1"])}
-    with pytest.raises(UserError, match="computes another function"):
+    with pytest.raises(UserError, match="permutation dense1 does not have each index"):
         store.permute(b, Matching(twice, 0.0, ()))
 
 
@@ -266,6 +268,61 @@ def test_a_training_that_was_stopped_goes_on_and_ends_as_if_it_had_not_been(stor
     assert {path.name for path in folder.iterdir()} == {"1", "2"}
     monkeypatch.setattr(stores, "train", real)
     assert Store(config).networks("AB")["A"].fingerprint == store.networks("A")["A"].fingerprint
+
+
+class StopsAfter(Event):
+    """An event that is set after it was asked for so many times."""
+
+    def __init__(self, times):
+        super().__init__()
+        self.left = times
+
+    def is_set(self):
+        self.left -= 1
+        return self.left < 0
+
+
+def test_a_training_that_was_stopped_within_an_epoch_goes_on_from_there(tmp_path, monkeypatch):
+    """An epoch has 14 steps: it is stopped after 20, and 15 steps later again."""
+    config = dataclasses.replace(CONFIG, steps_per_call=1, out=tmp_path / "stopped")
+    whole = Store(dataclasses.replace(config, out=tmp_path / "whole")).networks("A")["A"]
+    (folder,) = (tmp_path / "whole").rglob("seed-0*/")
+    folder = tmp_path / "stopped" / folder.relative_to(tmp_path / "whole")
+    real = stores.train
+    for steps, total in ((20, 20), (15, 35)):
+        with monkeypatch.context() as patch:
+            event = StopsAfter(steps)
+            patch.setattr(stores, "train", lambda *args, event=event, **how: real(*args, **how | {"stop": event}))
+            with pytest.raises(Stopped):
+                Store(config).networks("A")
+        assert max(int(path.name) for path in (folder / "stopped").iterdir()) == total
+    assert Store(config).networks("A")["A"].fingerprint == whole.fingerprint
+    assert not (folder / "stopped").exists()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_given_network_with_a_weight_that_is_not_finite_is_refused_by_name(value, store, tmp_path):
+    params = store.setup.init(1, seed=0)
+    params["dense2"]["kernel"] = params["dense2"]["kernel"].at[0, 0].set(value)
+    write_checkpoint(tmp_path / "mine.safetensors", params)
+    given = Store(dataclasses.replace(store.config, checkpoint_a=tmp_path / "mine.safetensors"))
+    with pytest.raises(UserError, match=r"mine\.safetensors has 1 entries of dense2/kernel that are not finite"):
+        given.networks("A")
+
+
+@pytest.mark.parametrize("name", ["net/d/..", "...safetensors", "-", "a,seed=1", "é" * 60, "x" * 200], ids=range(6))
+def test_whatever_a_given_network_is_called_its_results_stay_below_the_output_folder(name, tmp_path):
+    place, out = tmp_path / "given" / name, tmp_path / "out"
+    (tmp_path / "given").mkdir()
+    network = SETUPS["mlp-digits"].init(1, seed=0)
+    write_checkpoint(tmp_path / "given" / name.removesuffix("/d/.."), network)
+    given = Store(dataclasses.replace(CONFIG, out=out, checkpoint_a=place, checkpoint_b=place))
+    folder = given.folder("uniform").resolve()
+    assert folder.parent == given.home.resolve()
+    folder.mkdir(parents=True)  # its name is not too long
+    a, b = given.networks("AB").values()
+    given.matching(a, b, "weights")
+    assert len(list(given.home.glob("matchings/*.npz"))) == len(list(tmp_path.rglob("*.npz"))) == 1
 
 
 def devices_of(store, seed):

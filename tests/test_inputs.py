@@ -1,0 +1,289 @@
+"""Whatever is given to a public function: a correct result, or an error that says in a sentence what is wrong with it.
+
+The short form tries a few dozen inputs of each function, the long one, `pytest -m long`, some thousands.
+"""
+
+import warnings
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis.extra import numpy as hnp
+
+import mcomb
+from mcomb.base import UserError
+
+X = np.random.default_rng(0).normal(size=(6, 3)).astype(np.float32)
+Y = np.arange(6) % 2
+
+
+def apply(params, x):
+    return jax.nn.relu(x @ params["up"]["w"] + params["up"]["b"][None]) @ params["down"]
+
+
+def network(seed, units=4):
+    rng = np.random.default_rng(seed)
+    shapes = {"up": {"w": (3, units), "b": (units,)}, "down": (units, 2)}
+    return jax.tree.map(
+        lambda shape: rng.normal(size=shape).astype(np.float32), shapes, is_leaf=lambda x: isinstance(x, tuple)
+    )
+
+
+A, B = network(0), network(1)
+SPEC = mcomb.permutation_spec(apply, A, X)
+FOREIGN = mcomb.permutation_spec(apply, network(0, units=5), X)
+NUMBERS = st.sampled_from([0, 1, -1, 2, 3, 2**31, -(2**40), 2**32, 0.5, -1.5, 1e38, float("inf"), float("nan")])
+INTEGERS = st.sampled_from([0, 1, 2, 3, 7, -1, 2**31 - 1, 2**32 - 1])
+
+
+def changed(tree, where, how):
+    """The tree with one leaf changed."""
+    leaves, structure = jax.tree.flatten(tree)
+    leaves[where % len(leaves)] = how(leaves[where % len(leaves)])
+    return jax.tree.unflatten(structure, leaves)
+
+
+def with_nan(leaf):
+    leaf = np.array(leaf)
+    leaf.flat[0] = np.nan
+    return leaf
+
+
+LEAVES = {
+    "as it is": lambda leaf: leaf,
+    "nan": with_nan,
+    "infinite": lambda leaf: np.full_like(leaf, np.inf),
+    "huge": lambda leaf: leaf * np.float32(1e38),
+    "zero": np.zeros_like,
+    "half": lambda leaf: leaf.astype(np.float16),
+    "double": lambda leaf: leaf.astype(np.float64),
+    "bfloat16": lambda leaf: jnp.asarray(leaf, jnp.bfloat16),
+    "whole numbers": lambda leaf: leaf.astype(np.int32),
+    "transposed": lambda leaf: leaf.T,
+    "longer": lambda leaf: np.concatenate([leaf, leaf]),
+    "empty": lambda leaf: leaf[:0],
+    "scalar": lambda leaf: np.float32(1),
+    "number": lambda leaf: 0.5,
+    "text": lambda leaf: "weights",
+    "list": lambda leaf: leaf.tolist(),
+    "nothing": lambda leaf: None,
+    "object": lambda leaf: object(),
+}
+TREES = st.one_of(
+    st.builds(changed, st.sampled_from([A, B]), st.integers(0, 2), st.sampled_from(list(LEAVES.values()))),
+    st.sampled_from(
+        [{}, [], None, A["down"], {"down": A["down"]}, A | {"more": X}, network(2, units=5), [A, B], 1.0, "x"]
+    ),
+)
+ARRAYS = st.one_of(
+    st.sampled_from(
+        [X, X[:1], X[:0], X.T, X[0], X.astype(np.float64), np.float32(1), {"x": X}, [X, X], None, with_nan(X)]
+    ),
+    hnp.arrays(np.float32, hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=6)),
+)
+LABELS = st.one_of(
+    st.sampled_from([Y, Y[:1], Y[:0], Y - 1, Y + 5, Y[:, None], Y.astype(np.float32), Y.astype(np.uint8), None, 1]),
+)
+PERMS = st.one_of(
+    st.integers(0, 9).map(lambda seed: SPEC.random(jax.random.key(seed))),
+    st.sampled_from([{}, FOREIGN.identity(), {"x": np.arange(4)}, SPEC.identity() | {"y": np.arange(4)}, None]),
+    st.sampled_from([np.zeros(4, int), np.arange(1, 5), np.arange(4.0), np.arange(4)[None], np.arange(3), "x", 1]).map(
+        lambda perm: dict.fromkeys(SPEC.sizes, perm)
+    ),
+)
+SPECS = st.sampled_from([SPEC, SPEC, SPEC, FOREIGN, mcomb.PermutationSpec({}, {})])
+KEYS = st.sampled_from([0, 1, 3]).map(lambda count: jax.random.split(jax.random.key(0), count))
+PARAMETERS = st.one_of(
+    st.sampled_from(
+        [np.zeros(1), np.full(3, 0.5), np.array([0, np.nan, 1]), np.full(3, 1e30), -np.ones(3), np.zeros(4)]
+    ),
+    NUMBERS,
+)
+DRAWS = st.sampled_from([mcomb.linear, mcomb.uniform, mcomb.subcube, mcomb.hyperplane, mcomb.bernoulli, mcomb.centered])
+
+
+def is_finite(tree):
+    return all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(tree))
+
+
+def is_right_matching(found, spec, a, b, *rest, **options):
+    spec.check_perms(found.perms)
+    aligned = spec.apply(found.perms, b)
+    assert np.isfinite(found.objective)
+    if is_finite(apply(b, X)):
+        mcomb.check_spec(apply, b, spec, X, perms=found.perms)
+    assert jax.tree.structure(aligned) == jax.tree.structure(b)
+
+
+def is_right_combination(found, a, b, v):
+    for leaf, one, other in zip(*map(jax.tree.leaves, (found, a, b)), strict=True):
+        assert np.shape(leaf) == np.shape(one) == np.shape(other)
+
+
+def is_right_metrics(found, apply, draw, networks, parameters, keys, inputs, labels, **options):
+    assert len(found.loss) == len(found.accuracy) == len(keys)
+    assert ((found.accuracy >= 0) & (found.accuracy <= 1)).all()
+    assert (found.agreement.sum((1, 2)) == len(labels)).all()
+
+
+def is_right_score(found, apply, params, inputs, labels, **options):
+    assert found.predicted.shape == (len(labels),)
+    assert found.accuracy == np.mean(found.predicted == labels)
+
+
+def is_right_alignment(found, spec, networks, **options):
+    for perms in found.perms:
+        spec.check_perms(perms)
+
+
+def anything(found, *args, **options):
+    """That it has come back is enough."""
+
+
+MIXES = DRAWS.map(mcomb.mix)
+PAIRS = st.tuples(TREES, TREES)
+LISTS = st.lists(st.sampled_from([A, B, network(2, units=5), {}, changed(A, 0, with_nan)]), max_size=3)
+SIZES = st.sampled_from([1, 4, 7, 0, -1])
+SEED = (0, st.sampled_from([0, 1, 2**32 - 1, 2**32, -1, 2**64]))
+NETWORKS = ((A, TREES), (B, TREES))
+APPLY = (apply, st.just(apply))
+
+# For each function what its result must be, and for each of its arguments a right value and others, right or wrong.
+CALLS = {
+    mcomb.combine: (
+        is_right_combination,
+        [*NETWORKS, (0.5, st.one_of(TREES, NUMBERS, st.just({"up": 0.5, "down": 1.0})))],
+        {},
+    ),
+    mcomb.match: (
+        is_right_matching,
+        [(SPEC, SPECS), *NETWORKS, (apply, st.none()), (X, ARRAYS), (Y, LABELS)],
+        {"matcher": ("weights", st.sampled_from(["weights", "activations", "x", ""])), "seed": SEED},
+    ),
+    mcomb.match_weights: (
+        is_right_matching,
+        [(SPEC, SPECS), *NETWORKS],
+        {
+            "start": (None, PERMS),
+            "seed": SEED,
+            "restarts": (1, st.sampled_from([2, 4, 0, -1])),
+            "coarse": (False, st.booleans()),
+        },
+    ),
+    mcomb.match_activations: (
+        is_right_matching,
+        [(SPEC, SPECS), *NETWORKS, APPLY, (X, ARRAYS)],
+        {"batch_size": (4, SIZES), "inner_products": (False, st.booleans())},
+    ),
+    mcomb.match_straight_through: (
+        is_right_matching,
+        [(SPEC, SPECS), *NETWORKS, APPLY, (X, ARRAYS), (Y, LABELS)],
+        {
+            "steps": (1, st.sampled_from([0, 2, -2])),
+            "learning_rate": (0.01, NUMBERS),
+            "batch_size": (4, SIZES),
+            "seed": SEED,
+        },
+    ),
+    mcomb.align_many: (
+        is_right_alignment,
+        [(SPEC, SPECS), ([A, B, A], LISTS)],
+        {"reference": (0, st.sampled_from([1, 5, -1, None])), "seed": SEED},
+    ),
+    mcomb.evaluate: (
+        is_right_metrics,
+        [
+            *(APPLY, (mcomb.mix(mcomb.linear), MIXES), ((A, B), PAIRS), (np.zeros(3), PARAMETERS)),
+            *((jax.random.split(jax.random.key(0), 3), KEYS), (X, ARRAYS), (Y, LABELS)),
+        ],
+        {
+            "temperatures": ((1.0,), st.sampled_from([(), (0.0,), (-1.0, 2.0), (float("nan"),)])),
+            "batch_size": (4, SIZES),
+            "vmap_size": (None, st.sampled_from([1, 2, 0, -3])),
+        },
+    ),
+    mcomb.score: (
+        is_right_score,
+        [APPLY, (A, TREES), (X, ARRAYS), (Y, LABELS)],
+        {"batch_size": (4, SIZES), "temperatures": ((1.0,), st.sampled_from([(), (0.0,), (float("inf"),)]))},
+    ),
+    mcomb.check_spec: (
+        anything,
+        [APPLY, (A, TREES), (SPEC, SPECS), (X, ARRAYS)],
+        {"perms": (None, PERMS), "draws": (1, st.sampled_from([0, -1]))},
+    ),
+    mcomb.permutation_spec: (anything, [APPLY, (A, TREES), (X, ARRAYS)], {}),
+    mcomb.repaired: (
+        anything,
+        [(SPEC, SPECS), APPLY, (mcomb.mix(mcomb.uniform), MIXES), ((A, B), PAIRS), (X, ARRAYS)],
+        {"batch_size": (4, SIZES)},
+    ),
+    SPEC.apply: (anything, [(SPEC.identity(), PERMS), (A, TREES)], {}),
+    SPEC.invert: (anything, [(SPEC.identity(), PERMS)], {}),
+    SPEC.compose: (anything, [(SPEC.identity(), PERMS)] * 2, {}),
+    SPEC.validate: (anything, [(A, TREES)], {}),
+}
+
+
+@st.composite
+def calls(draw, positional, options):
+    """Arguments of which about one in four is another than the right one."""
+
+    def one(right, others):
+        return draw(others) if draw(st.integers(0, 3)) == 0 else right
+
+    return [one(*argument) for argument in positional], {name: one(*option) for name, option in options.items()}
+
+
+def try_inputs(function, count):
+    """Calls a function with so many inputs."""
+    is_right, positional, options = CALLS[function]
+    outcomes = {"right": 0, "refused": 0}
+
+    @settings(
+        max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    )
+    @given(calls(positional, options))
+    def call(drawn):
+        args, options = drawn
+        try:
+            found = function(*args, **options)
+        except UserError as error:
+            outcomes["refused"] += 1
+            problem = str(error)
+        else:
+            outcomes["right"] += 1
+            is_right(found, *args, **options)
+            return
+        assert "\n" not in problem
+        assert 20 < len(problem) < 600
+
+    call()
+    print(f"{function.__name__}: {outcomes}")
+    assert all(outcomes.values())
+
+
+@pytest.fixture(autouse=True)
+def as_users_have_it():
+    """Without the checks of shapes that there are only under pytest, and with warnings that are no errors."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    jaxtyping.config.update("jaxtyping_disable", before)
+
+
+@pytest.mark.parametrize("function", CALLS, ids=lambda function: function.__name__)
+def test_an_input_gives_a_right_result_or_one_sentence(function):
+    try_inputs(function, 25)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("function", CALLS, ids=lambda function: function.__name__)
+def test_many_an_input_gives_a_right_result_or_one_sentence(function):
+    try_inputs(function, 1000)
