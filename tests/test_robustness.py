@@ -26,7 +26,7 @@ FLAGS = "--setup mlp-digits --width 1 --epochs 3 --checkpoint-every 1 --points 3
 FLAGS += " --train-images 60 --test-images 60"
 UNIFORM = f"uniform {FLAGS}"
 HOME = Path("mlp-digits", "width-1")
-OWN = ("seconds", "durations", "command", "digest")  # what each run has of its own
+OWN = ("seconds", "durations", "command", "environment", "digest")  # what each run has of its own
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 
 pytestmark = [
