@@ -257,6 +257,15 @@ PROGRAMS = {
     "layers in reverse": Program(in_reverse, LAYERS, WHOLE),
     "layers that are also used as a whole": Program(and_as_a_whole, LAYERS, WHOLE),
     "heads in layers": Program(heads_in_layers, {"up": (2, 5, 3, 4), "down": (2, 3, 4, 2)}, [(2, 3), (2, 3, 4)]),
+    "a batch of one": layer(lambda h, p: jax.nn.softmax(h, 0) * h.mean(0, keepdims=True), WHOLE)._replace(
+        input=(1, FEATURES)
+    ),
+    "attention over a sequence of one": Program(
+        lambda p, x: attend(x.reshape(1, -1) @ p[name] for name in "qkv") @ p["down"],
+        dict.fromkeys("qkv", (FEATURES, UNITS)) | {"down": (UNITS, 2)},
+        WHOLE * 2,
+        (FEATURES,),
+    ),
     "positional embeddings of which some are used": Program(
         lambda p, x: (jnp.tanh(x @ p["up"]) + p["position"][:ROWS]) @ p["down"],
         {"up": (FEATURES, UNITS), "position": (3000, UNITS), "down": (UNITS, 2)},
