@@ -1,3 +1,5 @@
+import importlib.util
+
 from benchmarks import derivation, fuzz, matching, recovery, training
 from mcomb.matching.core import Matching
 
@@ -14,7 +16,7 @@ def test_ways_to_train_are_measured_side_by_side(capsys):
     training.main(training.TrainingConfig(setups=("mlp-digits",), widths=(1,), steps=2, rounds=1))
     _, head, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == ["width", "way", "networks", "images/s", "against", "before"]
-    ways = ["before", "data-parallel", "side by side"]
+    ways = ["before", "data-parallel", "side by side", *(["PyTorch"] if importlib.util.find_spec("torch") else [])]
     assert [way for line, way in zip(lines, ways, strict=True) if f" {way} " in line] == ways
     assert lines[0].split()[-1] == "1.00"
 

@@ -19,7 +19,7 @@ from mcomb.fingerprints import fingerprint
 from mcomb.gradient_descent import State
 from mcomb.lab import versions
 from mcomb.lab.results import environment
-from mcomb.processes import is_first
+from mcomb.processes import are_several, is_first
 
 
 class TrainingCheckpoints:
@@ -101,6 +101,8 @@ class TrainingCheckpoints:
                     custom_metadata=fingerprint_entry(state.params),
                 )
         except Exception as error:  # orbax has many kinds of them
+            if are_several():  # another process may be the reason
+                raise
             problem = f"checkpoint {folder / str(number)} cannot be written ({first_words(error)})"
             raise UserError(f"{problem}: make room there, and the same command goes on") from error
         if epoch is not None and is_first():

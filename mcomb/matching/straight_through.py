@@ -74,11 +74,12 @@ def match_straight_through(
     A gradient is rescaled to the norm of A's weights, so `learning_rate` is relative to that norm. The length is given
     in steps and not in epochs because each step costs a weight matching, however small its minibatch.
     """
-    check_networks(spec, a, b)
-    require_positive(steps=steps + 1, learning_rate=learning_rate, batch_size=batch_size)
     for name, leaf in named_leaves(a).items():
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             raise UserError(f"{name} is no float, and nothing can be learnt of it: match by weights or activations")
+    check_networks(spec, a, b)
+    # Without steps, or with steps of no length, it is weight matching.
+    require_positive(steps=steps + 1, learning_rate=learning_rate or 1.0, batch_size=batch_size)
     count = count_examples(inputs, labels)
     check_labels(output_shapes(apply, a, inputs), labels)
     if count < 2:

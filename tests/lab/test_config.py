@@ -102,7 +102,7 @@ def test_how_often_a_training_is_saved_changes_no_network():
     assert often.keys() | {"checkpoint_every"} == {field.name for field in dataclasses.fields(recipe(Config()))}
 
 
-@pytest.mark.parametrize("ends", ["0.25 1", "0 0.5", "0.25 0.5", "nan 1", "0 nan"])
+@pytest.mark.parametrize("ends", ["0.25 1", "0 0.5", "0.25 0.5"])
 def test_a_line_must_have_its_ends(ends):
     with pytest.raises(UserError, match=rf"--range {ends} leaves out a part of \[0, 1\]"):
         cli.parse(linear.LinearConfig, "", ["--range", *ends.split()])

@@ -325,5 +325,5 @@ def test_what_cannot_be_matched_is_refused():
     spec, a, b, inputs, _ = layers()
     with pytest.raises(UserError, match="entries, but permutation"):
         match_activations(spec, a, b | {"bias": np.zeros(6, np.float32)}, layer, inputs)
-    with pytest.raises(UserError, match="activations of P are not finite"):
+    with pytest.raises(UserError, match="of bias that are not finite"):
         match_activations(spec, a, b | {"bias": np.full(5, np.nan, np.float32)}, layer, inputs)

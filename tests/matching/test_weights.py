@@ -227,7 +227,7 @@ def test_networks_that_do_not_fit_the_spec_are_refused(problem):
 
 def test_weights_that_are_not_numbers_are_refused(problem):
     spec, a = problem
-    with pytest.raises(UserError, match="not a number"):
+    with pytest.raises(UserError, match="not finite"):
         match_weights(spec, a, jax.tree.map(lambda leaf: leaf * np.nan, a))
 
 
