@@ -35,10 +35,14 @@ def test_the_examples_of_other_tasks_are_right(capsys):
     exec(language, scope)
     found, counted = scope["found"], scope["labels"] >= 0
     assert float(capsys.readouterr().out.split()[0]) == pytest.approx(np.exp(found.loss).max(), rel=1e-5)
-    logits = np.asarray(scope["apply"](scope["a"], scope["inputs"]), np.float64)
+    logits = np.asarray(jax.jit(scope["apply"])(scope["a"], scope["inputs"]), np.float64)
     losses = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, scope["labels"][..., None], -1)[..., 0]
     assert found.loss[0] == pytest.approx(losses[counted].mean(), rel=1e-5)  # no share of B: A itself
     exec(regression, scope)
+    x, target = scope["x"], scope["labels"]["target"]
+    squares = np.square(np.asarray(scope["predict"](scope["a"], x) - target, np.float64))
+    assert scope["found"].loss == pytest.approx(squares.mean(), rel=1e-5)
+    assert len(scope["learnt"].losses) == 11
 
 
 def test_the_two_commands_are_there_once_for_everyone():

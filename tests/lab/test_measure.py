@@ -122,8 +122,7 @@ def test_what_has_rows_is_not_measured_again_and_what_has_none_comes_out_the_sam
     (parameters,) = calls
     assert set(np.asarray(parameters).tolist()) == set(task(run).parameters[2:].tolist())
     for split in ("train", "test"):
-        for one, other in zip(whole[split], again[split], strict=True):
-            np.testing.assert_array_equal(one, other)
+        jax.tree.map(np.testing.assert_array_equal, whole[split], again[split])
 
 
 def test_combinations_are_drawn_with_the_keys_of_their_experiment_or_of_another(run, parts, tmp_path):
