@@ -2,13 +2,12 @@
 
 from typing import Any
 
-from jaxtyping import Int
-
-from mcomb.base import Apply, Array, Inputs, Params, UserError
+from mcomb.base import Apply, Inputs, Labels, Params, UserError
 from mcomb.matching.activations import match_activations
 from mcomb.matching.core import Matching
 from mcomb.matching.straight_through import match_straight_through
 from mcomb.matching.weights import match_weights
+from mcomb.objectives import Objective, cross_entropy
 from mcomb.symmetry.spec import PermutationSpec
 
 MATCHERS = ("weights", "activations", "ste")  # "ste" is the straight-through estimator
@@ -20,15 +19,16 @@ def match(
     b: Params,
     apply: Apply | None = None,
     inputs: Inputs | None = None,
-    labels: Int[Array, "n"] | None = None,
+    labels: Labels = None,
     *,
     matcher: str = "weights",
+    loss: Objective = cross_entropy,
     seed: int = 0,
 ) -> Matching:
     """The matching of network `b` to network `a`: `spec.apply(matching.perms, b)` has its units in the order of A's.
 
     matcher="weights" compares weights and needs no data, "activations" also needs `apply` and `inputs`, and "ste"
-    (straight-through estimator) needs `labels` as well.
+    (straight-through estimator) needs `labels` as well, and the `loss` if it is not that of a classifier.
     """
     if matcher not in MATCHERS:
         raise UserError(f"there is no matcher {matcher!r}: choose from {', '.join(MATCHERS)}")
@@ -41,4 +41,4 @@ def match(
         raise UserError(f"the matcher {matcher} needs {' and '.join(missing)}: give them too, or match by weights")
     if matcher == "activations":
         return match_activations(spec, a, b, **needs)
-    return match_straight_through(spec, a, b, **needs, seed=seed)
+    return match_straight_through(spec, a, b, **needs, loss=loss, seed=seed)
