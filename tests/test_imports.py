@@ -24,7 +24,7 @@ LIBRARY = (
     ),
     ("mcomb.checkpoint", "mcomb.combination"),
     ("mcomb.symmetry", "mcomb.gradient_descent", "mcomb.evaluation"),
-    ("mcomb.matching", "mcomb.repair"),
+    ("mcomb.matching", "mcomb.merging", "mcomb.repair"),
     ("mcomb.lab",),
     ("mcomb.__main__",),
     ("experiments",),
