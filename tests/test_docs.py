@@ -5,7 +5,6 @@ import re
 import tomllib
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
@@ -54,9 +53,7 @@ def test_an_experiment_of_ones_own_runs_on_ones_own_model_and_dataset(recipes, t
 
 
 def test_a_distribution_of_ones_own_gives_all_weights_of_a_unit_one_share(recipes):
-    scope = recipes["distribution"]
-    mixed = scope["mcomb"].mix(scope["by_unit"])(scope["jax"].random.key(0), jnp.float32(0.5), scope["a"], scope["b"])
-    shares = np.asarray(mixed["kernel"])
+    shares = np.asarray(recipes["distribution"]["mixed"]["kernel"])
     assert (shares == shares[:1]).all()
     assert len(np.unique(shares)) == 4
 
