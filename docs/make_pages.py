@@ -25,7 +25,7 @@ from mcomb.lab.store import Store
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "experiments"
-WORDS = {True: "This run agrees.", False: "This run does not.", None: "This run does not tell."}
+WORDS = {True: "This run agrees.", False: "This run does not.", None: ""}
 SMALLER = {  # than the first command of a docstring
     "decay": "python -m experiments.decay --setup mlp-digits --width 4 --decays 1e-4 1e-3 5e-3 --lengths 5 20",
 }
@@ -65,7 +65,7 @@ def run_and_write(name: str, experiment: Experiment, line: str, out: Path) -> st
     printed = "\n".join(part.rstrip() for part in "\n".join([results["title"], *numbers]).splitlines())
     figure = FOLDER / f"{name}.png"
     reduce_picture(Image.open(Store(config).folder(name) / figure.name), figure)
-    claim = f"\nThe paper: *{results['claim']}* {WORDS[results['agrees']]}\n" if numbers else ""
+    claim = f"\nThe paper: *{results['claim']}* {WORDS[results['agrees']]}".rstrip() + "\n" if numbers else ""
     return (
         f"\n## What comes out\n\n{shown(figure, results['alt'])}\n"
         f"`{line}` printed:\n\n```text\n{printed}\n```\n\n{results['finding']}\n{claim}"
