@@ -17,6 +17,7 @@ from mcomb.matching.core import Matching
 from mcomb.matching.many import Alignment, align_many
 from mcomb.matching.straight_through import match_straight_through
 from mcomb.matching.weights import match_weights
+from mcomb.objectives import Objective, accuracy, cross_entropy, squared_error, token_cross_entropy
 from mcomb.repair import repaired
 from mcomb.symmetry.check import check_spec
 from mcomb.symmetry.derive import permutation_spec
@@ -27,14 +28,17 @@ __all__ = [
     "Blocks",
     "Matching",
     "Metrics",
+    "Objective",
     "PermutationSpec",
     "Score",
     "Segments",
+    "accuracy",
     "align_many",
     "bernoulli",
     "centered",
     "check_spec",
     "combine",
+    "cross_entropy",
     "evaluate",
     "hyperplane",
     "linear",
@@ -47,7 +51,9 @@ __all__ = [
     "read_checkpoint",
     "repaired",
     "score",
+    "squared_error",
     "subcube",
+    "token_cross_entropy",
     "uniform",
     "write_checkpoint",
 ]

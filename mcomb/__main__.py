@@ -3,12 +3,13 @@
     python -m mcomb inspect NETWORK --model MODEL              parameters, permutations, what is frozen and why
     python -m mcomb align A B TO --model MODEL                 B with its units in the order of A's
     python -m mcomb combine A B TO --distribution uniform --s 0.5
-    python -m mcomb evaluate NETWORK … --model MODEL           loss and accuracy of each
+    python -m mcomb evaluate NETWORK … --model MODEL           the loss of each, and the accuracy of classifiers
 
 Networks are orbax folders or .safetensors, .npz and .msgpack files, read and written by their endings; --names is for
 files with other names and layouts of weights, such as PyTorch's. MODEL is SETUP:WIDTH, as resnet20-cifar10:1, or
 MODULE:FUNCTION: a function of yours that returns a function from parameters and inputs to outputs, example inputs, and
-for `evaluate` and some matchers their labels. `python -m mcomb COMMAND --help` lists the flags of each.
+for `evaluate` and some matchers their labels, and the loss if it is not that of a classifier. `python -m mcomb COMMAND
+--help` lists the flags of each.
 """
 
 import importlib
@@ -23,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mcomb.base import Apply, Inputs, Params, UserError, named_leaves, require_finite, stream
+from mcomb.base import Apply, Inputs, Labels, Params, UserError, count_examples, named_leaves, require_finite, stream
 from mcomb.checkpoint import first_words, read_checkpoint, write_checkpoint
 from mcomb.combination import bernoulli, centered, hyperplane, linear, mix, subcube, uniform
 from mcomb.evaluation import score
@@ -33,6 +34,7 @@ from mcomb.lab.results import columns
 from mcomb.lab.setups import SETUPS
 from mcomb.matching import MATCHERS, match
 from mcomb.names import Table, read_table, to_theirs
+from mcomb.objectives import Objective, cross_entropy
 from mcomb.symmetry.check import check_spec
 from mcomb.symmetry.derive import permutation_spec
 from mcomb.symmetry.spec import PermutationSpec
@@ -51,11 +53,12 @@ PARAMETERS = ("share", "s", "p")
 
 
 class Model(NamedTuple):
-    """A function from parameters and inputs to outputs, example inputs, and their labels if there are any."""
+    """A function from parameters and inputs to outputs, example inputs, their labels if there are any, and the loss."""
 
     apply: Apply
     inputs: Inputs
-    labels: Any = None
+    labels: Labels = None
+    loss: Objective = cross_entropy
 
     def first(self, count: int) -> tuple[Inputs, Any]:
         """The first inputs, and their labels."""
@@ -123,8 +126,8 @@ def load_model(text: str) -> Model:
         return Model(*getattr(importlib.import_module(module), name)())
     except (ImportError, AttributeError, TypeError) as error:
         raise UserError(
-            f"--model {text} gives no model ({error}): name a function that returns (apply, inputs) or "
-            "(apply, inputs, labels)"
+            f"--model {text} gives no model ({error}): name a function that returns (apply, inputs), "
+            "(apply, inputs, labels) or (apply, inputs, labels, loss)"
         ) from error
 
 
@@ -176,7 +179,8 @@ def align(config: AlignConfig) -> None:
     a, b = (read_network(path, table, model) for path in (config.a, config.b))
     spec = symmetries(model, a)
     inputs, labels = model.first(MATCHING_EXAMPLES)
-    matching = match(spec, a, b, model.apply, inputs, labels, matcher=config.matcher, seed=config.seed)
+    options: dict[str, Any] = {"matcher": config.matcher, "loss": model.loss, "seed": config.seed}
+    matching = match(spec, a, b, model.apply, inputs, labels, **options)
     check_spec(model.apply, b, spec, model.first(EXAMPLES)[0], perms=matching.perms)
     aligned = spec.apply(matching.perms, b)
     if table is not None:
@@ -203,15 +207,17 @@ def combine(config: CombineConfig) -> None:
 
 
 def evaluate(config: EvaluateConfig) -> None:
-    """Prints the loss and the accuracy of networks on the model's inputs."""
+    """Prints the loss of networks on the model's inputs, and the accuracy of classifiers."""
     table, model = read_table(config.names) if config.names else None, load_model(config.model)
     if model.labels is None:
         raise UserError(f"--model {config.model} has no labels: let it return (apply, inputs, labels)")
-    rows = [("", "loss", "accuracy", "inputs")]
+    rows = []
     for path in config.networks:
-        found = score(model.apply, read_network(path, table, model), model.inputs, model.labels)
-        rows.append((str(path), f"{found.loss:.4f}", f"{found.accuracy:.2%}", f"{len(found.predicted):,}"))
-    print(columns(rows))
+        found = score(model.apply, read_network(path, table, model), model.inputs, model.labels, loss=model.loss)
+        accuracy = {"accuracy": f"{found.accuracy:.2%}"} if model.loss is cross_entropy else {}
+        count = f"{count_examples(model.inputs):,}"
+        rows.append({"": str(path), "loss": f"{found.loss:.4f}", **accuracy, "inputs": count})
+    print(columns([tuple(rows[0]), *(tuple(row.values()) for row in rows)]))
 
 
 def draw_graph(spec: PermutationSpec, path: Path) -> None:

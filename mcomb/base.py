@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
-from jaxtyping import Float, PRNGKeyArray
+from jaxtyping import PRNGKeyArray
 
 Array = jax.Array | np.ndarray
 Params = Any  # a pytree of arrays
 Inputs = Any  # an array, or a pytree of arrays, whose first axis is that of examples
-Apply = Callable[[Params, Inputs], Float[Array, "n classes"]]
+Labels = Any  # the same, of whatever the loss takes
+Apply = Callable[[Params, Inputs], Any]  # returns outputs, such as logits, of the same kind
 
 
 class UserError(Exception):
@@ -43,11 +44,11 @@ def stream(seed: int, *names: str | int) -> PRNGKeyArray:
     return reduce(fold_name, names, jax.random.key(seed))
 
 
-def count_examples(inputs: Inputs, labels: Array | None = None) -> int:
-    """How many examples the inputs have; an error unless all arrays of the inputs, and the labels, have as many."""
+def count_examples(inputs: Inputs, labels: Labels = None) -> int:
+    """How many examples the inputs have; an error unless all arrays of the inputs, and of the labels, have as many."""
     counts = {name or "the inputs": jnp.shape(leaf)[:1] for name, leaf in named_leaves(inputs).items()}
-    if labels is not None:
-        counts["the labels"] = jnp.shape(labels)[:1]
+    for name, leaf in named_leaves(labels).items():
+        counts[f"the labels {name}".rstrip()] = jnp.shape(leaf)[:1]
     if len({*counts.values()}) != 1 or not all(counts.values()) or counts == dict.fromkeys(counts, (0,)):
         said = ", ".join(f"{name} {count[0] if count else 'none'}" for name, count in counts.items())
         raise UserError(

@@ -1,7 +1,8 @@
-"""Evaluation: loss, accuracy and label agreement of many combinations on a whole dataset, in compiled calls."""
+"""Evaluation: the loss and the metrics of many combinations on a whole dataset, in compiled calls."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,7 @@ from mcomb.base import (
     Apply,
     Array,
     Inputs,
+    Labels,
     Params,
     UserError,
     count_examples,
@@ -35,7 +37,7 @@ from mcomb.devices import (
     share_out,
     two_axis_mesh,
 )
-from mcomb.objectives import check_labels, classify
+from mcomb.objectives import Objective, add_up, check_objectives, classify, cross_entropy
 from mcomb.processes import are_several
 from mcomb.progress import say
 
@@ -43,17 +45,33 @@ AGREES_WITH = ("A only", "B only", "both", "neither")
 
 
 class Metrics(NamedTuple):
-    """The mean loss and the accuracy of each of k combinations, and how its predictions agree with A's and B's.
+    """The mean loss of each of k combinations, and by name the other metrics of each.
 
-    `agreement` counts the inputs. Its second axis says which network predicts the same label as the combination
-    (AGREES_WITH), its last one whether that label is correct or wrong: agreement[i, 2, 0] is the number of inputs
-    on which combination i, A and B all predict the correct label.
+    Those of classifiers, whose loss is `cross_entropy`, are
+    - accuracy;
+    - agreement, a number of inputs for each kind. Its second axis says which network predicts the same label as the
+      combination (AGREES_WITH), its last one whether that label is correct or wrong: agreement[i, 2, 0] is the number
+      of inputs on which combination i, A and B all predict the correct label;
+    - tempered: the mean loss with the logits divided by each of t temperatures.
     """
 
     loss: Float[np.ndarray, "k"]
-    accuracy: Float[np.ndarray, "k"]
-    agreement: Int[np.ndarray, "k 4 2"]
-    tempered: Float[np.ndarray, "k t"]  # the mean loss with the logits divided by each of t temperatures
+    values: dict[str, np.ndarray]
+
+    @property
+    def accuracy(self) -> Float[np.ndarray, "k"]:
+        """The share of correct labels."""
+        return _find("accuracy", self.values)
+
+    @property
+    def agreement(self) -> Int[np.ndarray, "k 4 2"]:
+        """With whom each combination agrees how often, of a classifier."""
+        return _find("agreement", self.values)
+
+    @property
+    def tempered(self) -> Float[np.ndarray, "k t"]:
+        """The mean loss at each temperature, of a classifier."""
+        return _find("tempered", self.values)
 
 
 def evaluate(
@@ -63,10 +81,12 @@ def evaluate(
     parameters: Any,
     keys: Key[Array, "k"],
     inputs: Inputs,
-    labels: Array,
+    labels: Labels,
     *,
+    loss: Objective = cross_entropy,
+    metrics: Mapping[str, Objective] | None = None,
     references: Int[Array, "2 n"] | None = None,
-    temperatures: tuple[float, ...] = (1.0,),
+    temperatures: tuple[float, ...] | None = None,
     batch_size: int = BATCH,
     vmap_size: int | None = None,
     report: Callable[[Metrics], None] = lambda metrics: None,
@@ -76,21 +96,26 @@ def evaluate(
     Each combination is drawn inside a compiled call and is never stored. They are shared out over all devices, and so
     are the inputs where there are fewer combinations than devices. A device takes `vmap_size` of its combinations at
     once (None: one on CPU, else all), on `batch_size` inputs each; if these do not fit into its memory, fewer.
-    `references` are the labels that A and B predict; without them `agreement` has all inputs under "neither".
+
+    `loss` and `metrics` are functions of the output and the label of one example that return a sum and a count, as
+    those in `mcomb.objectives`; of a metric that counts nothing the mean is not a number. The default is for
+    classifiers, and with it `references` are the labels that A and B predict (without them `agreement` has all inputs
+    under "neither"), and `temperatures` those of `tempered` (by default 1).
+
     `report` is given the metrics of the combinations of each compiled call, as they are measured.
     """
     k, count = len(keys), count_examples(inputs, labels)
     require_positive(combinations=k, batch_size=batch_size, vmap_size=vmap_size)
-    _check_temperatures(temperatures)
+    task = _task(loss, metrics, temperatures, references)
     for leaf in jax.tree.leaves(parameters):
         if jnp.shape(leaf)[:1] != (k,):
             raise UserError(f"there are {k} keys and parameters of shape {jnp.shape(leaf)}: give as many of both")
     require_finite("the parameters", parameters)
     combination = output_shapes(draw, keys[0], jax.tree.map(lambda x: jnp.asarray(x)[0], parameters), *networks)
-    check_labels(output_shapes(apply, combination, jax.tree.map(lambda x: x[:batch_size], inputs)), labels)
+    _check_fit(task, apply, combination, inputs, labels, min(batch_size, count))
     mesh = two_axis_mesh(k)
     rows, columns = mesh.devices.shape
-    if references is None:
+    if references is None and task.temperatures:
         references = np.full((2, count), -1, np.int32)
     shared = share_out((networks, inputs, labels, references), mesh, P())
     if vmap_size is None:  # on CPU, XLA turns a convolution that is mapped over its kernels into a slow, grouped one
@@ -105,7 +130,7 @@ def evaluate(
         return *shared, *share_out(of_these, mesh, P(COMBINATIONS))
 
     def lower(sizes: Sizes) -> jax.stages.Lowered:
-        return _evaluate.lower(apply, draw, sizes.images, mesh, temperatures, *arguments(sizes))
+        return _evaluate.lower(apply, draw, sizes.images, mesh, task, *arguments(sizes))
 
     while done < k:
         if program is None:
@@ -118,42 +143,80 @@ def evaluate(
             sizes, program = sizes.smaller(), None
             say(f"memory ran out: going on with {sizes}")
             continue
-        loss, correct, agreement, tempered = (values[: k - done] for values in sums)
-        measured.append(Metrics(loss / count, correct / count, agreement, tempered / count))
+        classified, own = jax.tree.map(itemgetter(slice(k - done)), sums)
+        means = {name: _mean(name, *of_batches) for name, of_batches in own.items()}
+        if classified:
+            loss_sum, correct, agreement, tempered = classified
+            means |= {"loss": loss_sum / count, "accuracy": correct / count}
+            means |= {"agreement": agreement, "tempered": tempered / count}
+        measured.append(Metrics(means.pop("loss"), means))
         report(measured[-1])
         done += rows * sizes.combinations
-    return Metrics(*map(np.concatenate, zip(*measured, strict=True)))
+    return jax.tree.map(lambda *values: np.concatenate(values), *measured)
 
 
 class Score(NamedTuple):
-    """The mean loss and the accuracy of one network, and the label that it predicts for each input."""
+    """The mean loss of one network, and by name its other metrics.
+
+    Those of classifiers, whose loss is `cross_entropy`, are accuracy; predicted, the label that it predicts for each
+    input; and tempered, the mean loss with the logits divided by each of t temperatures.
+    """
 
     loss: float
-    accuracy: float
-    predicted: Int[np.ndarray, "n"]
-    tempered: Float[np.ndarray, "t"]  # the mean loss with the logits divided by each of t temperatures
+    values: dict[str, Any]
+
+    @property
+    def accuracy(self) -> float:
+        """The share of correct labels."""
+        return _find("accuracy", self.values)
+
+    @property
+    def predicted(self) -> Int[np.ndarray, "n"]:
+        """The label that a classifier predicts for each input."""
+        return _find("predicted", self.values)
+
+    @property
+    def tempered(self) -> Float[np.ndarray, "t"]:
+        """The mean loss at each temperature, of a classifier."""
+        return _find("tempered", self.values)
 
 
 def score(
     apply: Apply,
     params: Params,
     inputs: Inputs,
-    labels: Int[Array, "n"],
+    labels: Labels,
     *,
-    temperatures: tuple[float, ...] = (1.0,),
+    loss: Objective = cross_entropy,
+    metrics: Mapping[str, Objective] | None = None,
+    temperatures: tuple[float, ...] | None = None,
     batch_size: int = BATCH,
 ) -> Score:
-    """The score of one network on a whole dataset, whose inputs are shared out over all devices."""
+    """The score of one network on a whole dataset, whose inputs are shared out over all devices.
+
+    `loss`, `metrics` and `temperatures` are those of `evaluate`.
+    """
     count, mesh = count_examples(inputs, labels), two_axis_mesh(1)
     require_positive(batch_size=batch_size)
-    _check_temperatures(temperatures)
-    check_labels(output_shapes(apply, params, jax.tree.map(lambda x: x[:batch_size], inputs)), labels)
+    task = _task(loss, metrics, temperatures)
+    _check_fit(task, apply, params, inputs, labels, min(batch_size, count))
     sizes = Sizes(1, min(batch_size, -(-count // mesh.size)))
     args = share_out((params, inputs, labels), mesh, P())
-    _, program = compile_to_fit(lambda sizes: _score.lower(apply, sizes.images, mesh, temperatures, *args), sizes)
-    losses, predicted, tempered = jax.device_get(program(*args))
-    accuracy = float(np.mean(predicted == np.asarray(labels)))
-    return Score(float(losses.mean()), accuracy, predicted, tempered.mean(0, dtype=np.float64))
+    _, program = compile_to_fit(lambda sizes: _score.lower(apply, sizes.images, mesh, task, *args), sizes)
+    classified, own = jax.device_get(program(*args))
+    means: dict[str, Any] = {name: float(_mean(name, *of_examples)) for name, of_examples in own.items()}
+    if classified:
+        losses, predicted, tempered = classified
+        means |= {"loss": float(losses.mean()), "accuracy": float(np.mean(predicted == np.asarray(labels)))}
+        means |= {"predicted": predicted, "tempered": tempered.mean(0, dtype=np.float64)}
+    return Score(means.pop("loss"), means)
+
+
+class _Task(NamedTuple):
+    """What to measure: as of a classifier at these temperatures, if there are any, and objectives by name."""
+
+    temperatures: tuple[float, ...]
+    objectives: tuple[tuple[str, Objective], ...]
 
 
 @partial(jax.jit, static_argnums=range(5))
@@ -162,23 +225,30 @@ def _evaluate(
     draw: Draw,
     batch_size: int,
     mesh: Mesh,
-    temperatures: tuple[float, ...],
+    task: _Task,
     networks: tuple[Params, ...],
     inputs: Inputs,
-    labels: Array,
-    references: Array,
+    labels: Labels,
+    references: Array | None,
     parameters: Any,
     keys: Array,
-) -> tuple[Array, Array, Array, Array]:
-    """For each combination its summed loss, number of correct predictions, agreement counts and tempered losses."""
+) -> tuple[tuple[Array, ...], dict[str, tuple[Array, Array]]]:
+    """What each combination has of everything that is to be measured, not yet divided by a count.
+
+    Of a classifier the summed loss, number of correct predictions, agreement counts and tempered losses; and by name
+    the sum and the count of each objective on each batch. (One int32 or float32 might not hold those of all batches.)
+    """
 
     def evaluate_one(batches: list[Any], networks: tuple[Params, ...], parameter: Any, key: Array) -> Any:
         params = draw(key, parameter, *networks)
 
-        def add(totals: Any, batch: list[Any]) -> tuple[Any, None]:
+        def add(totals: Any, batch: list[Any]) -> tuple[Any, Any]:
             x, y, reference, is_real = batch  # the last batch is padded
-            logits = apply(params, x)
-            losses, predicted, correct = classify(logits, y)
+            outputs = apply(params, x)
+            own = {name: add_up(objective, outputs, y, is_real) for name, objective in task.objectives}
+            if not task.temperatures:
+                return totals, own
+            losses, predicted, correct = classify(outputs, y)
             is_a, is_b = (predicted == reference[:, i] for i in (0, 1))
             agrees_with = jnp.where(is_a, jnp.where(is_b, 2, 0), jnp.where(is_b, 1, 3))
             cell = jax.nn.one_hot(2 * agrees_with + ~correct, 8, dtype=jnp.int32)
@@ -186,12 +256,13 @@ def _evaluate(
                 jnp.sum(losses, where=is_real),
                 jnp.sum(correct, where=is_real),
                 jnp.sum(cell, axis=0, where=is_real[:, None]).reshape(4, 2),
-                jnp.sum(_tempered(logits, y, temperatures), axis=0, where=is_real[:, None]),
+                jnp.sum(_tempered(outputs, y, task.temperatures), axis=0, where=is_real[:, None]),
             )
-            return jax.tree.map(jnp.add, totals, new), None
+            return jax.tree.map(jnp.add, totals, new), own
 
         counts = (jnp.zeros((), jnp.int32), jnp.zeros((4, 2), jnp.int32))
-        return jax.lax.scan(add, (jnp.zeros(()), *counts, jnp.zeros(len(temperatures))), batches)[0]
+        start = (jnp.zeros(()), *counts, jnp.zeros(len(task.temperatures)))
+        return jax.lax.scan(add, start if task.temperatures else (), batches)
 
     def on_device(batches: list[Any], networks: tuple[Params, ...], parameters: Any, keys: Array) -> Any:
         one = partial(evaluate_one, batches, networks)
@@ -201,7 +272,8 @@ def _evaluate(
             sums = jax.vmap(one)(parameters, keys)
         return jax.lax.psum(sums, IMAGES)
 
-    everything = [inputs, labels, references.T, jnp.ones(len(labels), bool)]
+    of_labels = [labels, None if references is None else references.T]
+    everything = [inputs, *of_labels, jnp.ones(len(jax.tree.leaves(inputs)[0]), bool)]
     batches = in_batches(batch_size * mesh.shape[IMAGES], everything)
     specs = (P(None, IMAGES), P(), P(COMBINATIONS), P(COMBINATIONS))
     one_batch = jax.tree.map(lambda x: x[:batch_size], inputs)
@@ -214,30 +286,77 @@ def _score(
     apply: Apply,
     batch_size: int,
     mesh: Mesh,
-    temperatures: tuple[float, ...],
+    task: _Task,
     params: Params,
     inputs: Inputs,
-    labels: Array,
-) -> list[Array]:
-    """The loss, the predicted label and the tempered losses of each input."""
+    labels: Labels,
+) -> tuple[tuple[Array, ...], dict[str, tuple[Array, Array]]]:
+    """Of a classifier the loss, predicted label and tempered losses of each input; of each objective sum and count."""
 
-    def score_batch(params: Params, batch: list[Any]) -> tuple[Array, Array, Array]:
-        logits = apply(params, batch[0])
-        outcome = classify(logits, batch[1])
-        return outcome.loss, outcome.predicted, _tempered(logits, batch[1], temperatures)
+    def score_batch(params: Params, batch: list[Any]) -> Any:
+        x, y = batch
+        outputs = apply(params, x)
+        own = {name: jax.vmap(objective)(outputs, y) for name, objective in task.objectives}
+        if not task.temperatures:
+            return (), own
+        outcome = classify(outputs, y)
+        return (outcome.loss, outcome.predicted, _tempered(outputs, y, task.temperatures)), own
 
+    count = len(jax.tree.leaves(inputs)[0])
     batches = in_batches(batch_size * mesh.shape[IMAGES], [inputs, labels])
     on_device = lambda params, batches: jax.lax.map(partial(score_batch, params), batches)  # noqa: E731
     one_batch = jax.tree.map(lambda x: x[:batch_size], inputs)
     shares = P(None, IMAGES)
     sharded = on_each_device(on_device, mesh, (P(), shares), shares, jax.make_jaxpr(apply)(params, one_batch))
-    flat = [values.reshape(-1, *values.shape[2:])[: len(labels)] for values in sharded(params, batches)]
+    flat = jax.tree.map(lambda values: values.reshape(-1, *values.shape[2:])[:count], sharded(params, batches))
     return jax.lax.with_sharding_constraint(flat, NamedSharding(mesh, P()))
 
 
-def _check_temperatures(temperatures: tuple[float, ...]) -> None:
-    require_positive(**{"the number of temperatures": len(temperatures)})
-    require_positive(**{f"temperature {i}": temperature for i, temperature in enumerate(temperatures)})
+def _task(
+    loss: Objective,
+    metrics: Mapping[str, Objective] | None,
+    temperatures: tuple[float, ...] | None,
+    references: Any = None,
+) -> _Task:
+    """What to measure; an error if it is of a classifier, and the loss is not."""
+    if not isinstance(metrics, Mapping | None) or not all(isinstance(name, str) for name in metrics or {}):
+        raise UserError(f"the metrics are {metrics!r:.50}: give functions by their names, as a dict")
+    own, taken = tuple((metrics or {}).items()), {"loss"}
+    if loss is cross_entropy:
+        temperatures = (1.0,) if temperatures is None else temperatures
+        require_positive(**{"the number of temperatures": len(temperatures)})
+        require_positive(**{f"temperature {i}": temperature for i, temperature in enumerate(temperatures)})
+        taken |= {"accuracy", "agreement", "predicted", "tempered"}
+    else:
+        for name, value in {"temperatures": temperatures, "references": references}.items():
+            if value is not None:
+                raise UserError(f"{name} are for classifiers, with the default loss: leave them out, or the loss")
+        own, temperatures = (("loss", loss), *own), ()
+    if wrong := taken.intersection(metrics or {}):
+        raise UserError(f"there is a metric {min(wrong)!r} already: give yours another name")
+    return _Task(temperatures, own)
+
+
+def _check_fit(task: _Task, apply: Apply, params: Params, inputs: Inputs, labels: Labels, rows: int) -> None:
+    """Raises an error unless what the function returns for the first rows, and labels, are what the task is about."""
+    outputs = output_shapes(apply, params, jax.tree.map(lambda x: x[:rows], inputs))
+    check_objectives({"loss": cross_entropy} | dict(task.objectives), outputs, labels, rows)
+
+
+def _mean(name: str, sums: Array, counts: Array) -> Float[np.ndarray, "..."]:
+    """An objective's sum divided by its count, both added up along the last axis."""
+    total, count = (np.asarray(values).sum(-1, dtype=np.float64) for values in (sums, counts))
+    if name == "loss" and (count == 0).any():
+        raise UserError("the loss counts nothing in any of the examples, as if all were padding: look at the labels")
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.asarray(total / count)
+
+
+def _find(name: str, values: dict[str, Any]) -> Any:
+    """A value by name; the error of an attribute that does not exist if there is none."""
+    if name not in values:
+        raise AttributeError(f"there is no {name}, only {', '.join(('loss', *values))}: it is a classifier's")
+    return values[name]
 
 
 def _tempered(logits: Array, labels: Array, temperatures: tuple[float, ...]) -> Float[Array, "n t"]:

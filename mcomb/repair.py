@@ -211,7 +211,7 @@ def shares(
 def _repaired_apply(spec: PermutationSpec, apply: Apply) -> Apply:
     """The function of a `RepairedNetwork` and its inputs."""
 
-    def run(network: RepairedNetwork, inputs: Inputs) -> Array:
+    def run(network: RepairedNetwork, inputs: Inputs) -> Any:
         intermediates, layers = layer_finder(spec, apply)(network.params, inputs)
         edits = {layer.output: one.apply for layer, one in zip_layers(layers, network.corrections)}
         return intermediates.tap((), edits)(network.params, inputs)[0]

@@ -1,9 +1,12 @@
 import importlib.util
 
+import pytest
+
 from benchmarks import derivation, fuzz, matching, recovery, training
 from mcomb.matching.core import Matching
 
 
+@pytest.mark.slow
 def test_the_matchers_are_measured_side_by_side_and_reach_one_objective(capsys):
     matching.main(matching.MatchingConfig(setups=("mlp-digits",), widths=(1,), repeats=2))
     lines = capsys.readouterr().out.splitlines()

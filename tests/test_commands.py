@@ -24,6 +24,9 @@ def model():
     return apply, x, x[:, :3].argmax(1)
 def without_labels():
     return model()[:2]
+def regression():
+    import mcomb
+    return *model()[:2], jnp.zeros((40, 3)), mcomb.squared_error
 def wrong():
     return 3
 """
@@ -93,6 +96,11 @@ def test_networks_of_ones_own_function_are_evaluated(capsys, tmp_path, monkeypat
     assert back.keys() == theirs.keys()
     for name, leaf in theirs.items():
         np.testing.assert_array_equal(back[name], leaf)
+    (header, row) = said(capsys, "evaluate", "a.npz", "--model", "mine_in_a_test:regression").splitlines()
+    assert header.split() == ["loss", "inputs"]
+    x = jax.random.normal(jax.random.key(0), (40, 6))
+    squares = np.square(np.tanh(np.asarray(x) @ params["fc1"]["kernel"]) @ params["fc2"]["kernel"])
+    assert float(row.split()[1]) == pytest.approx(squares.mean(), abs=1e-3)
     for model, problem in (("without_labels", "no labels"), ("wrong", "gives no model"), ("none", "gives no model")):
         with pytest.raises(UserError, match=problem):
             main(["evaluate", "a.npz", "--model", f"mine_in_a_test:{model}"])

@@ -136,7 +136,7 @@ def test_the_vmap_size_changes_nothing(vmap_size):
 @pytest.mark.parametrize("k", [1, 2])
 def test_any_number_of_combinations_is_shared_out_among_the_devices(k):
     few, all_ = evaluate_problem(k), evaluate_problem()
-    check_same(few, type(few)(*(values[:k] for values in all_)))
+    check_same(few, jax.tree.map(lambda values: values[:k], all_))
 
 
 def test_devices_without_a_combination_of_their_own_have_images_of_it():
@@ -205,7 +205,7 @@ def test_metrics_are_reported_as_they_are_measured():
     reports = []
     metrics = evaluate_problem(vmap_size=2, report=reports.append)
     assert [len(report.loss) for report in reports] == [min(2 * N, 7 - i) for i in range(0, 7, 2 * N)]
-    assert_equal(metrics, type(metrics)(*map(np.concatenate, zip(*reports, strict=True))))
+    assert_equal(metrics, jax.tree.map(lambda *values: np.concatenate(values), *reports))
 
 
 def test_memory_that_runs_out_is_said_and_less_is_evaluated_at_once(monkeypatch, capsys):

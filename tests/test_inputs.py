@@ -124,13 +124,19 @@ def is_right_combination(found, a, b, v):
         assert np.shape(leaf) == np.shape(one) == np.shape(other)
 
 
-def is_right_metrics(found, apply, draw, networks, parameters, keys, inputs, labels, **options):
-    assert len(found.loss) == len(found.accuracy) == len(keys)
+def is_right_metrics(found, apply, draw, networks, parameters, keys, inputs, labels, *, loss, metrics=None, **options):
+    assert len(found.loss) == len(keys)
+    assert found.values.keys() >= {*(metrics or {})}
+    if loss is not mcomb.cross_entropy:
+        return
     assert ((found.accuracy >= 0) & (found.accuracy <= 1)).all()
     assert (found.agreement.sum((1, 2)) == len(labels)).all()
 
 
-def is_right_score(found, apply, params, inputs, labels, **options):
+def is_right_score(found, apply, params, inputs, labels, *, loss, **options):
+    if loss is not mcomb.cross_entropy:
+        assert is_finite(found.loss) or not is_finite((params, inputs))
+        return
     assert found.predicted.shape == (len(labels),)
     assert found.accuracy == np.mean(found.predicted == labels)
 
@@ -144,6 +150,19 @@ def anything(found, *args, **options):
     """That it has come back is enough."""
 
 
+LOSS = (
+    mcomb.cross_entropy,
+    st.sampled_from(
+        [
+            *(mcomb.token_cross_entropy, mcomb.squared_error, mcomb.accuracy, "mse", None, len, {}),
+            lambda output, label: (output.sum(), 1),
+            lambda output, label: output,
+            lambda output, label: (output, 1),
+            lambda output, label: (0.0, 0),
+        ]
+    ),
+)
+METRICS = (None, st.sampled_from([{}, {"mine": mcomb.accuracy}, {"loss": mcomb.accuracy}, {3: len}, [len], "accuracy"]))
 MIXES = DRAWS.map(mcomb.mix)
 PAIRS = st.tuples(TREES, TREES)
 LISTS = st.lists(st.sampled_from([A, B, network(2, units=5), {}, changed(A, 0, with_nan)]), max_size=3)
@@ -183,6 +202,7 @@ CALLS = {
         is_right_matching,
         [(SPEC, SPECS), *NETWORKS, APPLY, (X, ARRAYS), (Y, LABELS)],
         {
+            "loss": LOSS,
             "steps": (1, st.sampled_from([0, 2, -2])),
             "learning_rate": (0.01, NUMBERS),
             "batch_size": (4, SIZES),
@@ -201,7 +221,9 @@ CALLS = {
             *((jax.random.split(jax.random.key(0), 3), KEYS), (X, ARRAYS), (Y, LABELS)),
         ],
         {
-            "temperatures": ((1.0,), st.sampled_from([(), (0.0,), (-1.0, 2.0), (float("nan"),)])),
+            "loss": LOSS,
+            "metrics": METRICS,
+            "temperatures": (None, st.sampled_from([(), (0.0,), (-1.0, 2.0), (float("nan"),)])),
             "batch_size": (4, SIZES),
             "vmap_size": (None, st.sampled_from([1, 2, 0, -3])),
         },
@@ -209,7 +231,12 @@ CALLS = {
     mcomb.score: (
         is_right_score,
         [APPLY, (A, TREES), (X, ARRAYS), (Y, LABELS)],
-        {"batch_size": (4, SIZES), "temperatures": ((1.0,), st.sampled_from([(), (0.0,), (float("inf"),)]))},
+        {
+            "loss": LOSS,
+            "metrics": METRICS,
+            "batch_size": (4, SIZES),
+            "temperatures": (None, st.sampled_from([(), (0.0,), (float("inf"),)])),
+        },
     ),
     mcomb.check_spec: (
         anything,
@@ -280,7 +307,7 @@ def as_users_have_it():
 
 @pytest.mark.parametrize("function", CALLS, ids=lambda function: function.__name__)
 def test_an_input_gives_a_right_result_or_one_sentence(function):
-    try_inputs(function, 25)
+    try_inputs(function, 15)
 
 
 @pytest.mark.long

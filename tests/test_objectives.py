@@ -1,9 +1,10 @@
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from numerics import assert_close, assert_equal
 
-from mcomb.objectives import classify
+from mcomb.objectives import add_up, classify, token_cross_entropy
 
 
 def log_softmax(logits):
@@ -28,3 +29,13 @@ def test_its_gradient_is_the_predicted_probability_minus_the_label():
     logits, labels = rng.standard_normal((20, 5), np.float32), rng.integers(0, 5, 20)
     gradient = jax.jit(jax.grad(lambda logits: classify(logits, labels).loss.sum()))(logits)
     assert_close(gradient, np.exp(log_softmax(logits)) - np.eye(5)[labels], roundings=4)
+
+
+def test_sums_of_half_precision_are_in_single():
+    """In bfloat16 the next number after 1000 is 1004."""
+    total, count = add_up(
+        lambda output, label: (output, 1), jnp.ones(1005, jnp.bfloat16), None, jnp.arange(1005) < 1001
+    )
+    assert (total, count) == (1001, 1001)
+    total, _ = token_cross_entropy(jnp.zeros((1001, 2), jnp.bfloat16), jnp.zeros(1001, int))
+    assert_close(total, 1001 * np.log(2), roundings=16)

@@ -59,6 +59,7 @@ def flat(tree):
     return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
 
 
+@pytest.mark.slow
 def test_two_processes_go_on_after_one_was_killed_and_measure_what_one_process_does(tmp_path):
     two, one = tmp_path / "two", tmp_path / "one"
     networks = Path("mlp-digits", "width-2", "networks")
@@ -90,6 +91,7 @@ def test_two_processes_go_on_after_one_was_killed_and_measure_what_one_process_d
         np.testing.assert_allclose(flat(together[part]), flat(alone[part]), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_two_processes_train_the_network_of_one(tmp_path):
     command = "train --setup mlp-digits --width 2 --epochs 1 --seeds 0"
     outs = [tmp_path / "two", tmp_path / "one"]

@@ -1,4 +1,4 @@
-"""The README's library example is run as it stands, and all commands there and in docs/ are understood."""
+"""The examples of README and docs/tasks.md are run as they stand, and all commands in README and docs/ understood."""
 
 import importlib
 import re
@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from mcomb.lab import cli
@@ -26,6 +27,22 @@ def test_the_example_aligns_and_combines_a_network_of_ones_own(capsys):
     moved = jax.tree.map(lambda x, y: bool((x != y).any()), scope["b"], scope["aligned"])
     assert moved["Dense_0"]["kernel"]  # the residual stream
     assert moved["Dense_1"]["kernel"]  # the inside of a block
+
+
+def test_the_examples_of_other_tasks_are_right(capsys):
+    language, regression = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tasks.md").read_text(), re.S)
+    scope: dict = {}
+    exec(language, scope)
+    found, counted = scope["found"], scope["labels"] >= 0
+    assert float(capsys.readouterr().out.split()[0]) == pytest.approx(np.exp(found.loss).max(), rel=1e-5)
+    logits = np.asarray(jax.jit(scope["apply"])(scope["a"], scope["inputs"]), np.float64)
+    losses = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, scope["labels"][..., None], -1)[..., 0]
+    assert found.loss[0] == pytest.approx(losses[counted].mean(), rel=1e-5)  # no share of B: A itself
+    exec(regression, scope)
+    x, target = scope["x"], scope["labels"]["target"]
+    squares = np.square(np.asarray(scope["predict"](scope["a"], x) - target, np.float64))
+    assert scope["found"].loss == pytest.approx(squares.mean(), rel=1e-5)
+    assert len(scope["learnt"].losses) == 11
 
 
 def test_the_two_commands_are_there_once_for_everyone():

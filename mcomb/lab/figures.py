@@ -42,6 +42,7 @@ def save(figure: Figure, folder: Path, name: str) -> None:
     for suffix, metadata in (("png", {"Software": None}), ("pdf", {"CreationDate": None})):
         with atomic(folder / f"{name}.{suffix}") as temporary:
             figure.savefig(temporary, metadata=metadata)
+        figure.set_layout_engine("none")  # laid out once for both
 
 
 def sweep(results: Mapping[str, Any], folder: Path) -> None:

@@ -22,6 +22,7 @@ from mcomb.progress import progress_bar
 from mcomb.repair import repaired
 
 TEMPERATURES = tuple(2.0 ** (i / 4) for i in range(-16, 17))  # from a sixteenth to sixteen
+KEPT = ("accuracy", "agreement", "tempered")  # what a row has beside the loss
 
 # Train images whose statistics --repair takes; each combination pays for them. On digits more change nothing.
 REPAIR_IMAGES = 2 * BATCH
@@ -127,7 +128,10 @@ class Run:
             return np.array([rows[f"{name}/{split}/{i}"][metric] for i in range(len(tasks[name]))])
 
         return {
-            name: {split: Metrics(*(collect(name, split, f) for f in Metrics._fields)) for split in self.splits}
+            name: {
+                split: Metrics(collect(name, split, "loss"), {m: collect(name, split, m) for m in KEPT})
+                for split in self.splits
+            }
             for name in tasks
         }
 
@@ -141,9 +145,10 @@ class Run:
         left = iter([names[i] for i in missing])
 
         def keep(metrics: Metrics) -> None:
-            measured = zip(*(values.tolist() for values in metrics), strict=True)
+            columns = {"loss": metrics.loss} | {metric: metrics.values[metric] for metric in KEPT}
+            measured = zip(*(values.tolist() for values in columns.values()), strict=True)
             named = [({"name": name}, values) for values, name in zip(measured, left, strict=False)]
-            self.rows.add(name | dict(zip(metrics._fields, values, strict=True)) for name, values in named)
+            self.rows.add(name | dict(zip(columns, values, strict=True)) for name, values in named)
             bar.update(len(named))
 
         evaluate(

@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Float, Int, Int32, PRNGKeyArray
+from jaxtyping import Float, Int32, PRNGKeyArray
 
 from mcomb.base import (
     Apply,
     Array,
     Diverged,
     Inputs,
+    Labels,
     Params,
     UserError,
     count_examples,
@@ -30,7 +31,7 @@ from mcomb.evaluation import score
 from mcomb.gradient_descent import Loss, all_finite, fit, initial_state, shuffled_rows
 from mcomb.matching.core import Matching, check_networks, objective
 from mcomb.matching.weights import match_weights
-from mcomb.objectives import check_labels, classify
+from mcomb.objectives import Objective, add_up, check_objectives, cross_entropy
 from mcomb.processes import from_first
 from mcomb.progress import progress_bar
 from mcomb.symmetry.spec import Perms, PermutationSpec
@@ -53,8 +54,9 @@ def match_straight_through(
     b: Params,
     apply: Apply,
     inputs: Inputs,
-    labels: Int[Array, "n"],
+    labels: Labels,
     *,
+    loss: Objective = cross_entropy,
     seed: int = 0,
     steps: int = STEPS,
     learning_rate: float = 0.01,
@@ -72,7 +74,8 @@ def match_straight_through(
     `losses` of the result have one entry for each candidate.
 
     A gradient is rescaled to the norm of A's weights, so `learning_rate` is relative to that norm. The length is given
-    in steps and not in epochs because each step costs a weight matching, however small its minibatch.
+    in steps and not in epochs because each step costs a weight matching, however small its minibatch. `loss` is that of
+    `evaluate`.
     """
     for name, leaf in named_leaves(a).items():
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
@@ -81,7 +84,7 @@ def match_straight_through(
     # Without steps, or with steps of no length, it is weight matching.
     require_positive(steps=steps + 1, learning_rate=learning_rate or 1.0, batch_size=batch_size)
     count = count_examples(inputs, labels)
-    check_labels(output_shapes(apply, a, inputs), labels)
+    check_objectives({"loss": loss}, output_shapes(apply, a, inputs), labels, count)
     if count < 2:
         raise UserError(f"{count} examples are too few, for some are held out: give at least two")
     train_count = count - max(1, count // 10)  # the rest is held out
@@ -89,10 +92,10 @@ def match_straight_through(
     held_out = jax.tree.map(lambda x: x[train_count:], (inputs, labels))
 
     def evaluate_candidate(perms: Perms, permuted: Params) -> Candidate:
-        loss = score(apply, combine(a, permuted, 0.5), *held_out).loss
-        if not np.isfinite(loss):
+        held_out_loss = score(apply, combine(a, permuted, 0.5), *held_out, loss=loss).loss
+        if not np.isfinite(held_out_loss):
             raise _diverged("on the held-out data")
-        return Candidate(perms, objective(spec, a, b, perms), loss)
+        return Candidate(perms, objective(spec, a, b, perms), held_out_loss)
 
     def batches() -> Iterator[tuple[Int32[np.ndarray, "1 b"], Any]]:
         for epoch in itertools.count():
@@ -104,11 +107,11 @@ def match_straight_through(
     best = current = evaluate_candidate(perms, permuted)
     candidates = [current]
     optimizer = _optimizer(learning_rate)
-    fitting = fit(_midpoint_loss(apply), initial_state(a, optimizer), batches(), optimizer, stream(seed))
+    fitting = fit(_midpoint_loss(apply, loss), initial_state(a, optimizer), batches(), optimizer, stream(seed))
     with progress_bar(steps, "step", "straight-through matching") as bar:
         for step in range(1, steps + 1):
             try:
-                state, (loss,), _ = next(fitting)
+                state, (step_loss,), _ = next(fitting)
             except Diverged as error:
                 raise _diverged(f"in step {step}") from error
             if not all_finite(state.params):
@@ -120,7 +123,8 @@ def match_straight_through(
                 current = evaluate_candidate(perms, permuted)
                 best = min(best, current, key=lambda candidate: candidate.loss)
             candidates.append(current)
-            bar.set_postfix(loss=f"{loss:.4f}", held_out=f"{current.loss:.4f}", best=f"{best.loss:.4f}", refresh=False)
+            shown = {"loss": step_loss, "held_out": current.loss, "best": best.loss}
+            bar.set_postfix({name: f"{value:.4f}" for name, value in shown.items()}, refresh=False)
             bar.update()
     _, trace, losses = zip(*candidates, strict=True)
     return Matching(best.perms, best.objective, trace, losses=losses)
@@ -133,17 +137,17 @@ def _diverged(where: str) -> Diverged:
     )
 
 
-@cache  # returns the same function for the same `apply`, so that it is compiled only once
-def _midpoint_loss(apply: Apply) -> Loss:
+@cache  # returns the same function for the same arguments, so that it is compiled only once
+def _midpoint_loss(apply: Apply, objective: Objective) -> Loss:
     """The loss of the midpoint of A and permuted B, with its gradient passed straight through to the weights W."""
 
     def loss(weights: Params, rows: Int32[Array, "b"], given: Any, key: PRNGKeyArray) -> tuple[Float[Array, ""], None]:
         a, permuted, inputs, labels = given
         # The value is that of the permuted B; the gradient is that with respect to W.
-        batch = jax.tree.map(lambda x: x[rows], inputs)
+        x, y = jax.tree.map(lambda leaf: leaf[rows], (inputs, labels))
         straight_through = jax.tree.map(lambda p, w: p + (w - jax.lax.stop_gradient(w)), permuted, weights)
-        outcome = classify(apply(combine(a, straight_through, 0.5), batch), labels[rows])
-        return jnp.mean(outcome.loss, where=rows >= 0), None
+        total, count = add_up(objective, apply(combine(a, straight_through, 0.5), x), y, rows >= 0)
+        return total / jnp.where(count == 0, 1, count), None  # a minibatch of padding alone has no gradient
 
     return loss
 

@@ -10,6 +10,7 @@ FLAGS = ("--setup", "mlp-digits", "--width", "2", "--train-images", "397", "--po
 RECIPES = ("--decays", "0.002", "--lengths", "6", "3")
 
 
+@pytest.mark.slow
 def test_every_recipe_is_a_line_of_its_own(out, draws_pairs):
     found = run(decay.EXPERIMENT, cli.parse(decay.DecayConfig, "", [*FLAGS, *RECIPES, "--out", out]))
     assert (found["decays"], found["lengths"]) == ([0.002], [3, 6])

@@ -13,6 +13,7 @@ def found(results):
     return results(matchers, *FLAGS, "--restarts", "2")
 
 
+@pytest.mark.slow
 def test_matchers_are_compared_by_the_networks_that_each_would_give_a_sweep(found, results):
     assert list(found["reached"]) == NAMES
     assert found["matchings"].keys() == {f"B to A, {name}" for name in NAMES[1:]}
@@ -27,6 +28,7 @@ def test_matchers_are_compared_by_the_networks_that_each_would_give_a_sweep(foun
         assert ("matched by ste" in line["title"]) == (matcher == "ste")
 
 
+@pytest.mark.slow
 def test_every_matcher_beats_none_and_the_best_of_several_restarts_is_the_best(found, draws_pairs):
     assert draws_pairs(matchers, found)
     reached = {name: it["objective"] for name, it in found["reached"].items()}
@@ -36,6 +38,7 @@ def test_every_matcher_beats_none_and_the_best_of_several_restarts_is_the_best(f
     assert all((it["seconds"] > 0) == (name != "naive") for name, it in found["reached"].items())
 
 
+@pytest.mark.slow
 def test_a_matching_is_kept_for_each_matcher_with_the_time_it_took(found, results, config_of, monkeypatch):
     kept = {path.name for path in Store(config_of(linear)).home.glob("matchings/*")}
     pair = "seed-1,epochs=40-to-seed-0,epochs=40"
@@ -64,6 +67,7 @@ def test_a_finding_has_the_barriers_of_every_matcher_and_the_spread_of_restarts(
     assert "1.00% above the worst" in finding
 
 
+@pytest.mark.slow
 def test_the_table_has_what_each_matcher_reaches_and_takes(found):
     *_, head, naive, _, _, _, ste = matchers.tables(found).splitlines()
     assert head.split() == ["inner", "product", "seconds"]

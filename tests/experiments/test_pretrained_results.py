@@ -12,6 +12,7 @@ from mcomb.lab.experiment import run
 RESULTS = (Path(__file__).parents[2] / "docs" / "results.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_documented_row_is_printed_from_a_clone(cifar_archive, tmp_path):
     """The worst of the line's nine points is the middle one, which three points have too."""
     section = RESULTS.partition("### Without training anything")[2]

@@ -35,6 +35,7 @@ def curves(tmp_path_factory):
     return [json.loads((folder / "results.json").read_text()) for folder in (plain, fixed)]
 
 
+@pytest.mark.slow
 def test_repair_undoes_most_of_the_damage_of_a_naive_mixture(curves):
     plain, fixed = (np.array(results["curves"]["naive"]["test"]["loss"])[:, 0] for results in curves)
     assert_close(fixed[[0, 2]], plain[[0, 2]], roundings=64)
@@ -43,6 +44,7 @@ def test_repair_undoes_most_of_the_damage_of_a_naive_mixture(curves):
     assert accuracy[1] > accuracy[0] + 0.1
 
 
+@pytest.mark.slow
 def test_a_repaired_run_says_so(curves):
     assert [results["config"]["repair"] for results in curves] == [False, True]
     assert ["repair" in settings(results["config"]).split(", ") for results in curves] == [False, True]

@@ -2,11 +2,13 @@ from collections import Counter
 from itertools import permutations
 
 import numpy as np
+import pytest
 
 from experiments import robustness
 from mcomb.lab.results import SPLITS
 
 
+@pytest.mark.slow
 def test_rematching_more_pairs_costs_more(results, draws_pairs):
     found = results(robustness, "--counts", "3", "--line-points", "3")
     assert draws_pairs(robustness, found)
@@ -20,6 +22,7 @@ def test_rematching_more_pairs_costs_more(results, draws_pairs):
             assert max(loss[0], found["unperturbed"][split]["loss"]) < loss[-1]
 
 
+@pytest.mark.slow
 def test_a_derangement_keeps_the_activations_and_the_distribution_of_the_weights(results):
     for layer in results(robustness, "--counts", "3", "--line-points", "3")["layers"].values():
         assert layer["activations"]["alike"] is True

@@ -23,6 +23,7 @@ def test_sampled_sweeps_run_from_a_to_b(module, results, curve, is_score):
     assert found["barriers"]["aligned"]["test"]["loss"] < found["barriers"]["naive"]["test"]["loss"]
 
 
+@pytest.mark.slow
 def test_pairs_are_the_runs_of_their_seeds_and_are_judged_together(results):
     both = results(linear, *FEW[:2], "--pairs", "2", "--seed", "1")
     each = [results(linear, *FEW[:2], "--seed", str(seed)) for seed in (1, 2)]

@@ -188,6 +188,7 @@ def test_help_names_every_flag_on_a_line_of_its_own(capsys):
     assert "resnet20-cifar10  250 epochs" in text
 
 
+@pytest.mark.slow
 def test_a_network_of_the_paper_runs_the_whole_job_on_real_images(cifar_archive, tmp_path):
     flags = "--setup resnet20-cifar10 --width 1 --epochs 0 --points 2 --samples 1 --train-images 8 --test-images 8"
     experiment.main(

@@ -10,6 +10,7 @@ from mcomb.base import UserError
 FEW = ("--points", "3", "--samples", "2")
 
 
+@pytest.mark.slow
 def test_barriers_and_networks_are_those_of_the_sweeps(results, draws_pairs):
     found = results(width, "--widths", "2", "2", *FEW)
     assert draws_pairs(width, found)

@@ -151,6 +151,7 @@ def test_results_from_before_they_had_digests_are_named_as_old(config, capsys):
     assert stored(config)["version"] == versions.MEASUREMENT
 
 
+@pytest.mark.slow
 def test_what_gathers_results_knows_when_one_of_them_has_changed(config, monkeypatch, capsys):
     two = {name: width.SWEEPS[name] for name in ("linear", "bernoulli")}
     monkeypatch.setattr(width, "SWEEPS", two)

@@ -49,7 +49,7 @@ def test_guessing_is_the_commonest_label_and_the_entropy_of_all():
 
 
 def test_lists_have_the_shape_of_the_sweep():
-    metrics = Metrics(np.arange(6.0), np.arange(6.0) / 6, np.arange(48).reshape(6, 4, 2), np.zeros((6, 3)))
+    metrics = Metrics(np.arange(6.0), {"accuracy": np.arange(6.0) / 6, "agreement": np.arange(48).reshape(6, 4, 2)})
     lists = as_lists(metrics, (3, 2))
     assert lists.keys() == {"loss", "accuracy", "agreement"}
     assert lists["loss"] == [[0, 1], [2, 3], [4, 5]]
@@ -60,14 +60,11 @@ def test_lists_have_the_shape_of_the_sweep():
 def test_the_temperature_is_chosen_on_the_train_split_and_the_loss_measured_on_each():
     train = np.array([[3.0, 1.0, 2.0], [0.5, 0.7, 0.6]])
     test = np.array([[9.0, 8.0, 7.0], [4.0, 5.0, 6.0]])
-    by_split = {"train": Metrics(*[np.zeros(2)] * 2, np.zeros((2, 4, 2), int), train)}
-    by_split["test"] = by_split["train"]._replace(tempered=test)
+    by_split = {"train": Metrics(np.zeros(2), {"tempered": train}), "test": Metrics(np.zeros(2), {"tempered": test})}
     found = recalibrate(by_split)
     assert found["train"]["loss"].tolist() == [1.0, 0.5]
     assert found["test"]["loss"].tolist() == [8.0, 4.0]
-    one = recalibrate(
-        {split: Score(0.0, 0.0, np.zeros(1, int), values.tempered[0]) for split, values in by_split.items()}
-    )
+    one = recalibrate({split: Score(0.0, {"tempered": values.tempered[0]}) for split, values in by_split.items()})
     assert one["test"]["loss"] == 8.0
 
 
@@ -125,8 +122,7 @@ def test_what_has_rows_is_not_measured_again_and_what_has_none_comes_out_the_sam
     (parameters,) = calls
     assert set(np.asarray(parameters).tolist()) == set(task(run).parameters[2:].tolist())
     for split in ("train", "test"):
-        for one, other in zip(whole[split], again[split], strict=True):
-            np.testing.assert_array_equal(one, other)
+        jax.tree.map(np.testing.assert_array_equal, whole[split], again[split])
 
 
 def test_combinations_are_drawn_with_the_keys_of_their_experiment_or_of_another(run, parts, tmp_path):

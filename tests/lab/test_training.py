@@ -62,6 +62,7 @@ def test_one_device_and_several_give_the_same_curve(digits, whole, one_device):
     assert_same_training(run(digits), whole)
 
 
+@pytest.mark.slow
 def test_one_device_and_several_give_the_same_curve_of_convolutions(digits, request):
     large = digits.train.images.repeat(2, axis=1).repeat(2, axis=2)  # what Tiny-10's strides need
     digits, recipe = digits._replace(train=digits.train._replace(images=large)), dataclasses.replace(RECIPE, epochs=2)

@@ -134,12 +134,13 @@ def test_what_is_missing_or_unknown_is_named(pair, matcher, given, words):
     [
         ("weights", match_weights, {"seed"}),
         ("activations", match_activations, {"apply", "inputs"}),
-        ("ste", match_straight_through, {"apply", "inputs", "labels", "seed"}),
+        ("ste", match_straight_through, {"apply", "inputs", "labels", "loss", "seed"}),
     ],
 )
 def test_each_name_calls_its_matcher_with_what_it_needs(pair, matcher, function, passed_on, monkeypatch):
     spec, a, b, inputs, labels = pair
-    given = {"spec": spec, "a": a, "b": b, "apply": mlp, "inputs": inputs, "labels": labels, "seed": 5}
+    given = {"spec": spec, "a": a, "b": b, "apply": mlp, "inputs": inputs, "labels": labels}
+    given |= {"loss": mcomb.squared_error, "seed": 5}
     calls, result = [], mcomb.match(spec, a, b)
 
     def record(*args, **options):

@@ -106,7 +106,9 @@ def test_held_out_labels_choose_the_result_but_do_not_train(pair, found):
 
 def test_held_out_data_is_evaluated_only_when_a_permutation_has_changed(pair, found, monkeypatch):
     calls = []
-    monkeypatch.setattr(straight_through, "score", lambda *args: calls.append(args) or score(*args))
+    monkeypatch.setattr(
+        straight_through, "score", lambda *args, **options: calls.append(args) or score(*args, **options)
+    )
     match_straight_through(*pair, steps=3, learning_rate=0.0)
     assert len(calls) == 1
     match_straight_through(*pair, **OPTIONS)
