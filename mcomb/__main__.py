@@ -84,7 +84,7 @@ class AlignConfig:
     to: Annotated[Path, Flag("where B in the order of A goes")]
     model: Annotated[str, Flag("SETUP:WIDTH or MODULE:FUNCTION")] = ""
     names: Annotated[str | None, Flag("names of weights in the files: pytorch, git-re-basin, or a file")] = None
-    matcher: Annotated[str, Flag("how units are matched", choices=MATCHERS)] = "weights"
+    matcher: Annotated[str, Flag("how units are matched", choices=MATCHERS.keys())] = "weights"
     seed: Annotated[int, Flag("seed of the matcher", at_least=0)] = 0
 
 
@@ -235,22 +235,23 @@ def draw_graph(spec: PermutationSpec, path: Path) -> None:
         for i, name in enumerate(names)
     }
     with matplotlib.rc_context(STYLE | {"axes.grid": False}):
-        figure = Figure(figsize=(6.4, 1 + 0.16 * height), layout="constrained")
+        figure = Figure(figsize=(5.6, 0.8 + 0.24 * height), layout="constrained")
         axes = figure.subplots()
         for i, perm in enumerate(perms):
+            colour = f"C{i % 10}"
             for leaf, axis in spec.axes_of(perm):
                 (x0, y0), (x1, y1) = place[perm], place[leaf]
-                axes.plot([x0, x1], [y0, y1], color=f"C{i % 10}", linewidth=0.8, alpha=0.7)
-                axes.text(
-                    x1 - 0.03 - 0.02 * axis, y1, str(axis), fontsize=4, ha="center", va="center", color=f"C{i % 10}"
-                )
-            axes.text(-0.02, place[perm][1], f"{perm} ({spec.sizes[perm]})", ha="right", va="center", fontsize=6)
+                x1 -= 0.06 * (len(spec.axes[leaf]) - axis)
+                axes.plot([x0, x1], [y0, y1], color=colour, linewidth=0.8, alpha=0.7, zorder=1)
+                axes.plot(x1, y1, "o", color="white", markeredgecolor=colour, markersize=6, zorder=2)
+                axes.text(x1, y1, str(axis), fontsize=5, ha="center", va="center_baseline", color=colour, zorder=3)
+            axes.text(-0.02, place[perm][1], f"{perm} ({spec.sizes[perm]})", ha="right", va="center", fontsize=7)
         for leaf in leaves:
-            axes.text(1.02, place[leaf][1], leaf, ha="left", va="center", fontsize=6)
-        axes.set_xlim(-0.5, 1.6)
+            axes.text(1.0, place[leaf][1], leaf, ha="left", va="center", fontsize=7)
+        axes.set_xlim(-0.4, 1.4)
         axes.invert_yaxis()
         axes.axis("off")
-        axes.set_title("permutations, and the axes of the weights that they act on")
+        axes.set_title("permutations, with their sizes, and the axes of the weights that they act on")
         figure.savefig(path, dpi=200)
 
 

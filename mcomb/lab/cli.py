@@ -9,7 +9,7 @@ import signal
 import sys
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import MISSING
 from functools import cache
 from pathlib import Path
@@ -30,7 +30,7 @@ class Flag:
 
     help: str
     at_least: int | None = None
-    choices: tuple[str, ...] | None = None
+    choices: Collection[str] | None = None
     identity: bool = True  # whether it changes the result, and so the name of its folder
 
 

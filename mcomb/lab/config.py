@@ -19,7 +19,7 @@ DTYPES = ("float32", "bfloat16")
 class TrainingConfig:
     """The flags of a training."""
 
-    setup: Annotated[str, Flag("model, dataset and recipe", choices=tuple(SETUPS))] = "resnet20-cifar10"
+    setup: Annotated[str, Flag("model, dataset and recipe", choices=SETUPS.keys())] = "resnet20-cifar10"
     width: Annotated[int, Flag("width multiplier: the first layer has 16·N units", at_least=1)] = 32
     epochs: Annotated[int | None, Flag("training epochs; 0 leaves networks untrained [setup]", at_least=0)] = None
     batch_size: Annotated[int | None, Flag("training images in a batch [setup]", at_least=1)] = None
@@ -54,7 +54,7 @@ class TrainingConfig:
 class Config(TrainingConfig):
     """The flags that every experiment has."""
 
-    matcher: Annotated[str, Flag("how units are matched", choices=MATCHERS)] = "weights"
+    matcher: Annotated[str, Flag("how units are matched", choices=MATCHERS.keys())] = "weights"
     train_images: Annotated[int | None, Flag("train images to evaluate on (default: all)", at_least=1)] = None
     test_images: Annotated[int | None, Flag("test images to evaluate on (default: all)", at_least=1)] = None
     seed: Annotated[int, Flag("root seed N; networks A, B, C have seeds 3N, 3N+1, 3N+2", at_least=0)] = 0

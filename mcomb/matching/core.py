@@ -17,14 +17,14 @@ from mcomb.symmetry.spec import Layout, Perms, PermutationSpec
 class Matching:
     """The permutations that bring network B into the order of network A, and how well they do it.
 
-    perms: index arrays for `spec.apply(perms, b)`.
-    objective: the inner product of A's weights with B's permuted weights; higher is better.
-    trace: the objective at the start and after each sweep over all permutations (or after each gradient step).
-    tried: the final objective of every restart; the best one was kept.
-    solved, skipped: how many visits to a permutation solved its assignment problem, and how many did not need to.
-    by_weights: the permutations that activation matching had to leave to weight matching.
-    losses: for matchers that minimise a loss, the held-out loss of the midpoint of A and permuted B, one for each
-        entry of `trace`.
+    - perms: index arrays for `spec.apply(perms, b)`.
+    - objective: the inner product of A's weights with B's permuted weights; higher is better.
+    - trace: the objective at the start and after each sweep over all permutations (or after each gradient step).
+    - tried: the final objective of every restart; the best one was kept.
+    - solved, skipped: how many visits to a permutation solved its assignment problem, and how many did not need to.
+    - by_weights: the permutations that activation matching had to leave to weight matching.
+    - losses: for matchers that minimise a loss, the held-out loss of the midpoint of A and permuted B, one for each
+      entry of `trace`.
     """
 
     perms: Perms
