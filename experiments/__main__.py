@@ -85,14 +85,14 @@ def main(argv: list[str] | None = None) -> None:
     programs = [{"name": name_of(module), "about": first_line(module)} for module in PROGRAMS]
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 140
     todo = next((entry for entry in listed if entry["kind"] in ("not run", "begun")), listed[0])
-    everything = command("report", convert_config(config, report.ReportConfig, run=True))
+    whole = convert_config(config, report.ReportConfig, setup=(config.setup,), width=(config.width,), run=True)
     show("\n".join([
         f"{SETUPS[config.setup].title}, width {config.width}, in {config.out}",
         "",
         *lines(listed, width),
         "",
         f"run one:  {todo['command']}",
-        f"run all:  {everything}",
+        f"run all:  {command('report', whole)}",
         *(f"{program['name'] + ':':9} {program['about']}" for program in programs),
         *([f"results of others: {'; '.join(places)}"] if places else []),
     ]))  # fmt: skip

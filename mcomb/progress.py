@@ -7,7 +7,7 @@ speaks.
 import json
 import os
 import sys
-from typing import Any, TextIO
+from typing import Any
 
 from tqdm import tqdm
 
@@ -101,7 +101,7 @@ def show_json(value: Any) -> None:
         print(json.dumps(value, indent=1, allow_nan=False), flush=True)
 
 
-def coloured(text: str, colour: str, stream: TextIO) -> str:
+def coloured(text: str, colour: str, stream: Any) -> str:
     """The text in a colour, if the stream is a terminal and nobody has set NO_COLOR."""
     if not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return text

@@ -145,8 +145,10 @@ def figure_path(experiment: str, store: Store) -> Path:
 
 def said_verdict(results: Results) -> str:
     """The verdict and the finding of results, for a person."""
-    colour = {True: "green", False: "red", None: "yellow"}[results["agrees"]]
-    return f"{coloured(WORDS[results['agrees']], colour, sys.stdout)}: {results['finding']}"
+    agrees, finding = results["agrees"], results["finding"]
+    if agrees is None:
+        return finding  # it says so itself
+    return f"{coloured(WORDS[agrees], 'green' if agrees else 'red', sys.stdout)}: {finding}"
 
 
 def _leave(experiment: Experiment, results: Results, folder: Path) -> None:

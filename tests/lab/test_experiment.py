@@ -68,8 +68,10 @@ def test_results_are_measured_drawn_kept_and_judged(example, config, calls, caps
     assert stored["command"] == f"python -m experiments.example {flags}"
     assert stored["paper"] == {"loss": 0.5, "accuracy": 0.25, "width": 32}
     assert stored["config"]["recipe"]["epochs"] == SETUPS["mlp-digits"].recipe.epochs
-    said = capsys.readouterr().out
-    assert said.splitlines() == [f"results go to {folder}", "MLP on digits: an example", "It is 40."]
+    said = capsys.readouterr()
+    assert said.err == f"results go to {folder}\n"
+    verdict = "agrees with the paper: It is 40."
+    assert said.out.splitlines() == ["MLP on digits: an example", verdict, f"figure: {folder / 'example.png'}"]
 
 
 def test_a_second_run_measures_and_draws_nothing(example, config, calls):
