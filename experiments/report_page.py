@@ -289,7 +289,11 @@ def side_by_side(entries: Sequence[Entry], missing: Sequence[Missing], places: S
         link = tag("a", verdict(entry.results["agrees"]), href=f"#{anchor(index, entry)}")
         return tag("td", link, tag("span", text, class_="lost"))
 
-    head = tag("tr", tag("th", "experiment", scope="col"), *(tag("th", place, scope="col") for place in places))
+    head = tag(
+        "tr",
+        tag("th", "experiment", scope="col"),
+        *(tag("th", place.replace("width ", "width\u00a0"), scope="col") for place in places),
+    )
     every: list[Item] = [*entries, *missing]
     names = dict.fromkeys(item.name for item in every)
     rows = [tag("tr", tag("th", name, scope="row"), *(cell(name, place) for place in places)) for name in names]

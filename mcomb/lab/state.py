@@ -37,7 +37,8 @@ def read_state(experiment: Experiment, config: Config) -> State:
             return State("outdated", "results of another version" if results else "results that are damaged")
         agrees, finding = reach_verdict(over_pairs(experiment) if config.pairs > 1 else experiment, results)
         when = datetime.fromtimestamp(path.stat().st_mtime).astimezone()
-        return State("done", f"{WORDS[agrees]}, {when:%Y-%m-%d %H:%M}", agrees, finding, when.isoformat("T", "minutes"))
+        said = f"{WORDS[agrees].removesuffix(' with the paper')}, {when:%Y-%m-%d %H:%M}"
+        return State("done", said, agrees, finding, when.isoformat("T", "minutes"))
     rows = folder / "samples.jsonl"
     header, *lines = (rows.read_text(errors="replace").splitlines() if rows.is_file() else None) or [""]
     of_these = header.startswith(json.dumps(identity)[:-1])  # networks and all that come after

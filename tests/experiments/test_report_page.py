@@ -174,7 +174,7 @@ def test_several_networks_are_side_by_side_and_then_one_after_the_other():
     places = [f"MLP on digits, width {width}" for width in (2, 4)]
     entries = [entry(place=places[0]), entry("linear", places[0], agrees=None, barriers=None), entry(place=places[1])]
     page = render("Two", entries, [Missing("linear", "python …", places[1])])
-    found = rows(page)
+    found = rows(page.replace("\u00a0", " "))
     head = found.index(["experiment", *places])
     assert found[head + 1 : head + 3] == [
         ["uniform", "✓agrees0.011 / 0.447", "✓agrees0.011 / 0.447"],

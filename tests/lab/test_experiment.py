@@ -10,6 +10,7 @@ from mcomb.lab.config import Config
 from mcomb.lab.experiment import Experiment, Paper, read_results, run, setups_help
 from mcomb.lab.identity import identity_hash
 from mcomb.lab.setups import SETUPS
+from mcomb.lab.state import read_state
 from mcomb.lab.store import Store
 from mcomb.lab.verdicts import Verdict
 
@@ -127,12 +128,20 @@ def test_reading_results_makes_nothing(example, config, calls):
 
 def test_results_that_were_never_finished_are_not_read(example, config, calls):
     def stopped(this):
+        this.rows.add([{"name": "one"}, {"name": "two"}])
         raise KeyboardInterrupt
 
+    example = dataclasses.replace(example, combinations=lambda config: 5)
+    assert read_state(example, config).kind == "not run"
     with pytest.raises(KeyboardInterrupt):
         run(dataclasses.replace(example, measure=stopped), config)
     assert read_results(example, config) is None
+    assert read_state(example, config)[:2] == ("begun", "begun: 2 of 10 rows")
+    assert read_state(example, dataclasses.replace(config, seed=4)).kind == "not run"
     assert run(example, config)["answer"] == 40
+    state = read_state(example, config)
+    assert (state.kind, state.agrees, state.finding) == ("done", True, "It is 40.")
+    assert state.said.startswith("agrees, 20")
 
 
 def test_a_figure_that_cannot_be_drawn_leaves_no_results(example, config, calls):

@@ -82,7 +82,7 @@ def test_a_plan_is_printed_in_place_of_a_run(tmp_path, capsys):
     assert "train seed-5" in capsys.readouterr().out
     train.main([*SMALL, "--plan", "--device-tflops", "2", "--json", "--out", str(tmp_path / "runs")])
     found = json.loads(capsys.readouterr().out)
-    assert [step["what"] for step in found["steps"]] == ["train seed-0", "train seed-1"]
+    assert [step["what"] for step in found["steps"]] == ["train seed-0,epochs=2", "train seed-1,epochs=2"]
     assert found["all"]["seconds"] == sum(step["seconds"] for step in found["steps"]) > 0
     assert not (tmp_path / "runs").exists()
 
