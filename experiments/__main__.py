@@ -91,9 +91,9 @@ def main(argv: list[str] | None = None) -> None:
         "",
         *lines(listed, width),
         "",
-        f"run one:  {todo['command']}",
-        f"run all:  {command('report', whole)}",
-        *(f"{program['name'] + ':':9} {program['about']}" for program in programs),
+        f"run one:    {todo['command']}",
+        f"run all:    {command('report', whole)}",
+        *(f"{program['name'] + ':':11} {program['about']}" for program in programs),
         *([f"results of others: {'; '.join(places)}"] if places else []),
     ]))  # fmt: skip
     show_json({"setup": config.setup, "width": config.width, "experiments": listed, "programs": programs})

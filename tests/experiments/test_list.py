@@ -56,7 +56,7 @@ def test_an_experiment_prints_nothing_or_json_if_asked_and_is_then_listed_as_don
     everything.main(flags)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if " no verdict, 20" in line] == ["schematic"]
-    assert f"run one:  {found['uniform']['command']}" in lines
+    assert f"run one:    {found['uniform']['command']}" in lines
 
 
 def test_flags_that_an_experiment_does_not_take_are_said_to_be_so(listed):
