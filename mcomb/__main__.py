@@ -29,12 +29,13 @@ from mcomb.checkpoint import first_words, read_checkpoint, write_checkpoint
 from mcomb.combination import bernoulli, centered, hyperplane, linear, mix, subcube, uniform
 from mcomb.evaluation import score
 from mcomb.lab import cli
-from mcomb.lab.cli import Flag
+from mcomb.lab.cli import Flag, Output
 from mcomb.lab.results import columns
 from mcomb.lab.setups import SETUPS
 from mcomb.matching import MATCHERS, match
 from mcomb.names import Table, read_table, to_theirs
 from mcomb.objectives import Objective, cross_entropy
+from mcomb.progress import show, show_json
 from mcomb.symmetry.check import check_spec
 from mcomb.symmetry.derive import permutation_spec
 from mcomb.symmetry.spec import PermutationSpec
@@ -66,7 +67,7 @@ class Model(NamedTuple):
 
 
 @dataclass(frozen=True)
-class InspectConfig:
+class InspectConfig(Output):
     """The flags of `inspect`."""
 
     network: Annotated[Path, Flag("the network")]
@@ -76,7 +77,7 @@ class InspectConfig:
 
 
 @dataclass(frozen=True)
-class AlignConfig:
+class AlignConfig(Output):
     """The flags of `align`."""
 
     a: Annotated[Path, Flag("network A")]
@@ -89,7 +90,7 @@ class AlignConfig:
 
 
 @dataclass(frozen=True)
-class CombineConfig:
+class CombineConfig(Output):
     """The flags of `combine`."""
 
     a: Annotated[Path, Flag("network A")]
@@ -103,7 +104,7 @@ class CombineConfig:
 
 
 @dataclass(frozen=True)
-class EvaluateConfig:
+class EvaluateConfig(Output):
     """The flags of `evaluate`."""
 
     networks: Annotated[tuple[Path, ...], Flag("the networks")]
@@ -161,16 +162,26 @@ def inspect(config: InspectConfig) -> None:
     rows = [
         (name, " × ".join(map(str, leaf.shape)), str(leaf.dtype), f"{leaf.size:,}") for name, leaf in leaves.items()
     ]
-    total = f"{sum(leaf.size for leaf in leaves.values()):,}"
-    print(columns([("leaf", "shape", "dtype", "parameters"), *rows, ("in all", "", "", total)]))
+    total = sum(leaf.size for leaf in leaves.values())
+    found: dict[str, Any] = {
+        "leaves": {name: {"shape": leaf.shape, "dtype": str(leaf.dtype)} for name, leaf in leaves.items()},
+        "parameters": total,
+    }
+    show(columns([("leaf", "shape", "dtype", "parameters"), *rows, ("in all", "", "", f"{total:,}")]))
     if config.graph and not model:
         raise UserError(f"--graph {config.graph} shows the symmetries of a model: give --model as well")
     if model:
         spec = symmetries(model, params)
-        print(f"\n{spec}")
+        show(f"\n{spec}")
+        found["permutations"] = {
+            perm: {"size": size, "acts on": [f"{leaf}[{axis}]" for leaf, axis in spec.axes_of(perm)]}
+            for perm, size in spec.sizes.items()
+        }
         if config.graph:
             draw_graph(spec, config.graph)
-            print(f"\n{config.graph.absolute()}")
+            show(f"\n{config.graph.absolute()}")
+            found["graph"] = str(config.graph.absolute())
+    show_json(found)
 
 
 def align(config: AlignConfig) -> None:
@@ -188,8 +199,10 @@ def align(config: AlignConfig) -> None:
     write_checkpoint(config.to, aligned)
     moved = sum(int((perm != np.arange(perm.shape[-1])).sum()) for perm in matching.perms.values())
     units = sum(perm.size for perm in matching.perms.values())
-    print(f"{moved:,} of {units:,} units moved; the inner product with A rose from {matching.trace[0]:.4g} to "
-          f"{matching.objective:.4g}\n{config.to.absolute()}")  # fmt: skip
+    products = {"naive": matching.trace[0], "aligned": matching.objective}
+    rose = "from {naive:.4g} to {aligned:.4g}".format_map(products)
+    show(f"{moved:,} of {units:,} units moved; the inner product with A rose {rose}\n{config.to.absolute()}")
+    show_json({"path": str(config.to.absolute()), "moved": moved, "units": units, "inner_products": products})
 
 
 def combine(config: CombineConfig) -> None:
@@ -203,7 +216,8 @@ def combine(config: CombineConfig) -> None:
     require_finite(str(config.b), b)
     parameter = jnp.float32(getattr(config, wanted))
     write_checkpoint(config.to, jax.jit(mix(distribution))(stream(config.seed, "combine"), parameter, a, b))
-    print(config.to.absolute())
+    show(str(config.to.absolute()))
+    show_json({"path": str(config.to.absolute())})
 
 
 def evaluate(config: EvaluateConfig) -> None:
@@ -211,13 +225,16 @@ def evaluate(config: EvaluateConfig) -> None:
     table, model = read_table(config.names) if config.names else None, load_model(config.model)
     if model.labels is None:
         raise UserError(f"--model {config.model} has no labels: let it return (apply, inputs, labels)")
-    rows = []
+    count, scores = count_examples(model.inputs), {}
     for path in config.networks:
         found = score(model.apply, read_network(path, table, model), model.inputs, model.labels, loss=model.loss)
-        accuracy = {"accuracy": f"{found.accuracy:.2%}"} if model.loss is cross_entropy else {}
-        count = f"{count_examples(model.inputs):,}"
-        rows.append({"": str(path), "loss": f"{found.loss:.4f}", **accuracy, "inputs": count})
-    print(columns([tuple(rows[0]), *(tuple(row.values()) for row in rows)]))
+        accuracy = {"accuracy": found.accuracy} if model.loss is cross_entropy else {}
+        scores[str(path)] = {"loss": found.loss, **accuracy, "inputs": count}
+    formats = {"loss": ".4f", "accuracy": ".2%", "inputs": ","}
+    head = next(iter(scores.values()))
+    rows = [(path, *(f"{own[name]:{formats[name]}}" for name in head)) for path, own in scores.items()]
+    show(columns([("", *head), *rows]))
+    show_json({"networks": scores})
 
 
 def draw_graph(spec: PermutationSpec, path: Path) -> None:

@@ -59,6 +59,7 @@ ORDERS = {
             "figures",
             "plan",
             "experiment",
+            "state",
             "",
         ),
     ),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from mcomb.lab.cli import Flag, flags
+from mcomb.lab.cli import Flag, Output, flags
 from mcomb.lab.setups import SETUPS
 from mcomb.lab.training import Recipe
 from mcomb.matching import MATCHERS
@@ -16,7 +16,7 @@ DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True)
-class TrainingConfig:
+class TrainingConfig(Output):
     """The flags of a training."""
 
     setup: Annotated[str, Flag("model, dataset and recipe", choices=SETUPS.keys())] = "resnet20-cifar10"
@@ -115,11 +115,11 @@ def identity_flags(config: TrainingConfig) -> list[str]:
 
 
 def command(name: str, config: TrainingConfig) -> str:
-    """The command line that gives a config."""
+    """The command line that gives a config, whatever it prints."""
     words = ["python", "-m", f"experiments.{name}"]
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if value != field.default:
+        if value != field.default and field.name not in vars(Output()):
             parts = value if isinstance(value, tuple) else () if value is True else (value,)
             words += ["--" + field.name.replace("_", "-"), *map(str, parts)]
     return shlex.join(words)

@@ -26,11 +26,13 @@ from mcomb.lab.results import columns
 from mcomb.lab.store import MATCHING_IMAGES, Store
 from mcomb.lab.training import initial_state, train
 from mcomb.matching.straight_through import BATCH_SIZE, STEPS
+from mcomb.progress import say
 
 GRADIENT = 3  # times the operations of the network itself
 SWEEPS = 2  # of weight matching, counted in full ones: after the first, only what has moved is counted anew
 TRIAL = 1e11  # operations of the work that is timed
 DTYPE_BYTES = 4.0
+IN_ALL = "in all"
 
 
 class Job(NamedTuple):
@@ -91,7 +93,7 @@ def work_of(store: Store) -> Work:
 def measure_rates(store: Store, work: Work) -> Rates:
     """How fast this machine trains and evaluates networks of the store, from a little of both on random images."""
     width, setup, devices = store.config.width, store.setup, len(jax.devices())
-    print(f"measuring how fast this machine is with {setup.title}, width {width} …", flush=True)
+    say(f"measuring how fast this machine is with {setup.title}, width {width} …")
 
     def images(count: float) -> Split:
         rng, n = np.random.default_rng(0), int(np.clip(count, devices, 2000))
@@ -202,14 +204,16 @@ def _evaluation(job: Job, work: Work, rates: Rates) -> Iterator[Step]:
 def table(steps: list[Step]) -> str:
     """The steps for a person to read, and what they come to together."""
     rows = [("", "", "TFLOP", "memory a device", "disk", "time")]
-    todo = [step for step in steps if step.flop]
-    for step in steps:
+    for step in (*steps, total(steps)):
         numbers = (f"{step.flop / 1e12:.3g}", _bytes(step.memory), _bytes(step.disk), _time(step.seconds))
-        rows.append((step.what, step.state, *(numbers if step.flop else ("",) * 4)))
-    flop, disk, seconds = (sum(getattr(step, name) for step in todo) for name in ("flop", "disk", "seconds"))
-    most = max((step.memory for step in todo), default=0.0)
-    rows.append(("in all", "", f"{flop / 1e12:.3g}", _bytes(most), _bytes(disk), _time(seconds)))
+        rows.append((step.what, step.state, *(numbers if step.flop or step.what == IN_ALL else ("",) * 4)))
     return columns(rows)
+
+
+def total(steps: list[Step]) -> Step:
+    """What some steps come to: the memory of the one that needs most, and the sum of everything else."""
+    flop, disk, seconds = (sum(getattr(step, name) for step in steps) for name in ("flop", "disk", "seconds"))
+    return Step(IN_ALL, "", flop, max((step.memory for step in steps), default=0.0), disk, seconds)
 
 
 def _bytes(count: float) -> str:

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+import scipy  # its `optimize`, which is slow to import, is once it is needed
 from jaxtyping import Float, Int
-from scipy.optimize import linear_sum_assignment
 
 from mcomb.base import Params, UserError, is_inexact, named_leaves, require_finite
 from mcomb.symmetry.spec import Layout, Perms, PermutationSpec
@@ -105,7 +105,7 @@ def solve_assignment(
     if not np.isfinite(flat).all():
         raise UserError("units cannot be compared: inner products of their weights or activations are not finite")
     costs = (np.subtract(prices, one, dtype=np.float64) for one in flat)  # what scipy minimises without a copy
-    return np.stack([linear_sum_assignment(one)[1] for one in costs]).reshape(scores.shape[:-1])
+    return np.stack([scipy.optimize.linear_sum_assignment(one)[1] for one in costs]).reshape(scores.shape[:-1])
 
 
 def fair_prices(
