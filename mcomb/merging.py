@@ -39,10 +39,11 @@ from mcomb.evaluation import score
 from mcomb.gradient_descent import Loss, fit, initial_state, shuffled_rows, steps_per_call
 from mcomb.objectives import Objective, add_up, check_objectives, cross_entropy
 from mcomb.progress import progress_bar
+from mcomb.refit import refit
 from mcomb.symmetry.spec import PermutationSpec, axis_names
 
 GRANULARITIES = ("network", "layer", "leaf", "unit", "weight")
-METHODS = ("average", "fisher", "learned")
+METHODS = ("average", "fisher", "refit", "learned")
 CHECKS = 20  # how often in a descent the held-out loss is looked at
 PATIENCE = 5  # looks without a better one, after which it ends
 TOGETHER = 8  # examples whose gradients are taken at once: each is as large as the network
@@ -67,27 +68,33 @@ def merge(
     networks: Sequence[Params],
     apply: Apply,
     inputs: Inputs,
-    labels: Labels,
+    labels: Labels = None,
     *,
     method: str = "learned",
     loss: Objective = cross_entropy,
     **options: Any,
 ) -> Params:
-    """One network made of aligned ones, by one of three methods.
+    """One network made of aligned ones, by one of four methods.
 
-    method="average" takes the mean of all weights, "fisher" weighs each weight by how much the network's own loss
-    depends on it (the diagonal of the empirical Fisher information), "learned" learns the shares by gradient descent:
-    its options are those of `learn_shares`. The data should be none that the networks were trained on.
+    - "average": the mean of all weights.
+    - "fisher": each weight by how much the network's own loss depends on it, as the diagonal of the empirical Fisher
+      information says.
+    - "refit": the average, then each linear map by least squares to the mean of the networks' outputs. It needs no
+      labels, and its option is `ridge`: see `mcomb.refit`.
+    - "learned": shares that gradient descent finds. Its options are those of `learn_shares`.
+
+    The data should be none that the networks were trained on.
     """
     if method not in METHODS:
         raise UserError(f"there is no method {method!r} to merge by: choose from {', '.join(METHODS)}")
     if method == "learned":
         return learn_shares(spec, networks, apply, inputs, labels, loss=loss, **options).params
-    if options:
-        raise UserError(f"the method {method} has no option {next(iter(options))}: leave it out")
+    if unknown := options.keys() - ({"ridge"} if method == "refit" else set()):
+        raise UserError(f"the method {method} has no option {min(unknown)}: leave it out")
     _check_networks(spec, networks)
-    if method == "average":
-        return jax.tree.map(lambda *leaves: _weigh(leaves, [1 / len(leaves)] * len(leaves)), *networks)
+    if method in ("average", "refit"):
+        mean = jax.tree.map(lambda *leaves: _weigh(leaves, [1 / len(leaves)] * len(leaves)), *networks)
+        return refit(spec, networks, mean, apply, inputs, **options) if method == "refit" else mean
     _check_data(apply, networks[0], inputs, labels, loss)
     informations = [fisher_information(apply, network, inputs, labels, loss=loss) for network in networks]
 
