@@ -107,13 +107,16 @@ def main(config: GrowthConfig) -> None:
         "images": [replace(base, images=count) for count in config.images],
         "devices": [replace(base, devices=count) for count in config.devices],
     }
-    series: dict[str, list[Row]] = {}
-    with progress_bar(sum(map(len, points.values())), "point", "measuring") as bar:
-        for name, its_points in points.items():
-            series[name] = []
-            for point in its_points:
-                series[name].append({"series": name, **vars(point), **measure_apart(measure, point)})
-                bar.update()
+    each = list(dict.fromkeys(point for its_points in points.values() for point in its_points))
+    measured: dict[Point, Row] = {}
+    with progress_bar(len(each), "point", "measuring") as bar:
+        for point in each:  # some are in several series
+            measured[point] = measure_apart(measure, point)
+            bar.update()
+    series: dict[str, list[Row]] = {
+        name: [{"series": name, **vars(point), **measured[point]} for point in its_points]
+        for name, its_points in points.items()
+    }
     show([row for rows in series.values() for row in rows], config.out and config.out / "growth.json")
     for name, rows in series.items():
         print(f"seconds grow as {name}^{slope([row[name] for row in rows], [row['seconds'] for row in rows]):.2f}")

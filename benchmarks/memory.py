@@ -20,8 +20,8 @@ import numpy as np
 
 from benchmarks.apart import measure_apart, peak_memory
 from benchmarks.tables import Row, show
-from mcomb.base import stream
-from mcomb.combination import mix, uniform
+from mcomb.base import Apply, stream
+from mcomb.combination import Draw, mix, uniform
 from mcomb.evaluation import evaluate
 from mcomb.lab import cli
 from mcomb.lab.cli import Flag
@@ -79,7 +79,7 @@ def measure(point: Point) -> list[Row]:
         figures = {"seconds": time.perf_counter() - start, "GB": taken / 1e9, "× parameters": taken / size}
         stages.append({"task": stage, "width": point.width, "devices": point.devices, **figures})
 
-    def evaluate_all(name: str, *repairable: Any) -> None:
+    def evaluate_all(name: str, apply: Apply, draw: Draw, networks: tuple[Any, ...]) -> None:
         calls: list[Any] = []
 
         def report(metrics: Any) -> None:
@@ -87,7 +87,7 @@ def measure(point: Point) -> list[Row]:
             if len(calls) == 1:
                 end(f"{name}, {len(metrics.loss)} of {point.combinations}")
 
-        evaluate(*repairable, shares, keys, images, labels, report=report)
+        evaluate(apply, draw, networks, shares, keys, images, labels, report=report)
         if len(calls) > 1:
             end(f"{name}, {point.combinations} of {point.combinations}")
 
