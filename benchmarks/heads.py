@@ -69,7 +69,7 @@ def measure(stream_size: int, kind: str, config: HeadsConfig) -> Row:
     if kind == "permuted":
         noisy = jax.tree.map(lambda x, y: x + NOISE * y, a, b)
         b = jax.device_get(spec.apply(spec.random(stream(0)), noisy))
-    seconds: collections.Counter[str] = collections.Counter()
+    seconds: dict[str, float] = collections.defaultdict(float)
     inside: list[str] = []
 
     def timed(name: Callable[..., str], function: Any) -> Any:
