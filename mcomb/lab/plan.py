@@ -30,9 +30,9 @@ from mcomb.matching.straight_through import BATCH_SIZE, STEPS
 GRADIENT = 3  # times the operations of the network itself
 SWEEPS = 2  # of weight matching, counted in full ones: after the first, only what has moved is counted anew
 TRIAL = 1e11  # operations of the work that is timed
-# Of the arrays inside a network, by the account of compiled programs (benchmarks.account):
-LIVE = 10  # a forward pass needs as much memory at once as this many of the largest
-KEPT = 0.25  # a gradient keeps this part of all of them
+# What programs hold at once of the arrays inside a network, by their own account (benchmarks.account):
+LIVE, COMPARED = 4, 8  # evaluation and activation matching, as much as so many of the largest array
+KEPT = 0.25  # a gradient, this part of all arrays
 DTYPE_BYTES = 4.0
 
 
@@ -184,7 +184,7 @@ def _matching(job: Job, work: Work, rates: Rates) -> Iterator[Step]:
         on_host, on_device, memory = SWEEPS * work.matching_flop * restarts, 0.0, 4 * size
         if matcher == "activations":
             on_host, on_device = 0.0, 2 * work.flop * min(MATCHING_IMAGES, store.setup.dataset.images[0])
-            memory = 2 * (size + BATCH * LIVE * work.largest)
+            memory = 2 * (size + BATCH * COMPARED * work.largest)
         elif matcher == "ste":
             on_host, on_device = STEPS * on_host, STEPS * BATCH_SIZE * GRADIENT * work.flop
             memory = 6 * size + BATCH_SIZE / devices * KEPT * work.activations
