@@ -1,10 +1,12 @@
 """What `--plan` says a run would take, beside what the run then takes.
 
     python -m benchmarks.planning                                            # MLPs on digits: two minutes
+    python -m benchmarks.planning --cpu                                      # where other programs run, too
     python -m benchmarks.planning --setups mlp-cifar10 --widths 4 8 --epochs 1 --train-images 2000
 
 Each run is `experiments.uniform` in a new folder, planned just before and just after it, because the machine may be
-busier at one time than at another: the mean of the two plans counts. A plan leaves out compilation and reading data,
+busier at one time than at another: the mean of the two plans counts. With `--cpu` plan and run are both reckoned in CPU
+seconds of all threads, which depend less on what else runs. A plan leaves out compilation and reading data,
 which are most of what the smallest runs take.
 """
 
@@ -12,9 +14,11 @@ import contextlib
 import dataclasses
 import io
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
+from unittest import mock
 
 from benchmarks.tables import Row, show
 from experiments.uniform import EXPERIMENT
@@ -40,10 +44,11 @@ class PlanningConfig:
     data_dir: Annotated[
         Path | None, Flag("CIFAR-10's archive or folder (default: $MCOMB_DATA_DIR, else downloaded)")
     ] = None
+    cpu: Annotated[bool, Flag("reckon in CPU seconds")] = False
     json: Annotated[Path | None, Flag("a file to write the table to")] = None
 
 
-def compare(config: SweepConfig) -> list[Row]:
+def compare(config: SweepConfig, cpu: bool) -> list[Row]:
     """What one run was planned to take and took, in a folder that is thrown away."""
 
     def plan() -> dict[str, float]:
@@ -52,7 +57,8 @@ def compare(config: SweepConfig) -> list[Row]:
             seconds[KINDS[step.what.split()[0]]] += step.seconds
         return seconds
 
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+    clock = mock.patch.object(time, "monotonic", time.process_time) if cpu else contextlib.nullcontext()
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()), clock:
         before = plan()
         took = run(EXPERIMENT, dataclasses.replace(config, out=Path(folder) / "run"))["durations"]
         after = plan()
@@ -70,7 +76,7 @@ def main(config: PlanningConfig) -> None:
     """Prints a table, and writes it where it is asked to."""
     flags = {name: getattr(config, name) for name in ("epochs", "points", "train_images", "data_dir")}
     problems = [SweepConfig(setup=name, width=width, **flags) for name in config.setups for width in config.widths]
-    show([row for problem in problems for row in compare(problem)], config.json)
+    show([row for problem in problems for row in compare(problem, config.cpu)], config.json)
 
 
 if __name__ == "__main__":
