@@ -21,7 +21,7 @@ from typing import Annotated
 from unittest import mock
 
 from benchmarks.tables import Row, show
-from experiments.uniform import EXPERIMENT
+from experiments import uniform
 from mcomb.lab import cli
 from mcomb.lab.cli import Flag
 from mcomb.lab.config import SweepConfig
@@ -53,14 +53,16 @@ def compare(config: SweepConfig, cpu: bool) -> list[Row]:
 
     def plan() -> dict[str, float]:
         seconds = dict.fromkeys(KINDS.values(), 0.0)
-        for step in plan_steps(list_jobs(EXPERIMENT, dataclasses.replace(config, out=Path(folder) / "planned"))):
+        for step in plan_steps(
+            list_jobs(uniform.EXPERIMENT, dataclasses.replace(config, out=Path(folder) / "planned"))
+        ):
             seconds[KINDS[step.what.split()[0]]] += step.seconds
         return seconds
 
     clock = mock.patch.object(time, "monotonic", time.process_time) if cpu else contextlib.nullcontext()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()), clock:
         before = plan()
-        took = run(EXPERIMENT, dataclasses.replace(config, out=Path(folder) / "run"))["durations"]
+        took = run(uniform.EXPERIMENT, dataclasses.replace(config, out=Path(folder) / "run"))["durations"]
         after = plan()
     planned = {kind: (before[kind] + after[kind]) / 2 for kind in before}
     rows = [(kind, planned[kind], took[kind]) for kind in planned]
