@@ -43,7 +43,7 @@ class PagesConfig:
 def programs() -> list[str]:
     """The names of all experiments: the modules that are programs."""
     paths = sorted((ROOT / "experiments").glob("*.py"))
-    return [path.stem for path in paths if 'if __name__ == "__main__":' in path.read_text()]
+    return [path.stem for path in paths if path.stem != "__main__" and 'if __name__ == "__main__":' in path.read_text()]
 
 
 def first_command(module: Any) -> str:

@@ -78,7 +78,7 @@ def test_the_derivation_is_explained_with_what_is_printed(capsys):
 
 
 def programs():
-    paths = (ROOT / "experiments").glob("*.py")
+    paths = (path for path in (ROOT / "experiments").glob("*.py") if path.stem != "__main__")
     return sorted(path.stem for path in paths if 'if __name__ == "__main__":' in path.read_text())
 
 

@@ -182,7 +182,7 @@ def test_values_of_units_are_added_where_a_weight_connects_them():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"method": "magic"}, "there is no method 'magic' to merge by: choose from average, fisher, learned"),
+        ({"method": "magic"}, "there is no method 'magic' to merge by: choose from average, fisher, refit, learned"),
         ({"method": "fisher", "per": "unit"}, "the method fisher has no option per: leave it out"),
         ({"per": "neuron"}, "there are no shares per 'neuron': choose from network, layer, leaf, unit, weight"),
         ({"steps": 0}, "steps is 0"),

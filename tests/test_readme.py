@@ -1,4 +1,4 @@
-"""The examples of README and docs/tasks.md are run as they stand, and all commands in README and docs/ understood."""
+"""The examples of README and docs/ are run as they stand, and all commands in them understood."""
 
 import importlib
 import re
@@ -43,6 +43,15 @@ def test_the_examples_of_other_tasks_are_right(capsys):
     squares = np.square(np.asarray(scope["predict"](scope["a"], x) - target, np.float64))
     assert scope["found"].loss == pytest.approx(squares.mean(), rel=1e-5)
     assert len(scope["learnt"].losses) == 11
+
+
+def test_the_example_of_merging_learns_and_fits(capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "merging.md").read_text(), re.S)
+    scope: dict = {}
+    exec(code, scope)
+    assert scope["found"].loss < scope["found"].losses[0]
+    assert scope["found"].shares[0]["Dense_0"]["bias"].shape == (32,)
+    assert 0 <= float(capsys.readouterr().out.split()[0]) <= 1
 
 
 def test_the_two_commands_are_there_once_for_everyone():

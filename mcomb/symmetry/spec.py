@@ -298,13 +298,13 @@ class PermutationSpec:
         total: Any = jnp.zeros(())
         for layout, position in zip(self.axes[name], positions, strict=True):
             for perm, index, stride in self._terms(layout, position, coordinates):
-                total = total + (stride > 0) * values[perm][index] if perm else total
+                total = total if perm is None else total + (stride > 0) * values[perm][index]
         return jnp.broadcast_to(total, shape)
 
     def _source(self, perms: Perms, layout: Layout, position: np.ndarray, coordinates: dict[str, np.ndarray]) -> Any:
         """Where along an axis the entries at `position` come from; `coordinates` are the positions on named axes."""
         terms = self._terms(layout, position, coordinates)
-        return sum((perms[perm][index] if perm else index) * stride for perm, index, stride in terms)
+        return sum((index if perm is None else perms[perm][index]) * stride for perm, index, stride in terms)
 
     def _terms(
         self, layout: Layout, position: np.ndarray, coordinates: dict[str, np.ndarray], stride: Any = 1
