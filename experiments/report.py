@@ -11,7 +11,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from experiments import (
+from mcomb.files import atomic, make_writable
+from mcomb.lab import cli
+from mcomb.lab.cli import Flag
+from mcomb.lab.config import Config, command, convert_config
+from mcomb.lab.experiment import Experiment, list_jobs, parse_and_join, print_plan, read_results, run
+from mcomb.lab.store import Store
+from mcomb.processes import from_first
+
+from . import (
     bernoulli,
     centered,
     edges,
@@ -29,14 +37,7 @@ from experiments import (
     uniform,
     width,
 )
-from experiments.report_page import Entry, render
-from mcomb.files import atomic, make_writable
-from mcomb.lab import cli
-from mcomb.lab.cli import Flag
-from mcomb.lab.config import Config, command, convert_config
-from mcomb.lab.experiment import Experiment, list_jobs, parse_and_join, print_plan, read_results, run
-from mcomb.lab.store import Store
-from mcomb.processes import from_first
+from .report_page import Entry, render
 
 ORDER = (
     *(schematic, uniform, subcube, hyperplane, bernoulli, stitching, linear),

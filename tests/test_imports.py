@@ -26,8 +26,8 @@ LIBRARY = (
     ("mcomb.symmetry", "mcomb.gradient_descent", "mcomb.evaluation"),
     ("mcomb.matching", "mcomb.repair"),
     ("mcomb.lab",),
-    ("mcomb.__main__",),
     ("experiments",),
+    ("mcomb.__main__",),
     ("benchmarks",),
 )
 # Inside a package each module may import only what stands before it; "" is the package's own `__init__`.
@@ -77,9 +77,11 @@ def imported(path: Path) -> set[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            inner = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= inner & known.keys() or {node.module}
+        elif isinstance(node, ast.ImportFrom):
+            here = path.relative_to(ROOT).parent.parts if node.level else ()
+            module = ".".join([*here[: len(here) - node.level + 1], *([node.module] if node.module else [])])
+            inner = {f"{module}.{alias.name}" for alias in node.names}
+            found |= inner & known.keys() or {module}
     return found & known.keys()
 
 
