@@ -1,3 +1,5 @@
+import ast
+import json
 import re
 import subprocess
 import sys
@@ -5,6 +7,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+
+from mcomb.lab.setups import SETUPS
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -54,3 +58,15 @@ def test_mypy_flags_what_is_wrong_in_a_script_and_nothing_else(tmp_path):
     flagged = {int(line.split(":")[1]) for line in found.stdout.splitlines() if ": error:" in line}
     wrong = {number for number, line in enumerate(MISUSE.splitlines(), 1) if line.endswith("# wrong")}
     assert flagged == wrong, found.stdout + found.stderr
+
+
+def test_the_notebook_is_valid_python_without_outputs_and_offers_all_setups():
+    notebook = json.loads((ROOT / "notebooks" / "mode_combinability.ipynb").read_text())
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] or cell["execution_count"] for cell in code)
+    sources = ["".join(cell["source"]) for cell in code]
+    for source in sources:
+        ast.parse(source)
+    (offered,) = re.findall(r"SETUP = .*@param (\[.*\])", "\n".join(sources))
+    assert set(json.loads(offered)) == set(SETUPS)
