@@ -25,7 +25,7 @@ from mcomb import PermutationSpec, linear, match_activations, mix, permutation_s
 from mcomb.lab import cli
 from mcomb.lab.cli import Flag
 from mcomb.matching.activations import correlations
-from mcomb.progress import progress_bar
+from mcomb.progress import progress_bar, say
 from mcomb.repair import repaired
 
 TOLERANCE = 1e-7  # of the largest entry, in double precision: what roundings may grow to
@@ -145,10 +145,10 @@ def main(config: FuzzConfig) -> None:
                     counts["matched and repaired"] += 1
             except Unsound as error:
                 counts["unsound"] += 1
-                bar.write(f"Program({seed}, {steps_of(seed)}): {error}")
+                say(f"Program({seed}, {steps_of(seed)}): {error}")
             except Exception:  # whatever it is, it is a finding
                 counts["crashed"] += 1
-                bar.write(f"Program({seed}, {steps_of(seed)}):\n{traceback.format_exc(limit=-3)}")
+                say(f"Program({seed}, {steps_of(seed)}):\n{traceback.format_exc(limit=-3)}")
             counts["programs"] += 1
             bar.update()
     names = ("programs", "programs with permutations", "permutations", "matched and repaired", "unsound", "crashed")

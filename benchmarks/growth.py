@@ -8,11 +8,6 @@ most memory that the process took beyond what it took before the networks. Of ea
 is fitted: 1 is proportional, 2 quadratic; with more devices time should fall.
 """
 
-import json
-import os
-import resource
-import subprocess
-import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,8 +18,9 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
+from benchmarks.apart import measure_apart, peak_memory
 from benchmarks.tables import Row, show
-from mcomb.base import UserError, stream
+from mcomb.base import stream
 from mcomb.combination import mix, uniform
 from mcomb.evaluation import evaluate
 from mcomb.lab import cli
@@ -64,7 +60,7 @@ def measure(point: Point) -> Row:
     images = rng.integers(0, 256, (point.images, *setup.dataset.image)).astype(np.uint8)
     labels = rng.integers(0, setup.dataset.classes, point.images).astype(np.int32)
     keys = jax.random.split(stream(0), point.combinations)
-    before = _peak_memory()
+    before = peak_memory()
     a, b = (jax.device_get(setup.init(point.width, seed)) for seed in (0, 1))
     seconds = []
     for _ in range(3):
@@ -73,24 +69,7 @@ def measure(point: Point) -> Row:
         evaluate(setup.apply(point.width), mix(uniform), (a, b), shares, keys, images, labels)
         seconds.append(time.perf_counter() - start)
     size = sum(leaf.size for leaf in jax.tree.leaves(a))
-    return {"seconds": min(seconds[1:]), "parameters": size, "megabytes": (_peak_memory() - before) / 1e6}
-
-
-def _peak_memory() -> int:
-    """The most bytes that this process has taken so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def measure_apart(point: Point) -> Row:
-    """The same, measured in a process of its own."""
-    code = f"import json\nfrom benchmarks.growth import Point, measure\nprint(json.dumps(measure({point})))"
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    command = [sys.executable, "-c", code]
-    root = Path(__file__).parents[1]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise UserError(f"{point} failed: {(done.stderr.splitlines() or ['without a word'])[-1]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return {"seconds": min(seconds[1:]), "parameters": size, "megabytes": (peak_memory() - before) / 1e6}
 
 
 def slope(x: Any, y: Any) -> float:
@@ -128,13 +107,16 @@ def main(config: GrowthConfig) -> None:
         "images": [replace(base, images=count) for count in config.images],
         "devices": [replace(base, devices=count) for count in config.devices],
     }
-    series: dict[str, list[Row]] = {}
-    with progress_bar(sum(map(len, points.values())), "point", "measuring") as bar:
-        for name, its_points in points.items():
-            series[name] = []
-            for point in its_points:
-                series[name].append({"series": name, **vars(point), **measure_apart(point)})
-                bar.update()
+    each = list(dict.fromkeys(point for its_points in points.values() for point in its_points))
+    measured: dict[Point, Row] = {}
+    with progress_bar(len(each), "point", "measuring") as bar:
+        for point in each:  # some are in several series
+            measured[point] = measure_apart(measure, point)
+            bar.update()
+    series: dict[str, list[Row]] = {
+        name: [{"series": name, **vars(point), **measured[point]} for point in its_points]
+        for name, its_points in points.items()
+    }
     show([row for rows in series.values() for row in rows], config.out and config.out / "growth.json")
     for name, rows in series.items():
         print(f"seconds grow as {name}^{slope([row[name] for row in rows], [row['seconds'] for row in rows]):.2f}")

@@ -31,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
+from benchmarks.tables import Row, leave
 from mcomb.base import Params, UserError, named_leaves
 from mcomb.checkpoint import read_checkpoint, write_checkpoint
 from mcomb.lab import cli
@@ -67,6 +68,7 @@ class MatchingConfig:
         Path | None, Flag("CIFAR-10's archive or folder (default: $MCOMB_DATA_DIR, else downloaded)")
     ] = None
     out: Annotated[Path, Flag("root folder of trained networks")] = Path("runs")
+    json: Annotated[Path | None, Flag("a file to write the table to")] = None
 
 
 def reference(spec: PermutationSpec, a: Params, b: Params, seed: int = 0) -> Matching:
@@ -185,6 +187,7 @@ def main(config: MatchingConfig) -> None:
     print(
         LINE.format("setup", "width", "matcher", "seconds", "faster", "sweeps", "solved", "skipped", "MB", "objective")
     )
+    rows: list[Row] = []
     for setup, width in itertools.product(config.setups, config.widths):
         where: Any = {"data_dir": config.data_dir, "out": config.out, "pretrained": config.pretrained}
         store = Store(Config(setup=setup, width=width, **where))
@@ -197,6 +200,8 @@ def main(config: MatchingConfig) -> None:
             height = objective(spec, a, b, found.perms)
             numbers = len(found.trace) - 1, found.solved, found.skipped, f"{run.megabytes[0]:.0f}", f"{height:.4f}"
             print(LINE.format(setup, width, name, seconds, faster, *numbers), flush=True)
+            measured: Row = {"seconds": run.seconds, "faster": ratios.tolist(), "megabytes": run.megabytes}
+            rows.append({"setup": setup, "width": width, "matcher": name, **measured, "objective": height})
         theirs, ours = runs["reference"], runs["ours"]
         best, limit = min(ours.seconds), product_seconds(spec, a)
         same = sum(np.array_equal(theirs.found.perms[name], ours.found.perms[name]) for name in spec.sizes)
@@ -208,6 +213,7 @@ def main(config: MatchingConfig) -> None:
         )
         if not np.isclose(ours.found.objective, theirs.found.objective, rtol=CLOSE, atol=0):
             raise UserError(f"{setup}, width {width}: the two objectives differ by more than {CLOSE:g}")
+    leave(rows, config.json)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,13 @@ def show(rows: Sequence[Row], json: Path | None = None) -> None:
     """Prints rows, all with the same names, as a table; with a path, writes them there with what they were run on."""
     head = tuple(rows[0])
     print(columns([head, *(tuple(_written(row[name]) for name in head) for row in rows)]), flush=True)
+    leave(rows, json)
+
+
+def leave(rows: Sequence[Row], json: Path | None) -> None:
+    """Writes rows to a file, if there is a path, with what they were run on."""
     if json:
+        json.parent.mkdir(parents=True, exist_ok=True)
         write_json(json, {"rows": list(rows), "on": describe_devices(), "environment": environment()})
 
 

@@ -18,6 +18,7 @@ from mcomb.lab.experiment import parse_and_join, print_plan
 from mcomb.lab.plan import Job
 from mcomb.lab.store import Store, pretrained_path
 from mcomb.processes import from_first
+from mcomb.progress import show, show_json
 
 CARD = """# {title}, width {width}, seed {seed}
 
@@ -45,6 +46,7 @@ def main(argv: list[str] | None = None) -> None:
     test = store.data.test  # before anything is written
     recipe = recipe_dict(config)
     chosen = {name: getattr(config, name) for name in ("setup", "width", "seed", *RECIPE_FLAGS)}
+    written = {}
     for letter, network in store.networks("ABC").items():
         seed = store.seed(letter)
         path = pretrained_path(config.setup, config.width, seed)
@@ -66,7 +68,14 @@ def main(argv: list[str] | None = None) -> None:
             recipe=json.dumps(recipe, indent=1),
         )
         from_first(path.with_suffix(".md").write_text, card)
-        print(f"{path}: test accuracy {found.accuracy:.2%}, test loss {found.loss:.4f}", flush=True)
+        show(f"{path}: test accuracy {found.accuracy:.2%}, test loss {found.loss:.4f}")
+        written[letter] = {
+            "path": str(path),
+            "accuracy": found.accuracy,
+            "loss": found.loss,
+            "images": len(test.labels),
+        }
+    show_json({"networks": written})
 
 
 if __name__ == "__main__":

@@ -2,22 +2,26 @@
 
     python -m experiments.report --setup mlp-digits --run    # everything from nothing: some minutes on two CPU cores
     python -m experiments.report --width 32                  # gathers what there is
+    python -m experiments.report --setup mlp-digits mlp-cifar10 --width 8 32    # several, in one page
 
 Each experiment with its figure, what the paper found, what was measured, the barriers and the exact command. Without
 --run, an experiment that has not been run yet is listed with its command.
 """
 
+import itertools
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from mcomb.files import atomic, make_writable
 from mcomb.lab import cli
 from mcomb.lab.cli import Flag
 from mcomb.lab.config import Config, command, convert_config
-from mcomb.lab.experiment import Experiment, list_jobs, parse_and_join, print_plan, read_results, run
+from mcomb.lab.experiment import Experiment, figure_path, list_jobs, parse_and_join, print_plan, read_results, run
+from mcomb.lab.setups import SETUPS
 from mcomb.lab.store import Store
 from mcomb.processes import from_first
+from mcomb.progress import say, show, show_json
 
 from . import (
     bernoulli,
@@ -37,7 +41,7 @@ from . import (
     uniform,
     width,
 )
-from .report_page import Entry, render
+from .report_page import Entry, Missing, render
 
 ORDER = (
     *(schematic, uniform, subcube, hyperplane, bernoulli, stitching, linear),
@@ -48,17 +52,60 @@ BEYOND = (-1.0, 2.0)
 
 @dataclass(frozen=True)
 class ReportConfig(width.WidthConfig):
-    """The flags of the sweeps, for all experiments alike."""
+    """The flags of the sweeps, for all experiments alike, and of several setups and widths."""
 
+    setup: Annotated[tuple[str, ...], Flag("models, datasets and recipes", choices=tuple(SETUPS))] = (  # type: ignore[assignment]
+        "resnet20-cifar10",
+    )
+    width: Annotated[tuple[int, ...], Flag("width multipliers", at_least=1)] = (32,)  # type: ignore[assignment]
     run: Annotated[bool, Flag("run the experiments that are missing", identity=False)] = False
 
 
-def plan(config: ReportConfig) -> list[tuple[Experiment, Config]]:
-    """All experiments with their configs, in the paper's order."""
-    jobs = [(module.EXPERIMENT, convert_config(config, module.EXPERIMENT.config)) for module in ORDER]
-    second = [experiment.name for experiment, _ in jobs].index("linear") + 1
-    jobs[second] = (jobs[second][0], replace(jobs[second][1], range=BEYOND))
+class Job(NamedTuple):
+    """An experiment of the page: what it is called there, of which networks it is, and its flags."""
+
+    name: str
+    place: str
+    experiment: Experiment
+    config: Config
+
+
+def plan(config: ReportConfig) -> list[Job]:
+    """All experiments of all setups and widths, in the paper's order.
+
+    What is the same for all networks is there once, and what compares widths once for each setup.
+    """
+    jobs: list[Job] = []
+    setups, widths = tuple(dict.fromkeys(config.setup)), tuple(dict.fromkeys(config.width))
+    for setup, its_width in itertools.product(setups, widths):
+        place = f"{SETUPS[setup].title}, width {its_width}"
+        for i, module in enumerate(ORDER):
+            if (module is width and its_width != widths[0]) or (module is schematic and jobs):
+                continue
+            experiment, name = module.EXPERIMENT, module.EXPERIMENT.name
+            own = convert_config(config, experiment.config, setup=setup, width=its_width)
+            if ORDER.index(module) < i:
+                name, own = f"{name}, beyond", replace(own, range=BEYOND)
+            jobs.append(Job(name, place, experiment, own))
     return jobs
+
+
+def page_path(config: ReportConfig) -> Path:
+    """Where the page goes: as deep as its setups and widths allow, with the flags that it was given in its name."""
+    setups, widths = tuple(dict.fromkeys(config.setup)), tuple(dict.fromkeys(config.width))
+    store = Store(convert_config(config, width.WidthConfig, setup=setups[0], width=widths[0]))
+    name, *flags = store.folder("report").name.split(",")
+    several = {"setup": setups, "width": widths} if len(setups) > 1 else {"width": widths} if len(widths) > 1 else {}
+    name = ",".join([name, *(f"{flag}={'..'.join(map(str, values))}" for flag, values in several.items()), *flags])
+    folder = config.out if len(setups) > 1 else store.home.parent if len(widths) > 1 else store.home
+    return folder / f"{name}.html"
+
+
+def title(config: ReportConfig) -> str:
+    """What the page is about."""
+    widths = [str(each) for each in dict.fromkeys(config.width)]
+    text = f"widths {', '.join(widths[:-1])} and {widths[-1]}" if len(widths) > 1 else f"width {widths[0]}"
+    return f"{'; '.join(SETUPS[setup].title for setup in dict.fromkeys(config.setup))}, {text}"
 
 
 def _write(path: Path, page: str) -> None:
@@ -69,24 +116,31 @@ def _write(path: Path, page: str) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Gathers, and with --run runs, all experiments, and writes the page."""
     config = parse_and_join(ReportConfig, __doc__, argv)
-    store = Store(config)
+    jobs = plan(config)
     if config.plan:
-        return print_plan((job for planned in plan(config) for job in list_jobs(*planned)), config)
-    path = from_first(make_writable, store.home) / f"{store.folder('report').name}.html"
-    print(f"the report goes to {path}", flush=True)
+        return print_plan((need for job in jobs for need in list_jobs(job.experiment, job.config)), config)
+    path = page_path(config)
+    from_first(make_writable, path.parent)
+    say(f"the report goes to {path}")
     entries, missing = [], []
-    for experiment, its_config in plan(config):
-        results = (run if config.run else read_results)(experiment, its_config)
+    for job in jobs:
+        results = (run if config.run else read_results)(job.experiment, job.config)
         if results is None:
-            missing.append((experiment.name, command(experiment.name, its_config)))
+            missing.append(Missing(job.name, command(job.experiment.name, job.config), job.place))
             continue
-        picture = Store(its_config).folder(experiment.name) / f"{experiment.name}.png"
-        entries.append(Entry(results, picture.read_bytes()))
-    page = render(f"{store.setup.title}, width {config.width}", entries, missing)
-    from_first(_write, path, page)
-    print(
-        f"{len(entries)} experiments in {path}; {len(missing)} not run yet" + (" (--run runs them)" if missing else "")
-    )
+        picture = figure_path(job.experiment.name, Store(job.config))
+        entries.append(Entry(results, picture.read_bytes(), job.name, job.place))
+    from_first(_write, path, render(title(config), entries, missing))
+    left = f"{len(missing)} not run yet" + (" (--run runs them)" if missing else "")
+    show(f"{len(entries)} experiments in the report; {left}\nreport: {path.absolute()}")
+    show_json({
+        "page": str(path.absolute()),
+        "experiments": [
+            {"name": entry.name, "of": entry.place, **{key: entry.results[key] for key in ("agrees", "finding")}}
+            for entry in entries
+        ],
+        "missing": [{"name": left.name, "of": left.place, "command": left.command} for left in missing],
+    })  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """All results on one page: a single HTML file that opens, prints and is mailed without anything beside it."""
 
 import base64
+import io
 import json
 import re
 from collections import Counter
@@ -10,16 +11,32 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from mcomb.base import UserError
 from mcomb.lab.results import METRICS, SPLITS
 
 
 @dataclass(frozen=True)
 class Entry:
-    """An experiment that was run: its results.json and its figure."""
+    """An experiment that was run: its results.json and its figure, what it is called, and of which networks it is."""
 
     results: Mapping[str, Any]
     png: bytes
+    name: str
+    place: str
+
+
+@dataclass(frozen=True)
+class Missing:
+    """An experiment that was not run: what it is called, its command, and of which networks it is."""
+
+    name: str
+    command: str
+    place: str
+
+
+Item = Entry | Missing
 
 
 VERDICTS = {  # by `agrees`: a class for the style sheet, a mark and words, so that colour is never alone
@@ -28,6 +45,7 @@ VERDICTS = {  # by `agrees`: a class for the style sheet, a mark and words, so t
     None: ("open", "○", "no verdict"),
 }
 PNG = b"\x89PNG\r\n\x1a\n"
+THUMBNAIL = (320, 240)  # pixels at most: twice as many as the style sheet's, for fine screens
 NOTHING = "–"  # a cell without a number
 Number = float | int  # JSON has both
 
@@ -90,16 +108,41 @@ def settings(config: Mapping[str, Any]) -> str:
     return ", ".join(dict.fromkeys(flat(config)))  # a recipe repeats the flags that changed it
 
 
-def size(entry: Entry) -> tuple[int, int]:
+def size(png: bytes, name: str) -> tuple[int, int]:
     """The width and height that a PNG's first chunk gives, so that the page is laid out before it is decoded."""
-    if not entry.png.startswith(PNG) or len(entry.png) < 24:
-        raise UserError(f"the figure of {entry.results['experiment']} is not a PNG file: run the experiment again")
-    return int.from_bytes(entry.png[16:20]), int.from_bytes(entry.png[20:24])
+    if not png.startswith(PNG) or len(png) < 24:
+        raise UserError(f"the figure of {name} is not a PNG file: run the experiment again")
+    return int.from_bytes(png[16:20]), int.from_bytes(png[20:24])
+
+
+def embedded(png: bytes) -> str:
+    """A picture as an address."""
+    return "data:image/png;base64," + base64.b64encode(png).decode()
+
+
+def thumbnail(entry: Entry) -> bytes:
+    """A small copy of a figure, in few colours: all of them weigh about as much as one or two figures."""
+    with Image.open(io.BytesIO(entry.png)) as picture:
+        small = picture.convert("RGB")
+    small.thumbnail(THUMBNAIL, Image.Resampling.LANCZOS)
+    file = io.BytesIO()
+    small.quantize(32).save(file, "png", optimize=True)
+    return file.getvalue()
 
 
 def anchor(index: int, entry: Entry) -> str:
     """The id of an entry's section, its own even when an experiment was run twice."""
-    return f"{re.sub(r'[^a-z0-9]+', '-', entry.results['experiment'].lower())}-{index}"
+    return f"{re.sub(r'[^a-z0-9]+', '-', entry.name.lower())}-{index}"
+
+
+def places_of(items: Iterable[Item]) -> list[str]:
+    """The networks that a page is about, in their order."""
+    return list(dict.fromkeys(item.place for item in items))
+
+
+def full_name(item: Item, items: Sequence[Item]) -> str:
+    """What an experiment is called among others, with its networks where there are several."""
+    return f"{item.name}, {item.place}" if len(places_of(items)) > 1 else item.name
 
 
 def verdict(agrees: bool | None) -> Html:
@@ -138,7 +181,7 @@ def table(caption: str, corner: Sequence[str], below: Sequence[str], rows: Itera
     return scrolling(caption, *groups, head, tag("tbody", *rows))
 
 
-def header(title: str, entries: Sequence[Entry], missing: Sequence[tuple[str, str]]) -> Html:
+def header(title: str, entries: Sequence[Entry], missing: Sequence[Missing]) -> Html:
     """What this page is, of which networks, and how it went."""
     found = Counter(entry.results["agrees"] for entry in entries)
     verdicts = [
@@ -172,25 +215,56 @@ def header(title: str, entries: Sequence[Entry], missing: Sequence[tuple[str, st
     )
 
 
-def summary(entries: Sequence[Entry]) -> Html:
-    """A line for each experiment: its verdict, and its barriers beside the paper's."""
+def gallery(entries: Sequence[Entry]) -> Html:
+    """All figures, small, each a link to its section."""
+    places = places_of(entries)
+
+    def item(index: int, entry: Entry) -> Html:
+        small = thumbnail(entry)
+        width, height = size(small, entry.name)
+        kind, mark, words = VERDICTS[entry.results["agrees"]]
+        picture = tag("img", src=embedded(small), alt="", width=width, height=height)  # the link has the words
+        verdict = tag("span", mark, class_=f"verdict {kind}", aria_hidden="true")
+        text = tag("span", verdict, " ", entry.name, class_="name")
+        return tag("li", tag("a", picture, text, href=f"#{anchor(index, entry)}", aria_label=f"{entry.name}: {words}"))
+
+    def pictures(place: str) -> Html:
+        items = [item(index, entry) for index, entry in enumerate(entries, 1) if entry.place == place]
+        return joined((tag("h3", place) if len(places) > 1 else "", tag("ul", *items, class_="gallery")))
+
+    return tag("section", tag("h2", "All figures"), *map(pictures, places), id="figures")
+
+
+def barrier_of(results: Mapping[str, Any], curve: str) -> Mapping[str, Number]:
+    """The barriers of a curve on the test set, as far as there are any."""
+    found: Mapping[str, Number] = (results.get("barriers") or {}).get(curve, {}).get("test", {})
+    return found
+
+
+def summary(entries: Sequence[Entry], missing: Sequence[Missing]) -> Html:
+    """A line for each experiment, with its verdict and barriers; of several networks first all side by side."""
+    places = places_of([*entries, *missing])
 
     def row(index: int, entry: Entry) -> Html:
         results = entry.results
-        here = (results.get("barriers") or {}).get("aligned", {}).get("test", {})
-        paper = results.get("paper") or {}
+        sources = (*(barrier_of(results, curve) for curve in ("aligned", "naive")), results.get("paper") or {})
         return tag(
             "tr",
-            tag("th", tag("a", results["experiment"], href=f"#{anchor(index, entry)}"), scope="row"),
+            tag("th", tag("a", entry.name, href=f"#{anchor(index, entry)}"), scope="row"),
             tag("td", verdict(results["agrees"])),
-            numbers(source.get(metric) for metric in METRICS for source in (here, paper)),
+            numbers(source.get(metric) for metric in METRICS for source in sources),
         )
 
-    rows = [row(index, entry) for index, entry in enumerate(entries, 1)]
+    def of(place: str) -> Html:
+        rows = [row(index, entry) for index, entry in enumerate(entries, 1) if entry.place == place]
+        caption = "Barriers on the test set" + (f", {place}" if len(places) > 1 else "")
+        return table(caption, ("experiment", "verdict"), ("aligned", "naive", "paper"), rows) if rows else Html()
+
     return tag(
         "section",
         tag("h2", "Summary"),
-        table("Aligned barriers on the test set", ("experiment", "verdict"), ("here", "paper"), rows),
+        side_by_side(entries, missing, places) if len(places) > 1 else "",
+        *map(of, places),
         tag(
             "p",
             "A barrier is the worst of all sampled networks against the mean of the two that were mixed: 0 is no "
@@ -199,6 +273,32 @@ def summary(entries: Sequence[Entry]) -> Html:
         ),
         id="summary",
     )
+
+
+def side_by_side(entries: Sequence[Entry], missing: Sequence[Missing], places: Sequence[str]) -> Html:
+    """A table of all experiments by all networks: verdicts, and how much accuracy aligned and naive mixtures lose."""
+    found = {(entry.name, entry.place): (index, entry) for index, entry in enumerate(entries, 1)}
+    left = {(item.name, item.place) for item in missing}
+
+    def cell(name: str, place: str) -> Html:
+        if (name, place) not in found:
+            return tag("td", tag("a", "not run", href="#missing") if (name, place) in left else NOTHING)
+        index, entry = found[name, place]
+        lost = [barrier_of(entry.results, curve).get("accuracy") for curve in ("aligned", "naive")]
+        text = f"{number(lost[0])} / {number(lost[1])}" if lost != [None, None] else ""
+        link = tag("a", verdict(entry.results["agrees"]), href=f"#{anchor(index, entry)}")
+        return tag("td", link, tag("span", text, class_="lost"))
+
+    head = tag(
+        "tr",
+        tag("th", "experiment", scope="col"),
+        *(tag("th", place.replace("width ", "width\u00a0"), scope="col") for place in places),
+    )
+    every: list[Item] = [*entries, *missing]
+    names = dict.fromkeys(item.name for item in every)
+    rows = [tag("tr", tag("th", name, scope="row"), *(cell(name, place) for place in places)) for name in names]
+    caption = "Verdicts, and accuracy barriers on the test set: aligned / naive"
+    return scrolling(caption, tag("thead", head), tag("tbody", *rows), class_="matrix")
 
 
 def barriers(results: Mapping[str, Any]) -> Html:
@@ -222,8 +322,8 @@ def section(index: int, entry: Entry) -> Html:
     """One experiment: what the paper found, what was measured, the figure, the numbers, the command."""
     results = entry.results
     setting, colon, name = results["title"].rpartition(": ")
-    width, height = size(entry)
-    source = "data:image/png;base64," + base64.b64encode(entry.png).decode()
+    width, height = size(entry.png, entry.name)
+    source = embedded(entry.png)
     return tag(
         "section",
         tag("h2", tag("span", setting + colon, class_="of") if setting else "", tag("span", name)),
@@ -239,7 +339,7 @@ def section(index: int, entry: Entry) -> Html:
         tag(
             "figure",
             tag("div", tag("img", src=source, alt=results["alt"], width=width, height=height), class_="card"),
-            tag("figcaption", f"Figure {index}. {results['experiment']}: {settings(results['config'])}."),
+            tag("figcaption", f"Figure {index}. {entry.name}: {settings(results['config'])}."),
         ),
         barriers(results),
         tag("p", "The command that measures and draws this:", class_="label"),
@@ -258,7 +358,7 @@ def environments(entries: Sequence[Entry]) -> Html:
     """Every environment that results come from, once each; which results, if there is more than one."""
     users: dict[str, list[str]] = {}
     for entry in entries:
-        users.setdefault(json.dumps(entry.results["environment"]), []).append(entry.results["experiment"])
+        users.setdefault(json.dumps(entry.results["environment"]), []).append(full_name(entry, entries))
 
     def block(text: str, experiments: list[str]) -> Html:
         environment = json.loads(text)
@@ -283,15 +383,16 @@ def durations(entries: Sequence[Entry]) -> Html:
         return tag("tr", tag("th", name, scope="row"), tag("td", duration(seconds), class_="number"))
 
     head = tag("tr", tag("th", "experiment", scope="col"), tag("th", "time", scope="col", class_="number"))
-    times = [(entry.results["experiment"], entry.results["seconds"]) for entry in entries]
+    times = [(full_name(entry, entries), entry.results["seconds"]) for entry in entries]
     total = row("all", sum(seconds for _, seconds in times))
     body = tag("tbody", *(row(*time) for time in times))
     return scrolling("Wall-clock time", tag("thead", head), body, tag("tfoot", total), class_="short")
 
 
-def background(entries: Sequence[Entry], missing: Sequence[tuple[str, str]]) -> Html:
+def background(entries: Sequence[Entry], missing: Sequence[Missing]) -> Html:
     """Where and how long everything ran, and what has not."""
-    left = [tag("li", tag("p", name, class_="label"), command(line)) for name, line in missing]
+    every: list[Item] = [*entries, *missing]
+    left = [tag("li", tag("p", full_name(item, every), class_="label"), command(item.command)) for item in missing]
     ran = (tag("h3", "Environment"), environments(entries), tag("h3", "Durations"), durations(entries))
     return tag(
         "section",
@@ -303,8 +404,8 @@ def background(entries: Sequence[Entry], missing: Sequence[tuple[str, str]]) -> 
     )
 
 
-def render(title: str, entries: Sequence[Entry], missing: Sequence[tuple[str, str]]) -> str:
-    """One HTML page of all experiments, in their order; `missing` are names and commands of those not run."""
+def render(title: str, entries: Sequence[Entry], missing: Sequence[Missing]) -> str:
+    """One HTML page of all experiments, in their order, with those that were not run at its end."""
     # The policy is a promise that the browser keeps: nothing is fetched, nothing is run.
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
     head = tag(
@@ -316,6 +417,7 @@ def render(title: str, entries: Sequence[Entry], missing: Sequence[tuple[str, st
         tag("style", Html(STYLE)),
     )
     sections = [section(index, entry) for index, entry in enumerate(entries, 1)]
-    main = tag("main", summary(entries) if entries else "", *sections, background(entries, missing))
+    top = (gallery(entries), summary(entries, missing)) if entries else ()
+    main = tag("main", *top, *sections, background(entries, missing))
     body = tag("body", header(title, entries, missing), main)
     return "<!DOCTYPE html>\n" + tag("html", head, body, lang="en")

@@ -16,6 +16,7 @@ from mcomb.lab.config import TrainingConfig
 from mcomb.lab.experiment import parse_and_join, print_plan
 from mcomb.lab.plan import Job
 from mcomb.lab.store import Store
+from mcomb.progress import say, show, show_json
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,16 @@ def main(argv: list[str] | None = None) -> None:
     store = Store(config)
     if config.plan:
         return print_plan([Job("train", store, config.seeds)], config)
-    print(f"networks go to {store.home / 'networks'}", flush=True)
+    folder = store.home / "networks"
+    say(f"networks go to {folder}")
+    trained = {}
     for network in store.train_networks(config.seeds).values():
         test = score(store.apply, network.params, *store.data.test)
-        images = f"{len(store.data.test.labels):,}"
-        print(f"{network.name}: test accuracy {test.accuracy:.2%}, test loss {test.loss:.4f}, of {images} images")
+        images = len(store.data.test.labels)
+        show(f"{network.name}: test accuracy {test.accuracy:.2%}, test loss {test.loss:.4f}, of {images:,} images")
+        path = str((folder / network.name).absolute())
+        trained[network.name] = {"path": path, "accuracy": test.accuracy, "loss": test.loss, "images": images}
+    show_json({"networks": trained})
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from mcomb.matching.core import Matching
 from mcomb.matching.many import Alignment, align_many
 from mcomb.matching.straight_through import match_straight_through
 from mcomb.matching.weights import match_weights
+from mcomb.merging import LearnedShares, learn_shares, merge
 from mcomb.objectives import Objective, accuracy, cross_entropy, squared_error, token_cross_entropy
 from mcomb.repair import repaired
 from mcomb.symmetry.check import check_spec
@@ -26,6 +27,7 @@ from mcomb.symmetry.spec import Blocks, PermutationSpec, Segments
 __all__ = [
     "Alignment",
     "Blocks",
+    "LearnedShares",
     "Matching",
     "Metrics",
     "Objective",
@@ -41,11 +43,13 @@ __all__ = [
     "cross_entropy",
     "evaluate",
     "hyperplane",
+    "learn_shares",
     "linear",
     "match",
     "match_activations",
     "match_straight_through",
     "match_weights",
+    "merge",
     "mix",
     "permutation_spec",
     "read_checkpoint",

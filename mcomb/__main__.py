@@ -5,6 +5,7 @@
     mcomb combine A B TO --distribution uniform --s 0.5
     mcomb evaluate NETWORK … --model MODEL           the loss of each, and the accuracy of classifiers
     mcomb uniform --setup mlp-digits                 an experiment
+    mcomb experiments --setup mlp-digits             all of them, and what has been run
 
 Networks are orbax folders or .safetensors, .npz and .msgpack files, read and written by their endings; --names is for
 files with other names and layouts of weights, such as PyTorch's. MODEL is SETUP:WIDTH, as resnet20-cifar10:1, or
@@ -32,12 +33,13 @@ from mcomb.checkpoint import first_words, read_checkpoint, write_checkpoint
 from mcomb.combination import bernoulli, centered, hyperplane, linear, mix, subcube, uniform
 from mcomb.evaluation import score
 from mcomb.lab import cli, experiment
-from mcomb.lab.cli import Flag
+from mcomb.lab.cli import Flag, Output
 from mcomb.lab.results import columns
 from mcomb.lab.setups import SETUPS
 from mcomb.matching import MATCHERS, match
 from mcomb.names import Table, read_table, to_theirs
 from mcomb.objectives import Objective, cross_entropy
+from mcomb.progress import show, show_json
 from mcomb.symmetry.check import check_spec
 from mcomb.symmetry.derive import permutation_spec
 from mcomb.symmetry.spec import PermutationSpec
@@ -70,7 +72,7 @@ class Model(NamedTuple):
 
 
 @dataclass(frozen=True)
-class InspectConfig:
+class InspectConfig(Output):
     """The flags of `inspect`."""
 
     network: Annotated[Path, Flag("the network")]
@@ -80,7 +82,7 @@ class InspectConfig:
 
 
 @dataclass(frozen=True)
-class AlignConfig:
+class AlignConfig(Output):
     """The flags of `align`."""
 
     a: Annotated[Path, Flag("network A")]
@@ -88,12 +90,12 @@ class AlignConfig:
     to: Annotated[Path, Flag("where B in the order of A goes")]
     model: Annotated[str, Flag("SETUP:WIDTH or MODULE:FUNCTION")] = ""
     names: Annotated[str | None, Flag("names of weights in the files: pytorch, git-re-basin, or a file")] = None
-    matcher: Annotated[str, Flag("how units are matched", choices=MATCHERS)] = "weights"
+    matcher: Annotated[str, Flag("how units are matched", choices=MATCHERS.keys())] = "weights"
     seed: Annotated[int, Flag("seed of the matcher", at_least=0)] = 0
 
 
 @dataclass(frozen=True)
-class CombineConfig:
+class CombineConfig(Output):
     """The flags of `combine`."""
 
     a: Annotated[Path, Flag("network A")]
@@ -107,7 +109,7 @@ class CombineConfig:
 
 
 @dataclass(frozen=True)
-class EvaluateConfig:
+class EvaluateConfig(Output):
     """The flags of `evaluate`."""
 
     networks: Annotated[tuple[Path, ...], Flag("the networks")]
@@ -165,16 +167,26 @@ def inspect(config: InspectConfig) -> None:
     rows = [
         (name, " × ".join(map(str, leaf.shape)), str(leaf.dtype), f"{leaf.size:,}") for name, leaf in leaves.items()
     ]
-    total = f"{sum(leaf.size for leaf in leaves.values()):,}"
-    print(columns([("leaf", "shape", "dtype", "parameters"), *rows, ("in all", "", "", total)]))
+    total = sum(leaf.size for leaf in leaves.values())
+    found: dict[str, Any] = {
+        "leaves": {name: {"shape": leaf.shape, "dtype": str(leaf.dtype)} for name, leaf in leaves.items()},
+        "parameters": total,
+    }
+    show(columns([("leaf", "shape", "dtype", "parameters"), *rows, ("in all", "", "", f"{total:,}")]))
     if config.graph and not model:
         raise UserError(f"--graph {config.graph} shows the symmetries of a model: give --model as well")
     if model:
         spec = symmetries(model, params)
-        print(f"\n{spec}")
+        show(f"\n{spec}")
+        found["permutations"] = {
+            perm: {"size": size, "acts on": [f"{leaf}[{axis}]" for leaf, axis in spec.axes_of(perm)]}
+            for perm, size in spec.sizes.items()
+        }
         if config.graph:
             draw_graph(spec, config.graph)
-            print(f"\n{config.graph.absolute()}")
+            show(f"\n{config.graph.absolute()}")
+            found["graph"] = str(config.graph.absolute())
+    show_json(found)
 
 
 def align(config: AlignConfig) -> None:
@@ -192,8 +204,10 @@ def align(config: AlignConfig) -> None:
     write_checkpoint(config.to, aligned)
     moved = sum(int((perm != np.arange(perm.shape[-1])).sum()) for perm in matching.perms.values())
     units = sum(perm.size for perm in matching.perms.values())
-    print(f"{moved:,} of {units:,} units moved; the inner product with A rose from {matching.trace[0]:.4g} to "
-          f"{matching.objective:.4g}\n{config.to.absolute()}")  # fmt: skip
+    products = {"naive": matching.trace[0], "aligned": matching.objective}
+    rose = "from {naive:.4g} to {aligned:.4g}".format_map(products)
+    show(f"{moved:,} of {units:,} units moved; the inner product with A rose {rose}\n{config.to.absolute()}")
+    show_json({"path": str(config.to.absolute()), "moved": moved, "units": units, "inner_products": products})
 
 
 def combine(config: CombineConfig) -> None:
@@ -207,7 +221,8 @@ def combine(config: CombineConfig) -> None:
     require_finite(str(config.b), b)
     parameter = jnp.float32(getattr(config, wanted))
     write_checkpoint(config.to, jax.jit(mix(distribution))(stream(config.seed, "combine"), parameter, a, b))
-    print(config.to.absolute())
+    show(str(config.to.absolute()))
+    show_json({"path": str(config.to.absolute())})
 
 
 def evaluate(config: EvaluateConfig) -> None:
@@ -215,13 +230,16 @@ def evaluate(config: EvaluateConfig) -> None:
     table, model = read_table(config.names) if config.names else None, load_model(config.model)
     if model.labels is None:
         raise UserError(f"--model {config.model} has no labels: let it return (apply, inputs, labels)")
-    rows = []
+    count, scores = count_examples(model.inputs), {}
     for path in config.networks:
         found = score(model.apply, read_network(path, table, model), model.inputs, model.labels, loss=model.loss)
-        accuracy = {"accuracy": f"{found.accuracy:.2%}"} if model.loss is cross_entropy else {}
-        count = f"{count_examples(model.inputs):,}"
-        rows.append({"": str(path), "loss": f"{found.loss:.4f}", **accuracy, "inputs": count})
-    print(columns([tuple(rows[0]), *(tuple(row.values()) for row in rows)]))
+        accuracy = {"accuracy": found.accuracy} if model.loss is cross_entropy else {}
+        scores[str(path)] = {"loss": found.loss, **accuracy, "inputs": count}
+    formats = {"loss": ".4f", "accuracy": ".2%", "inputs": ","}
+    head = next(iter(scores.values()))
+    rows = [(path, *(f"{own[name]:{formats[name]}}" for name in head)) for path, own in scores.items()]
+    show(columns([("", *head), *rows]))
+    show_json({"networks": scores})
 
 
 def draw_graph(spec: PermutationSpec, path: Path) -> None:
@@ -239,22 +257,23 @@ def draw_graph(spec: PermutationSpec, path: Path) -> None:
         for i, name in enumerate(names)
     }
     with matplotlib.rc_context(STYLE | {"axes.grid": False}):
-        figure = Figure(figsize=(6.4, 1 + 0.16 * height), layout="constrained")
+        figure = Figure(figsize=(5.6, 0.8 + 0.24 * height), layout="constrained")
         axes = figure.subplots()
         for i, perm in enumerate(perms):
+            colour = f"C{i % 10}"
             for leaf, axis in spec.axes_of(perm):
                 (x0, y0), (x1, y1) = place[perm], place[leaf]
-                axes.plot([x0, x1], [y0, y1], color=f"C{i % 10}", linewidth=0.8, alpha=0.7)
-                axes.text(
-                    x1 - 0.03 - 0.02 * axis, y1, str(axis), fontsize=4, ha="center", va="center", color=f"C{i % 10}"
-                )
-            axes.text(-0.02, place[perm][1], f"{perm} ({spec.sizes[perm]})", ha="right", va="center", fontsize=6)
+                x1 -= 0.06 * (len(spec.axes[leaf]) - axis)
+                axes.plot([x0, x1], [y0, y1], color=colour, linewidth=0.8, alpha=0.7, zorder=1)
+                axes.plot(x1, y1, "o", color="white", markeredgecolor=colour, markersize=6, zorder=2)
+                axes.text(x1, y1, str(axis), fontsize=5, ha="center", va="center_baseline", color=colour, zorder=3)
+            axes.text(-0.02, place[perm][1], f"{perm} ({spec.sizes[perm]})", ha="right", va="center", fontsize=7)
         for leaf in leaves:
-            axes.text(1.02, place[leaf][1], leaf, ha="left", va="center", fontsize=6)
-        axes.set_xlim(-0.5, 1.6)
+            axes.text(1.0, place[leaf][1], leaf, ha="left", va="center", fontsize=7)
+        axes.set_xlim(-0.4, 1.4)
         axes.invert_yaxis()
         axes.axis("off")
-        axes.set_title("permutations, and the axes of the weights that they act on")
+        axes.set_title("permutations, with their sizes, and the axes of the weights that they act on")
         figure.savefig(path, dpi=200)
 
 
@@ -271,7 +290,8 @@ def experiment_names() -> dict[str, str]:
     for package in ("mcomb.experiments", "experiments"):
         if spec := importlib.util.find_spec(package):
             found = [module.name for module in pkgutil.iter_modules(spec.submodule_search_locations)]
-            return {name: f"{package}.{name}" for name in found if name not in NO_COMMANDS}
+            names = {"experiments" if name == "__main__" else name: f"{package}.{name}" for name in found}
+            return {name: module for name, module in names.items() if name not in NO_COMMANDS}
     return {}
 
 

@@ -74,9 +74,13 @@ def share_out(tree: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
 def _as_numpy(leaf: Any) -> Any:
     """An array on one device of a CPU as NumPy's, in the same memory, which all devices can read; others as they are.
 
-    An array of NumPy's own may have to be copied first: devices read only what begins at a multiple of 64 bytes.
+    An array of NumPy's own is copied first, unless nobody can write to it, as to what `jax.device_get` returns, and it
+    begins at a multiple of 64 bytes: devices read nothing else.
     """
     if isinstance(leaf, jax.Array) and (len(leaf.devices()) > 1 or jnp.issubdtype(leaf.dtype, jax.dtypes.extended)):
+        return leaf
+    is_constant = isinstance(leaf, np.ndarray) and leaf.flags.c_contiguous and not leaf.flags.writeable
+    if is_constant and leaf.ctypes.data % 64 == 0 and leaf.dtype == jnp.result_type(leaf):
         return leaf
     return np.asarray(jnp.asarray(leaf))
 

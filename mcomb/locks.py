@@ -7,6 +7,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from mcomb.processes import is_first
+from mcomb.progress import warn
 
 
 @contextmanager
@@ -23,7 +24,7 @@ def lock(path: Path, doing: str) -> Iterator[None]:
     try:
         file_lock.acquire(blocking=False)
     except Timeout:
-        print(f"another process is {doing}: waiting for it to finish", flush=True)
+        warn(f"another process is {doing}: waiting for it to finish")
         file_lock.acquire()
     try:
         yield

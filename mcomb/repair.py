@@ -17,7 +17,7 @@ from mcomb.base import Apply, Array, Inputs, Params, UserError, count_examples, 
 from mcomb.combination import Draw
 from mcomb.dead_units import varies
 from mcomb.devices import BATCH, replicate
-from mcomb.symmetry.intermediates import ArrayId, Equation, Intermediate, Intermediates, list_intermediates
+from mcomb.symmetry.intermediates import ArrayId, Intermediates, list_intermediates, list_linear_maps
 from mcomb.symmetry.spec import PermutationSpec, axis_names
 
 
@@ -120,31 +120,14 @@ def repaired(
 
 
 def list_layers(spec: PermutationSpec, intermediates: Intermediates) -> list[Layer]:
-    """The linear maps, outside of scans, whose results have hidden units, in the order of use.
-
-    They are products of something that depends on the inputs with weights, which depend on parameters only. If all
-    that happens to a product is that a bias is added, which depends on parameters only, too, then the sum is the
-    pre-activation.
-    """
-    equations = intermediates.equations
-    uses: dict[ArrayId, list[Equation]] = {}
-    for equation in equations:
-        for operand in filter(None, equation.operands):
-            uses.setdefault(operand.id, []).append(equation)
+    """The linear maps, outside of scans, whose results have hidden units, in the order of use."""
     layers = []
-    for equation in equations:
-        weights = _params_only(equation)
-        if equation.eqn.primitive.name not in ("dot_general", "conv_general_dilated") or not weights:
-            continue
-        (output,), names = equation.results, weights[0].names
-        in_scan = len(output.layouts) > len(equation.eqn.outvars[0].aval.shape)  # type: ignore[attr-defined]
-        if in_scan or not output.depends_on_inputs or not output.names & names & spec.sizes.keys():
-            continue
-        sample_axes = tuple(i for i, layout in enumerate(output.layouts) if not names.intersection(axis_names(layout)))
-        match uses.get(output.id):
-            case [use] if use.eqn.primitive.name == "add" and _params_only(use):
-                (output,) = use.results
-        layers.append(Layer(weights[0].id, output.id, sample_axes))
+    for found in list_linear_maps(intermediates):
+        (product,), names = found.equation.results, found.weights.names
+        if product.names & names & spec.sizes.keys():
+            layouts = enumerate(product.layouts)
+            sample_axes = tuple(i for i, layout in layouts if not names.intersection(axis_names(layout)))
+            layers.append(Layer(found.weights.id, found.output.id, sample_axes))
     return layers
 
 
@@ -171,12 +154,6 @@ def zip_layers(*lists: Sequence[Any]) -> list[tuple[Any, ...]]:
             "or the size of the batch: give all networks in one dtype, and batches of one size"
         )
     return list(zip(*lists, strict=True))
-
-
-def _params_only(equation: Equation) -> list[Intermediate]:
-    """The operands of an equation that depend on parameters and not on inputs."""
-    operands = [operand for operand in equation.operands if operand is not None]
-    return [operand for operand in operands if operand.depends_on_params and not operand.depends_on_inputs]
 
 
 def shares(

@@ -17,6 +17,7 @@ import pytest
 from mcomb.lab.data import DATA_VARIABLE, DIGITS
 from mcomb.lab.figures import STYLE
 from mcomb.lab.setups import SETUPS
+from mcomb.progress import set_mode
 
 DEVICES = os.environ.setdefault("MCOMB_TESTS_DEVICES", "2")
 # These programs are tiny and run once: compiling them thoroughly would take most of the time. Flags that are set
@@ -47,6 +48,13 @@ def small_figures():
         patch.setitem(STYLE, "savefig.dpi", 80)
         patch.setitem(STYLE, "pdf.fonttype", 3)
         yield
+
+
+@pytest.fixture(autouse=True)
+def as_loud_as_ever():
+    """What one test has asked for by --quiet or --json is not for the next."""
+    yield
+    set_mode()
 
 
 @pytest.fixture

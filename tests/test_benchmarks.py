@@ -1,14 +1,40 @@
 import importlib.util
+import json
 
+import numpy as np
 import pytest
 
-from benchmarks import derivation, fuzz, matching, recovery, training
+import benchmarks.__main__ as together
+from benchmarks import (
+    derivation,
+    evaluation,
+    fuzz,
+    growth,
+    main_job,
+    matching,
+    memory,
+    planning,
+    precision,
+    recovery,
+    training,
+)
 from mcomb.matching.core import Matching
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
-def test_the_matchers_are_measured_side_by_side_and_reach_one_objective(capsys):
-    matching.main(matching.MatchingConfig(setups=("mlp-digits",), widths=(1,), repeats=2))
+
+def rows_in(path):
+    return json.loads(path.read_text())["rows"]
+
+
+def test_the_matchers_are_measured_side_by_side_and_reach_one_objective(capsys, tmp_path):
+    path = tmp_path / "matching.json"
+    matching.main(matching.MatchingConfig(setups=("mlp-digits",), widths=(1,), repeats=2, json=path))
+    assert [(row["matcher"], len(row["seconds"])) for row in rows_in(path)] == [
+        ("reference", 2),
+        ("ours", 2),
+        ("coarse", 2),
+    ]
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[2] for line in lines[2:5]] == ["reference", "ours", "coarse"]
     assert lines[2].split()[-1] == lines[3].split()[-1]
@@ -50,3 +76,79 @@ def test_random_programs_are_counted_and_failures_named(capsys, monkeypatch):
     out, err = capsys.readouterr()
     assert "2  unsound\n" in out
     assert "Program(1, 4): the function changes by" in out + err
+
+
+def test_ways_to_evaluate_are_measured_side_by_side(capsys, tmp_path):
+    path = tmp_path / "evaluation.json"
+    chosen = {"networks": ("mlp-digits:1",), "combinations": 2, "gigaflop": 1, "rounds": 1}
+    evaluation.main(evaluation.EvaluationConfig(**chosen, json=path))
+    rows = rows_in(path)
+    ways = ["evaluate", "loop, batches of 200", "loop, batches of 1,000"]
+    assert [row["way"] for row in rows][:3] == ways
+    assert max(row["against the loop"] for row in rows[1:3]) == 1
+    for row in rows:
+        assert row["GFLOP/s"] / row["of the peak"] == pytest.approx(rows[0]["GFLOP/s"] / rows[0]["of the peak"])
+
+
+def test_growth_has_a_point_and_a_slope_for_each_series(capsys, tmp_path):
+    few = {"combinations": (8,), "images": (400,), "devices": (1,)}
+    growth.main(growth.GrowthConfig("mlp-digits", widths=(1, 4), **few, out=tmp_path))
+    rows = rows_in(tmp_path / "growth.json")
+    assert [row["series"] for row in rows] == ["width", "width", "combinations", "images", "devices"]
+    assert [row["parameters"] for row in rows[:2]] == [64 * n + 2 * n**2 + 3 * n + 10 * (n + 1) for n in (16, 64)]
+    assert all(row["seconds"] > 0 for row in rows)
+    assert "megabytes grow as parameters^" in capsys.readouterr().out
+    assert (tmp_path / "growth.png").is_file()
+    sizes = np.array([1.0, 2, 5])
+    assert growth.slope(sizes, 3 * sizes**1.5) == pytest.approx(1.5)
+
+
+def test_memory_is_measured_after_one_call_and_after_all(capsys, tmp_path):
+    path = tmp_path / "memory.json"
+    few = {"devices": (1,), "combinations": 2, "images": 20}
+    memory.main(memory.MemoryConfig(("evaluation",), "mlp-digits", widths=(64,), **few, json=path))
+    rows = rows_in(path)
+    assert [row["task"] for row in rows] == ["two networks", "evaluation, 1 of 2", "evaluation, 2 of 2"]
+    # The peak never falls, and two networks are there all the time.
+    assert 2 <= rows[0]["× parameters"] <= rows[1]["× parameters"] <= rows[2]["× parameters"]
+
+
+def test_the_same_combinations_are_measured_in_both_dtypes(capsys, tmp_path):
+    path = tmp_path / "precision.json"
+    few = {"width": 1, "epochs": 1, "points": 3, "samples": 2, "images": 100}
+    precision.main(precision.PrecisionConfig(**few, out=tmp_path, json=path))
+    rows = rows_in(path)
+    assert len(rows) == 8
+    for row in rows:
+        assert row["barrier, bfloat16"] - row["barrier, float32"] == pytest.approx(row["change"])
+        assert abs(row["change"]) <= row["of any combination"] + row["of A and B"] + 1e-9
+    assert 0 < max(row["of any combination"] for row in rows if row["metric"] == "loss") < 0.1
+
+
+def test_plans_stand_beside_runs(capsys, tmp_path):
+    path = tmp_path / "planning.json"
+    planning.main(planning.PlanningConfig(widths=(1,), epochs=1, points=2, train_images=50, json=path))
+    *parts, total = rows_in(path)
+    assert [row["step"] for row in parts] == ["training", "matching", "evaluation"]
+    for column in ("planned, s", "took, s"):
+        assert 0 < sum(row[column] for row in parts) == pytest.approx(total[column])
+
+
+def test_the_main_job_is_timed_part_by_part(capsys, tmp_path):
+    path = tmp_path / "main_job.json"
+    main_job.main(main_job.MainJobConfig(width=1, epochs=1, json=path))
+    seconds = {row[""]: row["seconds"] for row in rows_in(path)}
+    assert list(seconds)[:3] == ["training", "matching", "evaluation"]
+    assert sum(list(seconds.values())[:4]) == pytest.approx(seconds["in all"])
+    assert 0 < seconds["to the first bar"] < seconds["in all"]
+    assert 0 < seconds["to the first bar, CPU"] < seconds["in all, CPU"]
+
+
+def test_all_benchmarks_leave_tables_in_one_folder(capsys, monkeypatch, tmp_path):
+    left = []
+    for module in (evaluation, growth, main_job, matching, memory, planning, precision):
+        monkeypatch.setattr(module, "main", left.append)  # together they take ten minutes
+    together.main(together.AllConfig(out=tmp_path / "new"))
+    assert len(left) == len(together.BENCHMARKS) + 1  # matching has two tables
+    assert {config.json.parent for config in left if hasattr(config, "json")} == {tmp_path / "new"}
+    assert [config.out for config in left if isinstance(config, growth.GrowthConfig)] == [tmp_path / "new"]

@@ -1,5 +1,7 @@
 """`python -m mcomb`: networks from anywhere are inspected, aligned, combined and evaluated."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,12 +57,20 @@ def test_a_network_is_inspected(networks, capsys, tmp_path):
     assert "permutation" in out
     assert (tmp_path / "graph.png").stat().st_size > 5_000
     assert "permutation" not in said(capsys, "inspect", networks[1])
+    found = json.loads(said(capsys, "inspect", networks[0], *MODEL, "--json"))
+    assert found["leaves"]["dense2/kernel"] == {"shape": [32, 32], "dtype": "float32"}
+    assert [len(perm["acts on"]) for perm in found["permutations"].values()] == [3] * len(found["permutations"])
 
 
 def test_a_shuffled_network_is_aligned_to_what_it_was(networks, capsys, tmp_path):
     out = said(capsys, "align", networks[0], networks[2], tmp_path / "aligned.npz", *MODEL)
     assert str(tmp_path / "aligned.npz") in out
     jax.tree.map(np.testing.assert_array_equal, read_checkpoint(tmp_path / "aligned.npz"), read_checkpoint(networks[0]))
+    assert said(capsys, "align", networks[0], networks[2], tmp_path / "quiet.npz", *MODEL, "--quiet") == ""
+    found = json.loads(said(capsys, "align", networks[0], networks[2], tmp_path / "json.npz", *MODEL, "--json"))
+    assert found["path"] == str(tmp_path / "json.npz")
+    assert 0 < found["moved"] <= found["units"]
+    assert found["inner_products"]["naive"] < found["inner_products"]["aligned"]
 
 
 def test_the_line_s_middle_is_the_mean_and_other_distributions_lie_between(networks, capsys, tmp_path):
@@ -91,6 +101,8 @@ def test_networks_of_ones_own_function_are_evaluated(capsys, tmp_path, monkeypat
     assert (
         ours == said(capsys, "evaluate", "theirs.safetensors", *mine, "--names", "pytorch").splitlines()[1].split()[1:]
     )
+    scores = json.loads(said(capsys, "evaluate", "a.npz", *mine, "--json"))["networks"]["a.npz"]
+    assert [f"{scores['loss']:.4f}", f"{scores['accuracy']:.2%}", str(scores["inputs"])] == ours
     said(capsys, "align", "theirs.safetensors", "theirs.safetensors", "back.safetensors", *mine, "--names", "pytorch")
     back = read_checkpoint("back.safetensors")
     assert back.keys() == theirs.keys()

@@ -47,6 +47,15 @@ def test_devices_of_one_cpu_share_one_copy_of_what_is_replicated(tree):
     assert len(places) == 1
     if isinstance(tree, jax.Array):
         assert places == {tree.unsafe_buffer_pointer()}
+        (shard, *_) = replicate(jax.device_get(tree)).addressable_shards
+        assert shard.data.unsafe_buffer_pointer() == tree.unsafe_buffer_pointer()
+
+
+def test_what_its_owner_may_write_to_is_copied():
+    own = np.array(jnp.arange(1000.0))
+    replicated = replicate(own)
+    own[:] = -1
+    assert_equal(replicated, jnp.arange(1000.0))
 
 
 def test_batches_have_all_rows_in_order_and_zeros_after_them():

@@ -50,7 +50,7 @@ def test_a_second_process_says_once_that_it_waits_and_goes_on_when_the_first_has
     first = holder()
     assert first.stdout.readline() == "holds it\n"
     second = holder()
-    assert second.stdout.readline() == "another process is testing: waiting for it to finish\n"
+    assert second.stderr.readline() == "another process is testing: waiting for it to finish\n"
     time.sleep(0.3)  # it looks several times, and says no more
     ended = time.monotonic()
     if end == "killed":
@@ -75,4 +75,4 @@ def test_a_free_lock_is_taken_without_a_word_and_freed_even_after_an_error(tmp_p
     for _ in range(2):
         with pytest.raises(RuntimeError):
             fail_inside()
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().err == ""

@@ -1,4 +1,4 @@
-"""Real processes, two with two devices each, beside one with four."""
+"""Real processes, two with two devices each, beside one with one, four or eight."""
 
 import json
 import os
@@ -81,24 +81,33 @@ def test_two_processes_go_on_after_one_was_killed_and_measure_what_one_process_d
     assert not second[1]
     assert "training" not in second[2]
 
-    shutil.copytree(two / networks, one / networks)
-    ((code, _, said),) = end(start(UNIFORM, one, 4))
-    assert code == 0, said
-    together, alone = results_in(two), results_in(one)
-    for part in ("config", "networks", "matchings", "devices"):
-        assert together[part] == alone[part]
-    for part in ("models", "curves", "barriers"):
-        np.testing.assert_allclose(flat(together[part]), flat(alone[part]), rtol=1e-5, atol=1e-6)
+    ones = {devices: one / str(devices) for devices in (4, 8)}
+    for out in ones.values():
+        shutil.copytree(two / networks, out / networks)
+    for code, _, said in end(*(start(UNIFORM, out, devices) for devices, out in ones.items())):
+        assert code == 0, said
+    together = results_in(two)
+    for devices, out in ones.items():
+        alone = results_in(out)
+        for part in ("config", "networks", "matchings", *(["devices"] if devices == 4 else [])):
+            assert together[part] == alone[part]
+        for part in ("models", "curves", "barriers"):
+            np.testing.assert_allclose(flat(together[part]), flat(alone[part]), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
-def test_two_processes_train_the_network_of_one(tmp_path):
+def test_two_processes_train_the_network_of_one_with_any_number_of_devices(tmp_path):
     command = "train --setup mlp-digits --width 2 --epochs 1 --seeds 0"
-    outs = [tmp_path / "two", tmp_path / "one"]
-    ends = end(*start_two([command] * 2, outs[0]), start(command, outs[1], 4))
-    assert [code for code, *_ in ends] == [0, 0, 0], ends
-    found = [flat(read_checkpoint(out / "mlp-digits" / "width-2" / "networks" / "seed-0,epochs=1")) for out in outs]
-    np.testing.assert_allclose(*found, rtol=0, atol=1e-5)
+    numbers = (1, 2, 8)
+    alone = [start(command, tmp_path / str(devices), devices) for devices in numbers]
+    ends = end(*start_two([command] * 2, tmp_path / "two"), *alone)
+    assert not any(code for code, *_ in ends), ends
+    together, *found = (
+        flat(read_checkpoint(tmp_path / str(out) / "mlp-digits" / "width-2" / "networks" / "seed-0,epochs=1"))
+        for out in ("two", *numbers)
+    )
+    for params in found:
+        np.testing.assert_allclose(params, together, rtol=0, atol=1e-5)
 
 
 def test_processes_with_other_flags_end_together_and_say_why(tmp_path):

@@ -13,7 +13,7 @@ from mcomb.lab import cli
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-TEXTS = [README, *(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))]
+TEXTS = [README, *(path.read_text() for path in sorted((ROOT / "docs").rglob("*.md")))]
 
 
 def test_the_example_aligns_and_combines_a_network_of_ones_own(capsys):

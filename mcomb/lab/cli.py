@@ -9,17 +9,18 @@ import signal
 import sys
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import MISSING
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import jax
 
 from mcomb import processes
 from mcomb.base import UserError
 from mcomb.devices import use_a_device_per_core
+from mcomb.progress import coloured, set_mode
 
 C = TypeVar("C")
 
@@ -30,8 +31,16 @@ class Flag:
 
     help: str
     at_least: int | None = None
-    choices: tuple[str, ...] | None = None
+    choices: Collection[str] | None = None
     identity: bool = True  # whether it changes the result, and so the name of its folder
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Output:
+    """The flags that say what a program prints. Fields by keyword only, like these, are listed last."""
+
+    quiet: Annotated[bool, Flag("print errors and warnings alone", identity=False)] = False
+    json: Annotated[bool, Flag("print the outcome as JSON, and all else to standard error", identity=False)] = False
 
 
 class _Parser(argparse.ArgumentParser):
@@ -46,11 +55,20 @@ def flags(config: type[Any]) -> dict[str, Flag]:
 
 
 def parse(
-    config: type[C], description: str, argv: list[str] | None = None, epilog: str = "", prog: str | None = None
+    config: type[C],
+    description: str,
+    argv: list[str] | None = None,
+    epilog: str = "",
+    prog: str | None = None,
+    without: Collection[str] = (),
 ) -> C:
-    """The config that the command line asks for. A field without a default is given by its place, not by a flag."""
+    """The config that the command line asks for. A field without a default is given by its place, not by a flag.
+
+    Fields `without` a flag have their defaults. From here on the program is as quiet as it is asked to be.
+    """
     if is_installed_command():
         description = description.replace("python -m experiments.", "mcomb ")
+        description = description.replace("python -m experiments", "mcomb experiments")
     by_place = [field.name.upper() for field in dataclasses.fields(config) if field.default is MISSING]  # type: ignore[arg-type]
     parser = _Parser(
         prog=prog or _started_as(),
@@ -63,7 +81,8 @@ def parse(
     # Argparse takes -1e-05 for a flag: it knows no exponents.
     parser._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
     hints = typing.get_type_hints(config)
-    for field in dataclasses.fields(config):  # type: ignore[arg-type]
+    given = [field for field in dataclasses.fields(config) if field.name not in without]  # type: ignore[arg-type]
+    for field in sorted(given, key=lambda field: field.kw_only is True):
         flag = flags(config)[field.name]
         if hints[field.name] is bool:
             parser.add_argument("--" + field.name.replace("_", "-"), action="store_true", help=flag.help)
@@ -84,6 +103,7 @@ def parse(
             help=text if default is None else f"{text} (default: {_written(default)})",
         )
     values = vars(parser.parse_args(argv))
+    set_mode(**{name: values.get(name, False) for name in ("quiet", "json")})
     return config(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
@@ -182,6 +202,6 @@ def _lacking(error: Exception) -> str | None:
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"error: {message}", file=sys.stderr)
+    print(f"{coloured('error:', 'red', sys.stderr)} {message}", file=sys.stderr)
     processes.leave(message, code)
     return code

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from mcomb.lab.cli import Flag, flags, is_installed_command
+from mcomb.lab.cli import Flag, Output, flags, is_installed_command
 from mcomb.lab.setups import SETUPS
 from mcomb.lab.training import Recipe
 from mcomb.matching import MATCHERS
@@ -16,10 +16,10 @@ DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True)
-class TrainingConfig:
+class TrainingConfig(Output):
     """The flags of a training."""
 
-    setup: Annotated[str, Flag("model, dataset and recipe", choices=tuple(SETUPS))] = "resnet20-cifar10"
+    setup: Annotated[str, Flag("model, dataset and recipe", choices=SETUPS.keys())] = "resnet20-cifar10"
     width: Annotated[int, Flag("width multiplier: the first layer has 16·N units", at_least=1)] = 32
     epochs: Annotated[int | None, Flag("training epochs; 0 leaves networks untrained [setup]", at_least=0)] = None
     batch_size: Annotated[int | None, Flag("training images in a batch [setup]", at_least=1)] = None
@@ -54,7 +54,7 @@ class TrainingConfig:
 class Config(TrainingConfig):
     """The flags that every experiment has."""
 
-    matcher: Annotated[str, Flag("how units are matched", choices=MATCHERS)] = "weights"
+    matcher: Annotated[str, Flag("how units are matched", choices=MATCHERS.keys())] = "weights"
     train_images: Annotated[int | None, Flag("train images to evaluate on (default: all)", at_least=1)] = None
     test_images: Annotated[int | None, Flag("test images to evaluate on (default: all)", at_least=1)] = None
     seed: Annotated[int, Flag("root seed N; networks A, B, C have seeds 3N, 3N+1, 3N+2", at_least=0)] = 0
@@ -115,11 +115,11 @@ def identity_flags(config: TrainingConfig) -> list[str]:
 
 
 def command(name: str, config: TrainingConfig) -> str:
-    """The command line that gives a config, in a clone or wherever mcomb is installed."""
+    """The command line that gives a config, whatever it prints, in a clone or wherever mcomb is installed."""
     words = ["mcomb", name] if is_installed_command() else ["python", "-m", f"experiments.{name}"]
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if value != field.default:
+        if value != field.default and field.name not in vars(Output()):
             parts = value if isinstance(value, tuple) else () if value is True else (value,)
             words += ["--" + field.name.replace("_", "-"), *map(str, parts)]
     return shlex.join(words)

@@ -18,7 +18,7 @@ from jaxtyping import Int32, UInt8
 from mcomb.base import UserError
 from mcomb.files import make_writable
 from mcomb.locks import lock
-from mcomb.progress import progress_bar
+from mcomb.progress import progress_bar, say, warn
 
 DATA_VARIABLE = "MCOMB_DATA_DIR"
 URL_VARIABLE = "MCOMB_CIFAR10_URL"
@@ -207,9 +207,9 @@ def _download_archive() -> Splits:
             try:
                 return _read_archive(archive)
             except UserError as error:
-                print(f"{error}: downloading it again", flush=True)
+                warn(f"{error}: downloading it again")
                 archive.unlink()
-        print(f"downloading CIFAR-10 from {url} to {archive}", flush=True)
+        say(f"downloading CIFAR-10 from {url} to {archive}")
         pooch.get_logger().setLevel("ERROR")  # it would tell us to record a checksum: each member has one
         try:
             with progress_bar(CIFAR10_BYTES, "B", "CIFAR-10") as bar:

@@ -1,5 +1,6 @@
 """An experiment from its flags to its results, its figure and its verdict."""
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -21,9 +22,10 @@ from mcomb.lab.plan import Job
 from mcomb.lab.results import VARIANTS, Results, Rows, environment, table
 from mcomb.lab.setups import SETUPS
 from mcomb.lab.store import KeptMatching, Network, NotKeptError, Store
-from mcomb.lab.verdicts import Verdict, judge_sweep, why_no_verdict
+from mcomb.lab.verdicts import WORDS, Verdict, judge_sweep, why_no_verdict
 from mcomb.locks import lock
 from mcomb.processes import from_first, join, require_agreement
+from mcomb.progress import coloured, say, show, show_json
 
 T = TypeVar("T", bound=TrainingConfig)
 
@@ -82,7 +84,7 @@ def over_pairs(experiment: Experiment) -> Experiment:
 
     def judge_pairs(results: Results) -> Verdict:
         pairs = results["pairs"]
-        return judge_all([_verdict(experiment, pair) for pair in pairs], results, experiment.judge_together(pairs))
+        return judge_all([reach_verdict(experiment, pair) for pair in pairs], results, experiment.judge_together(pairs))
 
     return replace(
         experiment,
@@ -106,7 +108,7 @@ def run(experiment: Experiment, config: Config) -> Results:
     for letter in experiment.networks:
         store.given(letter)  # what is wrong with it, or with the flags, is said before a folder is made
     folder = from_first(make_writable, store.folder(experiment.name))
-    print(f"results go to {folder}", flush=True)
+    say(f"results go to {folder}")
     if config.pairs > 1:  # the networks of all pairs side by side
         store.train_networks([Store(part).seed(letter) for _, part in planned.values() for letter in letters])
     parts = {name: run(*part) for name, part in planned.items()}
@@ -131,8 +133,22 @@ def run(experiment: Experiment, config: Config) -> Results:
             from_first(_leave, experiment, results, folder)
         results = from_first(add_verdict, experiment, results, folder)
     numbers = [experiment.table(results)] if "models" in results else []
-    print("\n".join([results["title"], *numbers, results["finding"]]))
+    last = (said_verdict(results), f"figure: {figure_path(experiment.name, store)}")
+    show("\n".join([results["title"], *numbers, *last]))
     return results
+
+
+def figure_path(experiment: str, store: Store) -> Path:
+    """Where an experiment's figure is, from the root of all folders on."""
+    return store.folder(experiment).absolute() / f"{experiment}.png"
+
+
+def said_verdict(results: Results) -> str:
+    """The verdict and the finding of results, for a person."""
+    agrees, finding = results["agrees"], results["finding"]
+    if agrees is None:
+        return finding  # it says so itself
+    return f"{coloured(WORDS[agrees], 'green' if agrees else 'red', sys.stdout)}: {finding}"
 
 
 def _leave(experiment: Experiment, results: Results, folder: Path) -> None:
@@ -169,7 +185,7 @@ def read_results(experiment: Experiment, config: Config) -> Results | None:
         identity = result_identity(experiment.name, store, *_networks_and_matchings(experiment, store), parts)
     except NotKeptError:
         return None
-    results = from_first(read_finished, folder, identity, say=False)
+    results = from_first(read_finished, folder, identity, tell=False)
     return results and from_first(add_verdict, experiment, results, folder)
 
 
@@ -226,12 +242,13 @@ def add_verdict(experiment: Experiment, results: Results, folder: Path) -> Resul
     figures = _figures(experiment, folder)
     if None in figures.values() or read_json(folder / FIGURES) != figures:
         _draw(experiment, results, folder)
-    agrees, finding = _verdict(experiment, results)
+    agrees, finding = reach_verdict(experiment, results)
     verdict = (experiment.claim, experiment.alt, agrees, finding)
     return results | dict(zip(VERDICT, verdict, strict=True))
 
 
-def _verdict(experiment: Experiment, results: Results) -> Verdict:
+def reach_verdict(experiment: Experiment, results: Results) -> Verdict:
+    """Whether results agree with the paper, and why."""
     reason = None if "pairs" in results else why_no_verdict(results)
     return Verdict(None, reason) if reason else experiment.judge(results)
 
@@ -301,11 +318,20 @@ def main(experiment: Experiment, description: str | None, argv: list[str] | None
         if config.plan:
             print_plan(list_jobs(experiment, config), config)
         else:
-            run(experiment, config)
+            show_json(located(experiment.name, config, run(experiment, config)))
 
     cli.run(plan_or_run)
 
 
 def print_plan(jobs: Iterable[Job], config: TrainingConfig) -> None:
     """Prints what would be done and what it takes."""
-    print(plan.table(plan.plan_steps(jobs, config.device_tflops)))
+    steps = plan.plan_steps(jobs, config.device_tflops)
+    show(plan.table(steps))
+    show_json({"steps": [step._asdict() for step in steps], "all": plan.total(steps)._asdict()})
+
+
+def located(experiment: str, config: Config, results: Results) -> Results:
+    """Results with the paths of their folder and of their figure."""
+    store = Store(config)
+    figure = figure_path(experiment, store)
+    return results | {"folder": str(figure.parent), "figures": [str(figure), str(figure.with_suffix(".pdf"))]}

@@ -12,6 +12,7 @@ from mcomb.lab import versions
 from mcomb.lab.config import CHECKPOINT_FLAGS, RECIPE_FLAGS, identity_flags, recipe_dict
 from mcomb.lab.results import Results
 from mcomb.lab.store import KeptMatching, Network, Store
+from mcomb.progress import warn
 
 
 def result_identity(
@@ -22,12 +23,7 @@ def result_identity(
     parts: Mapping[str, Results],
 ) -> Results:
     """Everything that a result is made from: with the same identity it would come out the same."""
-    config, skipped = store.config, (*RECIPE_FLAGS, *CHECKPOINT_FLAGS)
-    chosen = {name: getattr(config, name) for name in identity_flags(config) if name not in skipped}
-    identity = {
-        "experiment": experiment,
-        "config": chosen | {"recipe": recipe_dict(config)},
-        "version": versions.MEASUREMENT,
+    identity = flags_identity(experiment, store) | {
         "networks": {letter: network.fingerprint for letter, network in networks.items()},
         "matchings": {name: kept.fingerprint for name, kept in matchings.items()},
         "parts": {name: identity_hash(results) for name, results in parts.items()},
@@ -38,6 +34,18 @@ def result_identity(
     return json.loads(json.dumps(identity, default=str))
 
 
+def flags_identity(experiment: str, store: Store) -> Results:
+    """What of the identity follows from the flags and the version: no network is read for it."""
+    config, skipped = store.config, (*RECIPE_FLAGS, *CHECKPOINT_FLAGS)
+    chosen = {name: getattr(config, name) for name in identity_flags(config) if name not in skipped}
+    identity = {
+        "experiment": experiment,
+        "config": chosen | {"recipe": recipe_dict(config)},
+        "version": versions.MEASUREMENT,
+    }
+    return json.loads(json.dumps(identity, default=str))
+
+
 def identity_hash(results: Results) -> str:
     """A short hash of what results were made from."""
     names = ("experiment", "config", "version", "networks", "matchings", "parts", "data", "devices")
@@ -45,14 +53,14 @@ def identity_hash(results: Results) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def read_finished(folder: Path, identity: Mapping[str, Any], say: bool = True) -> Results | None:
+def read_finished(folder: Path, identity: Mapping[str, Any], tell: bool = True) -> Results | None:
     """The results in a folder, if everything that made them is the same; if not, says what has changed."""
     path = folder / "results.json"
     if not path.is_file():
         return None
     results = read_json(path)
     changed = [name for name, value in identity.items() if results and results.get(name) != value]
-    if say and (changed or results is None):
+    if tell and (changed or results is None):
         why = f"was made from other {', '.join(changed)}" if changed else "is damaged, or older than digests"
-        print(f"{path} {why}: measuring anew", flush=True)
+        warn(f"{path} {why}: measuring anew")
     return None if changed else results

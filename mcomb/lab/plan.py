@@ -18,7 +18,7 @@ import numpy as np
 
 from mcomb.base import UserError, named_leaves, stream
 from mcomb.combination import mix, uniform
-from mcomb.devices import device_mesh
+from mcomb.devices import BATCH, device_mesh
 from mcomb.evaluation import evaluate
 from mcomb.lab.data import Split
 from mcomb.lab.measure import REPAIR_IMAGES, TEMPERATURES
@@ -26,11 +26,16 @@ from mcomb.lab.results import columns
 from mcomb.lab.store import MATCHING_IMAGES, Store
 from mcomb.lab.training import initial_state, train
 from mcomb.matching.straight_through import BATCH_SIZE, STEPS
+from mcomb.progress import say
 
 GRADIENT = 3  # times the operations of the network itself
 SWEEPS = 2  # of weight matching, counted in full ones: after the first, only what has moved is counted anew
 TRIAL = 1e11  # operations of the work that is timed
+# What programs hold at once of the arrays inside a network, by their own account (benchmarks.account):
+LIVE, COMPARED = 4, 8  # evaluation and activation matching, as much as so many of the largest array
+KEPT = 0.25  # a gradient, this part of all arrays
 DTYPE_BYTES = 4.0
+IN_ALL = "in all"
 
 
 class Job(NamedTuple):
@@ -62,6 +67,7 @@ class Work(NamedTuple):
     parameters: int
     flop: float  # of the network on one image
     activations: float  # bytes of all arrays inside the network on one image
+    largest: float  # bytes of the largest of them
     matching_flop: float  # of one sweep of weight matching
 
 
@@ -77,12 +83,14 @@ def work_of(store: Store) -> Work:
     shapes, apply = store.setup.shapes(store.config.width), store.apply
     image = jax.ShapeDtypeStruct((1, *store.setup.dataset.image), jnp.uint8)
     sizes = {name: leaf.size for name, leaf in named_leaves(shapes).items()}
-    inside = jax.make_jaxpr(apply)(shapes, image).jaxpr.eqns
+    equations = jax.make_jaxpr(apply)(shapes, image).jaxpr.eqns
+    inside = [out.aval.size * out.aval.dtype.itemsize for eqn in equations for out in eqn.outvars]
     cost: Any = jax.jit(apply).lower(shapes, image).cost_analysis()
     return Work(
         parameters=sum(sizes.values()),
         flop=float(cost["flops"]),
-        activations=float(sum(out.aval.size * out.aval.dtype.itemsize for eqn in inside for out in eqn.outvars)),
+        activations=float(sum(inside)),
+        largest=float(max(inside)),
         matching_flop=2.0
         * sum(sizes[leaf] * size for perm, size in store.spec.sizes.items() for leaf, _ in store.spec.axes_of(perm)),
     )
@@ -91,7 +99,7 @@ def work_of(store: Store) -> Work:
 def measure_rates(store: Store, work: Work) -> Rates:
     """How fast this machine trains and evaluates networks of the store, from a little of both on random images."""
     width, setup, devices = store.config.width, store.setup, len(jax.devices())
-    print(f"measuring how fast this machine is with {setup.title}, width {width} …", flush=True)
+    say(f"measuring how fast this machine is with {setup.title}, width {width} …")
 
     def images(count: float) -> Split:
         rng, n = np.random.default_rng(0), int(np.clip(count, devices, 2000))
@@ -163,25 +171,27 @@ def _training(job: Job, work: Work, rates: Rates) -> Iterator[Step]:
             continue
         state = f"from epoch {done} of {recipe.epochs}" if done else f"{recipe.epochs} epochs"
         # Weights, momentum, gradient and the new weights; of the first two there are two checkpoints.
-        memory = 4 * size + recipe.batch_size / devices * work.activations
+        memory = 4 * size + recipe.batch_size / devices * KEPT * work.activations
         yield Step(f"train {name}", state, flop, memory, 4 * size, flop / rates.training)
 
 
 def _matching(job: Job, work: Work, rates: Rates) -> Iterator[Step]:
-    store, size = job.store, DTYPE_BYTES * work.parameters
+    store, size, devices = job.store, DTYPE_BYTES * work.parameters, device_mesh().size
     for name, (matcher, restarts) in job.matchings.items():
         b, a = (store.network_name(letter) for letter in (name[0], name.split()[2][0]))
         what = f"match {b} to {a} by {matcher}" + (f", {restarts} restarts" if restarts > 1 else "")
         if store.matching_path(a, b, matcher, restarts).is_file():
             yield Step(what, "kept")
             continue
-        on_host, on_device = SWEEPS * work.matching_flop * restarts, 0.0
+        on_host, on_device, memory = SWEEPS * work.matching_flop * restarts, 0.0, 4 * size
         if matcher == "activations":
             on_host, on_device = 0.0, 2 * work.flop * min(MATCHING_IMAGES, store.setup.dataset.images[0])
+            memory = 2 * (size + BATCH * COMPARED * work.largest)
         elif matcher == "ste":
             on_host, on_device = STEPS * on_host, STEPS * BATCH_SIZE * GRADIENT * work.flop
+            memory = 6 * size + BATCH_SIZE / devices * KEPT * work.activations
         seconds = on_host / host_rate() + on_device / rates.evaluation
-        yield Step(what, "", on_host + on_device, 4 * size, 0.0, seconds)
+        yield Step(what, "", on_host + on_device, memory, 0.0, seconds)
 
 
 def _evaluation(job: Job, work: Work, rates: Rates) -> Iterator[Step]:
@@ -195,21 +205,24 @@ def _evaluation(job: Job, work: Work, rates: Rates) -> Iterator[Step]:
     counts = zip((config.train_images, config.test_images), job.store.setup.dataset.images, strict=True)
     images = sum(min(asked or there, there) + (REPAIR_IMAGES if repair else 0) for asked, there in counts)
     flop = work.flop * images * job.combinations
-    memory = (len(job.seeds) + len(job.given) + 2) * DTYPE_BYTES * work.parameters + work.activations
+    networks = (len(job.seeds) + len(job.given) + 2) * DTYPE_BYTES * work.parameters
+    memory = networks + min(BATCH, images) * LIVE * work.largest
     yield Step(what, f"{images:,} images each", flop, memory, 0.0, flop / rates.evaluation)
 
 
 def table(steps: list[Step]) -> str:
     """The steps for a person to read, and what they come to together."""
     rows = [("", "", "TFLOP", "memory a device", "disk", "time")]
-    todo = [step for step in steps if step.flop]
-    for step in steps:
+    for step in (*steps, total(steps)):
         numbers = (f"{step.flop / 1e12:.3g}", _bytes(step.memory), _bytes(step.disk), _time(step.seconds))
-        rows.append((step.what, step.state, *(numbers if step.flop else ("",) * 4)))
-    flop, disk, seconds = (sum(getattr(step, name) for step in todo) for name in ("flop", "disk", "seconds"))
-    most = max((step.memory for step in todo), default=0.0)
-    rows.append(("in all", "", f"{flop / 1e12:.3g}", _bytes(most), _bytes(disk), _time(seconds)))
+        rows.append((step.what, step.state, *(numbers if step.flop or step.what == IN_ALL else ("",) * 4)))
     return columns(rows)
+
+
+def total(steps: list[Step]) -> Step:
+    """What some steps come to: the memory of the one that needs most, and the sum of everything else."""
+    flop, disk, seconds = (sum(getattr(step, name) for step in steps) for name in ("flop", "disk", "seconds"))
+    return Step(IN_ALL, "", flop, max((step.memory for step in steps), default=0.0), disk, seconds)
 
 
 def _bytes(count: float) -> str:

@@ -15,6 +15,7 @@ import jax
 
 from mcomb.files import atomic, seal, unseal
 from mcomb.processes import from_first, is_first
+from mcomb.progress import warn
 
 Results = dict[str, Any]
 
@@ -44,7 +45,7 @@ class Rows:
             found = [unseal(line) for line in lines]
             rows = {row["name"]: row for row in found if row}
             if damaged := found.count(None):
-                print(f"{self.path} has {damaged} rows that are not whole: measuring them anew", flush=True)
+                warn(f"{self.path} has {damaged} rows that are not whole: measuring them anew")
         with atomic(self.path) as temporary:
             temporary.write_text("\n".join([json.dumps(self.identity), *map(self._line, rows.values())]) + "\n")
         return rows

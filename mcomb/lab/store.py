@@ -41,6 +41,7 @@ from mcomb.matching import match
 from mcomb.matching.core import Matching
 from mcomb.matching.weights import match_weights
 from mcomb.processes import are_several, from_first, wait_for_all
+from mcomb.progress import say, warn
 from mcomb.symmetry.check import check_spec
 from mcomb.symmetry.spec import PermutationSpec
 
@@ -290,7 +291,7 @@ class Store:
                 raise NotKeptError(name)
             from_first(make_writable, path.parent)
             with lock(path.parent / f".{name}.lock", f"matching {b.name} to {a.name}"):
-                kept = from_first(_read_matching, path, made_from, self.spec, say=False)
+                kept = from_first(_read_matching, path, made_from, self.spec, tell=False)
                 if kept is None:
                     kept = self._match(a, b, matcher, restarts)
                     from_first(_write_matching, path, made_from, kept)
@@ -305,7 +306,7 @@ class Store:
 
     def _match(self, a: Network, b: Network, matcher: str, restarts: int) -> KeptMatching:
         how = matcher if restarts == 1 else f"{matcher}, best of {restarts} restarts"
-        print(f"matching {b.name} to {a.name} by {how} …", flush=True)
+        say(f"matching {b.name} to {a.name} by {how} …")
         start = time.monotonic()
         with self.timed("matching"):
             if matcher == "weights":
@@ -356,7 +357,7 @@ def _write_matching(path: Path, made_from: list[str], kept: KeptMatching) -> Non
         np.savez(temporary, **values | perms, made_from=made_from, seconds=kept.seconds)
 
 
-def _read_matching(path: Path, made_from: list[str], spec: PermutationSpec, say: bool = True) -> KeptMatching | None:
+def _read_matching(path: Path, made_from: list[str], spec: PermutationSpec, tell: bool = True) -> KeptMatching | None:
     """A matching that was kept, if it is there, whole, and made from just this; says why it is not used."""
     if not path.is_file():
         return None
@@ -375,6 +376,6 @@ def _read_matching(path: Path, made_from: list[str], spec: PermutationSpec, say:
             return KeptMatching(matching, kept["seconds"].item(), fingerprint(matching.perms))
     except Exception as error:  # a damaged zip file makes for any kind of error
         problem = f"cannot be read ({type(error).__name__})"
-    if say:
-        print(f"{path} {problem}: matching anew", flush=True)
+    if tell:
+        warn(f"{path} {problem}: matching anew")
     return None

@@ -20,6 +20,7 @@ from mcomb.gradient_descent import State
 from mcomb.lab import versions
 from mcomb.lab.results import environment
 from mcomb.processes import are_several, is_first
+from mcomb.progress import warn
 
 
 class TrainingCheckpoints:
@@ -139,7 +140,7 @@ class TrainingCheckpoints:
             shutil.rmtree(aside, ignore_errors=True)
             place.rename(aside)
             what = str(problem).rpartition(": ")[0]
-            print(f"{what}: it is now {aside.name}, and training goes on from {than}", flush=True)
+            warn(f"{what}: it is now {aside.name}, and training goes on from {than}")
 
     def _restore(self, place: Path, record: Mapping[str, Any], target: State) -> State:
         params = read_checkpoint(place, target.params)

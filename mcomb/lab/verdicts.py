@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy import stats
+import scipy  # its `stats`, which are slow to import, are once they are needed
 
 from mcomb.lab.results import METRICS, Results
 
@@ -21,6 +21,9 @@ LIMITS = {"loss": 0.25, "accuracy": 0.15}  # of the advantage over guessing: a c
 NEAR_PAPER = 1.5  # times the paper's barrier, and lower ones, agree with it
 CLEARLY_LESS = 0.5  # times another barrier
 CONFIDENCE = 0.99
+
+
+WORDS = {True: "agrees with the paper", False: "does not agree with the paper", None: "no verdict"}
 
 
 class Verdict(NamedTuple):
@@ -100,13 +103,13 @@ def falls(values: Iterable[float]) -> bool:
     """Whether values clearly go down: the last is at most half of the first, and most pairs are in order."""
     series = list(values)
     return bool(
-        series[-1] <= CLEARLY_LESS * series[0] and stats.kendalltau(range(len(series)), series).statistic < -0.5
+        series[-1] <= CLEARLY_LESS * series[0] and scipy.stats.kendalltau(range(len(series)), series).statistic < -0.5
     )
 
 
 def rate_is_above(count: int, total: int, least: float) -> bool | None:
     """Whether a rate observed as `count` of `total` is above `least`; None if so few cannot tell."""
-    interval = stats.binomtest(count, total).proportion_ci(CONFIDENCE)
+    interval = scipy.stats.binomtest(count, total).proportion_ci(CONFIDENCE)
     return True if interval.low > least else False if interval.high < least else None
 
 
@@ -115,6 +118,6 @@ def same_distribution(x: Any, y: Any, tolerance: float = 0.05) -> tuple[bool, fl
 
     Up to `tolerance`, and what samples of these sizes differ by chance.
     """
-    distance = float(stats.ks_2samp(x, y, method="asymp").statistic)
+    distance = float(scipy.stats.ks_2samp(x, y, method="asymp").statistic)
     by_chance = math.sqrt(-math.log((1 - CONFIDENCE) / 2) / 2 * (1 / len(x) + 1 / len(y)))
     return distance <= tolerance + by_chance, distance

@@ -1,5 +1,6 @@
 """Matching the units of one network to those of another: three methods behind one function, `match`."""
 
+from collections.abc import Callable
 from typing import Any
 
 from mcomb.base import Apply, Inputs, Labels, Params, UserError
@@ -10,7 +11,12 @@ from mcomb.matching.weights import match_weights
 from mcomb.objectives import Objective, cross_entropy
 from mcomb.symmetry.spec import PermutationSpec
 
-MATCHERS = ("weights", "activations", "ste")  # "ste" is the straight-through estimator
+MATCHERS: dict[str, tuple[Callable[..., Matching], tuple[str, ...]]] = {
+    "weights": (match_weights, ("seed",)),
+    "activations": (match_activations, ("apply", "inputs")),
+    "ste": (match_straight_through, ("apply", "inputs", "labels", "loss", "seed")),  # a straight-through estimator
+}
+"""For each name of a matcher its function, and what of `match` it takes besides the spec and the two networks."""
 
 
 def match(
@@ -32,13 +38,9 @@ def match(
     """
     if matcher not in MATCHERS:
         raise UserError(f"there is no matcher {matcher!r}: choose from {', '.join(MATCHERS)}")
-    if matcher == "weights":
-        return match_weights(spec, a, b, seed=seed)
-    needs: dict[str, Any] = {"apply": apply, "inputs": inputs}
-    if matcher == "ste":
-        needs["labels"] = labels
+    function, names = MATCHERS[matcher]
+    given: dict[str, Any] = {"apply": apply, "inputs": inputs, "labels": labels, "loss": loss, "seed": seed}
+    needs = {name: given[name] for name in names}
     if missing := [name for name, value in needs.items() if value is None]:
         raise UserError(f"the matcher {matcher} needs {' and '.join(missing)}: give them too, or match by weights")
-    if matcher == "activations":
-        return match_activations(spec, a, b, **needs)
-    return match_straight_through(spec, a, b, **needs, loss=loss, seed=seed)
+    return function(spec, a, b, **needs)

@@ -15,7 +15,16 @@ from jaxtyping import Float
 
 from mcomb.base import Apply, Array, Inputs, Params, UserError, count_examples, output_shapes, require_positive
 from mcomb.dead_units import varies
-from mcomb.devices import AXIS, BATCH, device_mesh, in_batches, on_each_device, replicate
+from mcomb.devices import (
+    AXIS,
+    BATCH,
+    Sizes,
+    compile_to_fit,
+    device_mesh,
+    in_batches,
+    on_each_device,
+    replicate,
+)
 from mcomb.matching.core import Matching, WeightPart, check_networks, objective, solve_assignment, weight_parts
 from mcomb.matching.weights import coordinate_descent, visit_orders
 from mcomb.symmetry.intermediates import Intermediate, Intermediates, list_intermediates, unit_activations
@@ -172,8 +181,11 @@ def _scores(
 ) -> Scores:
     """The scores of all permutations but those whose units are only active with what is inside them."""
     mesh = device_mesh()
-    size = min(batch_size, -(-count_examples(inputs) // mesh.size))
-    flat_scores = jax.device_get(_compare(apply, spec, size, inner_products, mesh, *replicate((a, b, inputs))))
+    sizes, args = Sizes(1, min(batch_size, -(-count_examples(inputs) // mesh.size))), replicate((a, b, inputs))
+    _, program = compile_to_fit(
+        lambda sizes: _compare.lower(apply, spec, sizes.images, inner_products, mesh, *args), sizes
+    )
+    flat_scores = jax.device_get(program(*args))
     scores = {}
     for name, score in flat_scores.items():
         if not np.isfinite(score).all():

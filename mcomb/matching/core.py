@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+import scipy  # its `optimize`, which is slow to import, is once it is needed
 from jaxtyping import Float, Int
-from scipy.optimize import linear_sum_assignment
 
 from mcomb.base import Params, UserError, is_inexact, named_leaves, require_finite
 from mcomb.symmetry.spec import Layout, Perms, PermutationSpec
@@ -17,14 +17,14 @@ from mcomb.symmetry.spec import Layout, Perms, PermutationSpec
 class Matching:
     """The permutations that bring network B into the order of network A, and how well they do it.
 
-    perms: index arrays for `spec.apply(perms, b)`.
-    objective: the inner product of A's weights with B's permuted weights; higher is better.
-    trace: the objective at the start and after each sweep over all permutations (or after each gradient step).
-    tried: the final objective of every restart; the best one was kept.
-    solved, skipped: how many visits to a permutation solved its assignment problem, and how many did not need to.
-    by_weights: the permutations that activation matching had to leave to weight matching.
-    losses: for matchers that minimise a loss, the held-out loss of the midpoint of A and permuted B, one for each
-        entry of `trace`.
+    - perms: index arrays for `spec.apply(perms, b)`.
+    - objective: the inner product of A's weights with B's permuted weights; higher is better.
+    - trace: the objective at the start and after each sweep over all permutations (or after each gradient step).
+    - tried: the final objective of every restart; the best one was kept.
+    - solved, skipped: how many visits to a permutation solved its assignment problem, and how many did not need to.
+    - by_weights: the permutations that activation matching had to leave to weight matching.
+    - losses: for matchers that minimise a loss, the held-out loss of the midpoint of A and permuted B, one for each
+      entry of `trace`.
     """
 
     perms: Perms
@@ -105,7 +105,7 @@ def solve_assignment(
     if not np.isfinite(flat).all():
         raise UserError("units cannot be compared: inner products of their weights or activations are not finite")
     costs = (np.subtract(prices, one, dtype=np.float64) for one in flat)  # what scipy minimises without a copy
-    return np.stack([linear_sum_assignment(one)[1] for one in costs]).reshape(scores.shape[:-1])
+    return np.stack([scipy.optimize.linear_sum_assignment(one)[1] for one in costs]).reshape(scores.shape[:-1])
 
 
 def fair_prices(

@@ -20,9 +20,9 @@ TOLERANCE = 1e-6  # the rounds end when one adds less than this fraction of the 
 class Alignment:
     """The permutations that bring each of several networks into one common order of units.
 
-    perms: for each network, its permutations into the common order.
-    objective: the inner product of permuted weights, summed over all pairs of networks; higher is better.
-    trace: the objective after each round of matching.
+    - perms: for each network, its permutations into the common order.
+    - objective: the inner product of permuted weights, summed over all pairs of networks; higher is better.
+    - trace: the objective after each round of matching.
     """
 
     spec: PermutationSpec

@@ -166,6 +166,45 @@ def unit_activations(spec: PermutationSpec, intermediates: Intermediates) -> dic
     return {name: arrays[name] for name in spec.sizes if name in arrays}
 
 
+class LinearMap(NamedTuple):
+    """A matrix product or convolution of something that depends on the inputs with weights that do not.
+
+    If all that happens to it is that a bias is added, which depends on parameters only, too, the sum is the output.
+    """
+
+    equation: Equation
+    weights: Intermediate
+    bias: Intermediate | None
+    output: Intermediate
+
+
+def list_linear_maps(intermediates: Intermediates) -> Iterator[LinearMap]:
+    """The linear maps outside of scans, in the order of use."""
+    uses: dict[ArrayId, list[Equation]] = {}
+    for equation in intermediates.equations:
+        for operand in filter(None, equation.operands):
+            uses.setdefault(operand.id, []).append(equation)
+    for equation in intermediates.equations:
+        weights = _params_only(equation)
+        if equation.eqn.primitive.name not in ("dot_general", "conv_general_dilated") or not weights:
+            continue
+        (output,) = equation.results
+        in_scan = len(output.layouts) > len(equation.eqn.outvars[0].aval.shape)  # type: ignore[attr-defined]
+        if in_scan or not output.depends_on_inputs:
+            continue
+        match uses.get(output.id):
+            case [use] if use.eqn.primitive.name == "add" and (bias := _params_only(use)):
+                yield LinearMap(equation, weights[0], bias[0], use.results[0])
+            case _:
+                yield LinearMap(equation, weights[0], None, output)
+
+
+def _params_only(equation: Equation) -> list[Intermediate]:
+    """The operands of an equation that depend on parameters and not on inputs."""
+    operands = [operand for operand in equation.operands if operand is not None]
+    return [operand for operand in operands if operand.depends_on_params and not operand.depends_on_inputs]
+
+
 class _Evaluator:
     """Evaluates a jaxpr, collects the wanted arrays and makes the edits."""
 

@@ -286,26 +286,49 @@ class PermutationSpec:
             leaf = xp.take(leaf, source.ravel(), axis)
         return leaf
 
+    def add_units(self, values: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Any:
+        """For each weight of a leaf, the sum of the values of the units that it connects; 0 where there are none.
+
+        `values` has an array of the shape of each permutation that is named by the leaf's axes.
+        """
+        positions = np.ogrid[tuple(slice(size) for size in shape)]
+        coordinates: dict[str, np.ndarray] = {}
+        for layout, position in zip(self.axes[name], positions, strict=True):
+            coordinates |= self._coordinates(layout, position)
+        total: Any = jnp.zeros(())
+        for layout, position in zip(self.axes[name], positions, strict=True):
+            for perm, index, stride in self._terms(layout, position, coordinates):
+                total = total + (stride > 0) * values[perm][index] if perm else total
+        return jnp.broadcast_to(total, shape)
+
     def _source(self, perms: Perms, layout: Layout, position: np.ndarray, coordinates: dict[str, np.ndarray]) -> Any:
         """Where along an axis the entries at `position` come from; `coordinates` are the positions on named axes."""
+        terms = self._terms(layout, position, coordinates)
+        return sum((perms[perm][index] if perm else index) * stride for perm, index, stride in terms)
+
+    def _terms(
+        self, layout: Layout, position: np.ndarray, coordinates: dict[str, np.ndarray], stride: Any = 1
+    ) -> Iterator[tuple[str | None, Any, Any]]:
+        """What the positions on an axis are the sum of: permutations with the indices into them, and other positions.
+
+        With each comes what it is multiplied by: the stride in a product, and zero outside of its segment.
+        """
         if isinstance(layout, str) and layout in self.sizes:
-            return perms[layout][(*(coordinates[outer] for outer in self.batched_over.get(layout, ())), position)]
-        if isinstance(layout, Blocks):
+            yield layout, (*(coordinates[outer] for outer in self.batched_over.get(layout, ())), position), stride
+        elif isinstance(layout, Blocks):
             coordinates = coordinates | self._coordinates(layout, position)
-            return sum(
-                self._source(perms, factor, inner, coordinates) * stride
-                for factor, inner, stride in self._unravel(layout, position)
-            )
-        if isinstance(layout, Segments):
-            total, start = 0, 0
+            for factor, inner, inner_stride in self._unravel(layout, position):
+                yield from self._terms(factor, inner, coordinates, stride * inner_stride)
+        elif isinstance(layout, Segments):
+            start = 0
             for part in layout.parts:
                 size = self.length(part)
-                inside = (position >= start) & (position < start + size)
-                inner = np.clip(position - start, 0, size - 1)
-                total = total + inside * (start + self._source(perms, part, inner, coordinates))
+                inside = stride * ((position >= start) & (position < start + size))
+                yield None, start, inside
+                yield from self._terms(part, np.clip(position - start, 0, size - 1), coordinates, inside)
                 start += size
-            return total
-        return position
+        else:
+            yield None, position, stride
 
     def _coordinates(self, layout: Layout, position: np.ndarray) -> dict[str, np.ndarray]:
         """The position along each named factor of an axis, for each position on the axis."""

@@ -1,3 +1,4 @@
+import json
 import re
 
 import pytest
@@ -22,7 +23,8 @@ def page(tmp_path, capsys):
 
 def test_the_report_gathers_what_has_been_run(page, tmp_path):
     said, text = page()
-    assert "0 experiments in" in said
+    assert "0 experiments in the report" in said
+    assert said.splitlines()[-1] == f"report: {tmp_path / 'mlp-digits' / 'width-2' / 'report.html'}"
     assert "17 not run yet (--run runs them)" in said
     assert "data:image" not in text
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".html"]
@@ -31,14 +33,14 @@ def test_the_report_gathers_what_has_been_run(page, tmp_path):
     said, text = page()
     assert "1 experiments in" in said
     assert "hat combinations do to weights" in text
-    assert text.count("data:image/png;base64,") == 1
+    assert text.count("data:image/png;base64,") == 2  # and its thumbnail
     commands = re.findall(r"python -m experiments\.(\w+) ", re.sub("<[^>]+>", "", text))
-    assert set(commands) == {experiment.name for experiment, _ in report.plan(cli.parse(report.ReportConfig, "", []))}
+    assert {*commands} == {job.experiment.name for job in report.plan(cli.parse(report.ReportConfig, "", []))}
 
 
 def test_the_report_runs_what_is_missing_if_asked(page, monkeypatch):
     plan = report.plan
-    monkeypatch.setattr(report, "plan", lambda config: [job for job in plan(config) if job[0].name == "schematic"])
+    monkeypatch.setattr(report, "plan", lambda config: [job for job in plan(config) if job.name == "schematic"])
     assert "0 experiments in" in page()[0]
     said, text = page("--run")
     assert "1 experiments in" in said
@@ -48,14 +50,27 @@ def test_the_report_runs_what_is_missing_if_asked(page, monkeypatch):
 
 def test_the_report_plans_every_experiment_of_the_paper():
     jobs = report.plan(cli.parse(report.ReportConfig, "", ["--width", "8", "--points", "7"]))
-    names = [experiment.name for experiment, _ in jobs]
-    assert len(names) == 17
+    names = [job.experiment.name for job in jobs]
+    assert len(names) == len({job.name for job in jobs}) == 17
     assert len(set(names)) == 16
-    assert all(config.width == 8 for _, config in jobs)
-    assert all(type(config) is experiment.config for experiment, config in jobs)
-    assert {config.points for _, config in jobs if hasattr(config, "points")} == {7}
-    ranges = [config.range for experiment, config in jobs if experiment.name == "linear"]
-    assert ranges == [(0, 1), (-1, 2)]
+    assert all(job.config.width == 8 for job in jobs)
+    assert all(type(job.config) is job.experiment.config for job in jobs)
+    assert {job.config.points for job in jobs if hasattr(job.config, "points")} == {7}
+    ranges = {job.name: job.config.range for job in jobs if job.experiment.name == "linear"}
+    assert ranges == {"linear": (0, 1), "linear, beyond": (-1, 2)}
+
+
+def test_a_report_of_several_setups_and_widths_repeats_nothing(tmp_path, capsys):
+    flags = ["--setup", "mlp-digits", "mlp-cifar10", "--width", "2", "4", "2", "--out", str(tmp_path), "--json"]
+    jobs = report.plan(cli.parse(report.ReportConfig, "", flags))
+    assert len({(job.experiment.name, job.config) for job in jobs}) == len(jobs) == 4 * 15 + 2 + 1
+    places = [f"MLP on {data}, width {width}" for data in ("digits", "CIFAR-10") for width in (2, 4)]
+    assert list(dict.fromkeys(job.place for job in jobs)) == places
+    report.main(flags)
+    said = json.loads(capsys.readouterr().out)
+    assert said["page"] == str(tmp_path / "report,setup=mlp-digits..mlp-cifar10,width=2..4.html")
+    assert [left["of"] for left in said["missing"]] == [job.place for job in jobs]
+    assert "<h1>MLP on digits; MLP on CIFAR-10, widths 2 and 4</h1>" in (tmp_path / said["page"]).read_text()
 
 
 def test_the_reports_name_has_the_flags_it_was_given(page, tmp_path):

@@ -1,55 +1,17 @@
 import base64
+import dataclasses
 import re
-import struct
-import zlib
 from html.parser import HTMLParser
 from itertools import pairwise
 
 import pytest
+from entries import entry, png
 
-from experiments.report_page import STYLE, Entry, duration, number, render
+from experiments.report_page import STYLE, Missing, duration, number, render
 from mcomb.base import UserError
 
 VOID = {"img", "meta"}
 HOSTILE = """<b>"x" & 'y'</b>"""
-
-
-def png(width=7, height=5):
-    """A black picture."""
-
-    def chunk(kind, data):
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
-    pixels = zlib.compress(bytes(height * (width + 1)))
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
-
-
-def entry(**changes):
-    results = {
-        "experiment": "uniform",
-        "title": "MLP on digits, width 32: uniform coefficients",
-        "claim": "every mixture works",
-        "finding": "every mixture worked",
-        "agrees": True,
-        "alt": "loss and accuracy over s",
-        "barriers": {
-            "naive": {"train": {"loss": 1.41, "accuracy": 0.42}, "test": {"loss": 1.4567, "accuracy": 0.4471}},
-            "aligned": {"train": {"loss": 0.0419, "accuracy": 0.0}, "test": {"loss": 0.0523, "accuracy": 0.0114}},
-        },
-        "paper": {"loss": 0.044, "accuracy": 0.012},
-        "command": "python -m experiments.uniform --setup mlp-digits",
-        "config": {"setup": "mlp-digits", "width": 32, "seed": 0, "seed_a": None, "recipe": {"batch_size": 100}},
-        "environment": {
-            "python": "3.11.2",
-            "platform": "Linux-6.1",
-            "packages": {"jax": "0.10.2", "scipy": None},
-            "devices": ["cpu:cpu", "cpu:cpu"],
-            "revision": "0123abcd",
-        },
-        "seconds": 72.3,
-    }
-    return Entry({**results, **changes}, png())
 
 
 class Page(HTMLParser):
@@ -98,7 +60,10 @@ FULL = render(
         entry(experiment="bernoulli", agrees=False, seconds=4000),
         entry(experiment="three_models", agrees=None, barriers=None, paper=None),
     ],
-    [("robustness", "python -m experiments.robustness"), ("width", "python -m experiments.width --width 32")],
+    [
+        Missing("robustness", "python -m experiments.robustness", "MLP on digits, width 32"),
+        Missing("width", "python -m experiments.width --width 32", "MLP on digits, width 32"),
+    ],
 )
 
 
@@ -114,7 +79,8 @@ def test_the_page_is_well_formed(text):
     assert all("scope" in attributes for attributes in page.all("th"))
     assert all(path[-1] == "div" for tag, _, path in page.elements if tag == "table")
     assert all(attributes["tabindex"] == "0" for attributes in page.all("div") if attributes["class"] == "scroll")
-    assert all("figure" in path for tag, _, path in page.elements if tag in {"img", "figcaption"})
+    assert all("figure" in path for tag, _, path in page.elements if tag == "figcaption")
+    assert all({"figure", "a"} & {*path} for tag, _, path in page.elements if tag == "img")
 
 
 def test_the_page_needs_nothing_beside_it():
@@ -130,18 +96,20 @@ def test_the_page_needs_nothing_beside_it():
 
 
 def test_links_lead_to_places_of_their_own_even_when_an_experiment_was_run_twice():
-    page = Page(render("Twice", [entry(), entry(), entry(experiment="Ünïform, s=1")], [("a", "b")]))
+    entries = [entry(), entry(), entry(experiment="Ünïform, s=1"), entry(place="elsewhere")]
+    page = Page(render("Twice", entries, [Missing("a", "b", "elsewhere")]))
     ids = [attributes["id"] for _, attributes, _ in page.elements if "id" in attributes]
     links = [attributes["href"].removeprefix("#") for attributes in page.all("a")]
     assert len(set(ids)) == len(ids)
-    assert len(set(links)) == len(links) == 4
-    assert set(links) <= set(ids)
+    assert {*ids} - {*links} == {"figures", "summary", "background"}
+    assert {*links} <= {*ids}
     assert not any(re.search(r"[^\w-]", name) for name in ids)
 
 
 def test_every_figure_has_its_bytes_its_words_and_its_size():
-    image, *others = Page(FULL).all("img")
-    assert len(others) == 2
+    small, image = Page(FULL).all("img")[::3]
+    assert small["alt"] == ""  # its link has the words
+    assert base64.b64decode(small["src"].partition(",")[2]).startswith(b"\x89PNG")
     assert base64.b64decode(image["src"].partition(",")[2]) == png()
     assert image["alt"] == "loss and accuracy over s"
     assert (image["width"], image["height"]) == ("7", "5")
@@ -150,7 +118,7 @@ def test_every_figure_has_its_bytes_its_words_and_its_size():
 @pytest.mark.parametrize("broken", [b"", png()[:20], b"GIF89a" + png()])
 def test_a_figure_that_is_no_png_is_named(broken):
     with pytest.raises(UserError, match=r"figure of uniform is not a PNG"):
-        render("Broken", [Entry(entry().results, broken)], [])
+        render("Broken", [dataclasses.replace(entry(), png=broken)], [])
 
 
 def test_whatever_results_say_is_text():
@@ -162,18 +130,20 @@ def test_whatever_results_say_is_text():
         "devices": [HOSTILE],
         "revision": HOSTILE,
     }
+    left = [Missing(HOSTILE, HOSTILE, HOSTILE)]
     hostile = entry(
+        place=HOSTILE,
         **dict.fromkeys(texts, HOSTILE),
         config={"setup": HOSTILE, "width": HOSTILE, HOSTILE: HOSTILE},
         environment=environment,
         barriers={HOSTILE: {"test": {"loss": 1.0}}},
     )
-    text = render(HOSTILE, [hostile, entry(environment={**environment, "python": "3"})], [(HOSTILE, HOSTILE)])
+    text = render(HOSTILE, [hostile, entry(environment={**environment, "python": "3"})], left)
     page = Page(text)
     assert "<b>" not in text
     assert not page.all("b")
-    assert page.all("img")[0]["alt"] == HOSTILE
-    for place in ("h1", "title", "h2", "dd", "figcaption", "caption", "th", "a", "code", "li"):
+    assert page.all("img")[2]["alt"] == HOSTILE
+    for place in ("h1", "title", "h2", "h3", "dd", "figcaption", "caption", "th", "a", "code", "li"):
         assert HOSTILE in page.text(place), place
 
 
@@ -196,8 +166,23 @@ def test_verdicts_are_words_and_marks():
 
 def test_the_summary_has_the_aligned_test_barriers_beside_the_papers():
     found = rows(FULL)
-    assert ["uniform", "✓agrees", "0.052", "0.044", "0.011", "0.012"] in found
-    assert ["three_models", "○no verdict", "–", "–", "–", "–"] in found
+    assert ["uniform", "✓agrees", "0.052", "1.457", "0.044", "0.011", "0.447", "0.012"] in found
+    assert ["three_models", "○no verdict", *("–",) * 6] in found
+
+
+def test_several_networks_are_side_by_side_and_then_one_after_the_other():
+    places = [f"MLP on digits, width {width}" for width in (2, 4)]
+    entries = [entry(place=places[0]), entry("linear", places[0], agrees=None, barriers=None), entry(place=places[1])]
+    page = render("Two", entries, [Missing("linear", "python …", places[1])])
+    found = rows(page.replace("\u00a0", " "))
+    head = found.index(["experiment", *places])
+    assert found[head + 1 : head + 3] == [
+        ["uniform", "✓agrees0.011 / 0.447", "✓agrees0.011 / 0.447"],
+        ["linear", "○no verdict", "not run"],
+    ]
+    assert [f"Barriers on the test set, {place}" in page for place in places] == [True, True]
+    assert ["uniform, MLP on digits, width 4", "1 min 12 s"] in found
+    assert re.findall("<h3>(.*?)</h3>", page)[:2] == places
 
 
 def test_a_section_has_the_barriers_of_every_curve_over_the_papers():
@@ -213,15 +198,15 @@ def test_a_section_has_the_barriers_of_every_curve_over_the_papers():
 def test_without_barriers_there_is_no_table_of_them(barriers):
     text = render("None", [entry(barriers=barriers, paper=None, agrees=None)], [])
     assert "Barriers of" not in text
-    missing = dict(entry().results)
-    del missing["barriers"], missing["paper"]
-    assert "Barriers of" not in render("Absent", [Entry(missing, png())], [])
+    absent = entry()
+    del absent.results["barriers"], absent.results["paper"]
+    assert "Barriers of" not in render("Absent", [absent], [])
 
 
 def test_curves_need_not_have_every_split_and_metric():
     found = rows(render("Part", [entry(barriers={"linear": {"test": {"accuracy": 0.5}}}, paper=None)], []))
     assert ["linear", "–", "–", "–", "0.500"] in found
-    assert ["uniform", "✓agrees", "–", "–", "–", "–"] in found
+    assert ["uniform", "✓agrees", *("–",) * 6] in found
 
 
 def test_a_section_says_what_was_claimed_and_found_with_which_settings_and_command():
@@ -234,7 +219,7 @@ def test_a_section_says_what_was_claimed_and_found_with_which_settings_and_comma
 
 
 def test_what_is_still_to_run_is_listed_with_its_commands():
-    text = Page(FULL).text("li")
+    text = Page(FULL[FULL.index('<h3 id="missing">') : FULL.index("</section>\n</main>")]).text("li")
     assert text == "robustness python -m experiments.robustness width python -m experiments.width --width 32"
     assert "every experiment has been run" in Page(render("All", [entry()], [])).text()
 

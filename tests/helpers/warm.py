@@ -56,6 +56,9 @@ class Warm:
 
 def serve():
     """Forks a process for each command of each line on standard input; says how they ended."""
+    import scipy.optimize
+    import scipy.stats  # noqa: F401 (imported, to be warm)
+
     import experiments.report
     import experiments.train  # noqa: F401 (imported, to be warm)
     from mcomb.lab.figures import STYLE

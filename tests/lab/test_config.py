@@ -85,7 +85,7 @@ def test_a_comparison_of_matchers_has_no_flag_for_one():
 def test_only_flags_that_cannot_change_a_result_are_left_out_of_its_identity(kind):
     left_out = {field.name for field in dataclasses.fields(kind)} - set(identity_flags(kind()))
     how = {"checkpoint_every", "data_dir", "out", "steps_per_call", "vmap_size", "plan", "device_tflops"}
-    assert left_out == how | {"distributed", "coordinator", "processes", "process"}
+    assert left_out == how | {"distributed", "coordinator", "processes", "process", "quiet", "json"}
 
 
 def test_the_recipe_is_the_setups_but_for_what_flags_change():
@@ -111,3 +111,7 @@ def test_a_line_must_have_its_ends(ends):
 def test_a_number_may_be_negative_and_tiny():
     config = linear.LinearConfig(range=(-1e-05, 1.0))
     assert parsed(linear.LinearConfig, command("name", config)) == config
+
+
+def test_what_a_run_prints_is_no_part_of_its_command():
+    assert command("uniform", Config(width=2, quiet=True, json=True)) == "python -m experiments.uniform --width 2"

@@ -92,8 +92,8 @@ def test_it_is_downloaded_once_and_then_read_from_the_cache(serve, archive, caps
     assert server.asked == 1
     assert first.train.images.shape == (10, 32, 32, 3)
     np.testing.assert_array_equal(first.test.images, second.test.images)
-    out, err = capsys.readouterr()
-    assert out.count("downloading CIFAR-10 from http://127.0.0.1") == 1
+    _, err = capsys.readouterr()
+    assert err.count("downloading CIFAR-10 from http://127.0.0.1") == 1
     assert "CIFAR-10: 100%" in err
 
 
@@ -104,7 +104,7 @@ def test_a_damaged_copy_in_the_cache_is_downloaded_again(serve, archive, capsys)
     again = data.CIFAR10.load(None)
     assert server.asked == 2
     np.testing.assert_array_equal(first.train.images, again.train.images)
-    assert "downloading it again" in capsys.readouterr().out
+    assert "downloading it again" in capsys.readouterr().err
 
 
 def broken(handler, archive):

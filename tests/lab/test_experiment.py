@@ -10,6 +10,7 @@ from mcomb.lab.config import Config
 from mcomb.lab.experiment import Experiment, Paper, read_results, run, setups_help
 from mcomb.lab.identity import identity_hash
 from mcomb.lab.setups import SETUPS
+from mcomb.lab.state import read_state
 from mcomb.lab.store import Store
 from mcomb.lab.verdicts import Verdict
 
@@ -68,8 +69,10 @@ def test_results_are_measured_drawn_kept_and_judged(example, config, calls, caps
     assert stored["command"] == f"python -m experiments.example {flags}"
     assert stored["paper"] == {"loss": 0.5, "accuracy": 0.25, "width": 32}
     assert stored["config"]["recipe"]["epochs"] == SETUPS["mlp-digits"].recipe.epochs
-    said = capsys.readouterr().out
-    assert said.splitlines() == [f"results go to {folder}", "MLP on digits: an example", "It is 40."]
+    said = capsys.readouterr()
+    assert said.err == f"results go to {folder}\n"
+    verdict = "agrees with the paper: It is 40."
+    assert said.out.splitlines() == ["MLP on digits: an example", verdict, f"figure: {folder / 'example.png'}"]
 
 
 def test_a_second_run_measures_and_draws_nothing(example, config, calls):
@@ -125,12 +128,20 @@ def test_reading_results_makes_nothing(example, config, calls):
 
 def test_results_that_were_never_finished_are_not_read(example, config, calls):
     def stopped(this):
+        this.rows.add([{"name": "one"}, {"name": "two"}])
         raise KeyboardInterrupt
 
+    example = dataclasses.replace(example, combinations=lambda config: 5)
+    assert read_state(example, config).kind == "not run"
     with pytest.raises(KeyboardInterrupt):
         run(dataclasses.replace(example, measure=stopped), config)
     assert read_results(example, config) is None
+    assert read_state(example, config)[:2] == ("begun", "begun: 2 of 10 rows")
+    assert read_state(example, dataclasses.replace(config, seed=4)).kind == "not run"
     assert run(example, config)["answer"] == 40
+    state = read_state(example, config)
+    assert (state.kind, state.agrees, state.finding) == ("done", True, "It is 40.")
+    assert state.said.startswith("agrees, 20")
 
 
 def test_a_figure_that_cannot_be_drawn_leaves_no_results(example, config, calls):

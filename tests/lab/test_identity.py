@@ -62,7 +62,7 @@ def test_what_is_the_same_is_not_measured_again(config, capsys):
     after = run(linear.EXPERIMENT, config)
     assert stored(config) == before
     assert after["seconds"] == before["seconds"]
-    assert "anew" not in capsys.readouterr().out
+    assert "anew" not in capsys.readouterr().err
     assert read_results(linear.EXPERIMENT, config)["curves"] == before["curves"]
 
 
@@ -74,7 +74,7 @@ def test_another_network_makes_another_result(config, capsys):
     assert after["curves"] != before["curves"]
     assert after["networks"]["A"] == before["networks"]["A"]
     assert after["networks"]["B"] != before["networks"]["B"]
-    assert "was made from other networks, matchings: measuring anew" in capsys.readouterr().out
+    assert "was made from other networks, matchings: measuring anew" in capsys.readouterr().err
 
 
 def test_another_matching_makes_another_result(config, capsys):
@@ -87,7 +87,7 @@ def test_another_matching_makes_another_result(config, capsys):
     after = run(linear.EXPERIMENT, config)
     assert after["curves"]["aligned"] != before["curves"]["aligned"]
     assert after["curves"]["naive"] == before["curves"]["naive"]
-    assert "was made from other matchings: measuring anew" in capsys.readouterr().out
+    assert "was made from other matchings: measuring anew" in capsys.readouterr().err
 
 
 def test_another_number_of_devices_makes_another_result_of_the_same_networks(config, monkeypatch, capsys):
@@ -104,7 +104,7 @@ def test_another_number_of_devices_makes_another_result_of_the_same_networks(con
     assert after["devices"] != before["devices"]
     assert after["networks"] == before["networks"]
     out = capsys.readouterr()
-    assert "was made from other devices: measuring anew" in out.out
+    assert "was made from other devices: measuring anew" in out.err
     assert "training" not in out.err
 
 
@@ -120,7 +120,7 @@ def test_other_data_make_another_result(config, monkeypatch, capsys):
         run(linear.EXPERIMENT, config)
     finally:
         stores.load_data.cache_clear()
-    assert "was made from other data: measuring anew" in capsys.readouterr().out
+    assert "was made from other data: measuring anew" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_a_newer_algorithm_makes_its_own(name, said, config, monkeypatch, capsys
     if name == "MEASUREMENT":
         assert read_results(linear.EXPERIMENT, config) is None
     run(linear.EXPERIMENT, config)
-    assert said in capsys.readouterr().out
+    assert said in capsys.readouterr().err
 
 
 def test_a_network_of_an_older_training_algorithm_is_refused_with_the_remedy(config, monkeypatch):
@@ -147,7 +147,7 @@ def test_results_from_before_they_had_digests_are_named_as_old(config, capsys):
     del old["digest"]
     path.write_text(json.dumps(old))
     run(linear.EXPERIMENT, config)
-    assert capsys.readouterr().out.count("is damaged, or older than digests: measuring anew") == 1
+    assert capsys.readouterr().err.count("is damaged, or older than digests: measuring anew") == 1
     assert stored(config)["version"] == versions.MEASUREMENT
 
 
@@ -163,7 +163,7 @@ def test_what_gathers_results_knows_when_one_of_them_has_changed(config, monkeyp
     assert read_results(width.EXPERIMENT, gathering) is None
     capsys.readouterr()
     after = run(width.EXPERIMENT, gathering)
-    assert "was made from other parts: measuring anew" in capsys.readouterr().out
+    assert "was made from other parts: measuring anew" in capsys.readouterr().err
     for name, rows in after["by_width"].items():
         assert rows[0] != before["by_width"][name][0]
         assert rows[1] == before["by_width"][name][1]

@@ -1,5 +1,7 @@
 """A plan says what a run would do and what it takes, and does nothing of it."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -78,6 +80,10 @@ def test_measured_rates_are_those_of_real_work(tmp_path):
 def test_a_plan_is_printed_in_place_of_a_run(tmp_path, capsys):
     train.main([*SMALL, "--plan", "--device-tflops", "2", "--out", str(tmp_path / "runs"), "--seeds", "4", "5"])
     assert "train seed-5" in capsys.readouterr().out
+    train.main([*SMALL, "--plan", "--device-tflops", "2", "--json", "--out", str(tmp_path / "runs")])
+    found = json.loads(capsys.readouterr().out)
+    assert [step["what"] for step in found["steps"]] == ["train seed-0,epochs=2", "train seed-1,epochs=2"]
+    assert found["all"]["seconds"] == sum(step["seconds"] for step in found["steps"]) > 0
     assert not (tmp_path / "runs").exists()
 
 

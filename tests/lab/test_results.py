@@ -91,12 +91,12 @@ def test_finished_results_are_read_only_if_all_that_made_them_is_the_same(tmp_pa
     stored = IDENTITY | {"seconds": 3.5}
     write_json(tmp_path / "results.json", stored)
     assert read_finished(tmp_path, IDENTITY) == stored
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().err == ""
     other = IDENTITY | {"networks": {"A": "y"}, "version": 2}
-    assert read_finished(tmp_path, other, say=False) is None
-    assert capsys.readouterr().out == ""
+    assert read_finished(tmp_path, other, tell=False) is None
+    assert capsys.readouterr().err == ""
     assert read_finished(tmp_path, other) is None
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     assert said == f"{tmp_path / 'results.json'} was made from other networks, version: measuring anew\n"
 
 
@@ -117,7 +117,7 @@ def test_results_with_a_wrong_byte_are_as_they_were_or_not_used(tmp_path, capsys
         assert found in (None, stored)
         used, tried = used + (found is not None), tried + 1
     assert used < tried / 5  # a space that has become another says nothing else
-    assert capsys.readouterr().out.count("is damaged, or older than digests: measuring anew\n") == tried - used
+    assert capsys.readouterr().err.count("is damaged, or older than digests: measuring anew\n") == tried - used
 
 
 def test_rows_with_a_wrong_byte_are_as_they_were_or_measured_anew(tmp_path, capsys):
@@ -127,7 +127,7 @@ def test_rows_with_a_wrong_byte_are_as_they_were_or_measured_anew(tmp_path, caps
         path.write_bytes(content)
         rows = Rows(tmp_path, {"seed": 0})
         assert rows.rows.items() <= {"a": row("a", 0.125), "b": row("b", 0.25)}.items()
-    assert "rows that are not whole: measuring them anew" in capsys.readouterr().out
+    assert "rows that are not whole: measuring them anew" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

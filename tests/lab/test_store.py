@@ -121,7 +121,7 @@ def test_what_is_kept_is_read_and_not_made_again(store, no_work, capsys):
         found = again.matching(a, b, "weights")
         assert found.seconds > 0
         assert found.fingerprint == fingerprint(found.matching.perms)
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().err == ""
 
 
 def test_a_matching_is_read_as_it_was_found(tmp_path):
@@ -175,12 +175,12 @@ def test_a_matching_file_that_is_not_whole_is_said_to_be_so_in_one_line_and_matc
     path.write_bytes(damage(path.read_bytes()))
     after = store.matching(a, b, "weights")
     assert after.fingerprint == before.fingerprint
-    lines = capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().err.splitlines()
     assert [line for line in lines if str(path) in line] == [line for line in lines if "matching anew" in line]
     assert len([line for line in lines if line.startswith(f"{path} cannot be read (")]) == 1
     assert len(lines) == 2  # that, and that it is matching
     assert store.matching(a, b, "weights").matching.trace == before.matching.trace
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().err == ""
 
 
 def test_a_matching_file_with_a_wrong_byte_is_read_as_it_was_or_not_at_all(store, capsys):
@@ -196,7 +196,7 @@ def test_a_matching_file_with_a_wrong_byte_is_read_as_it_was_or_not_at_all(store
             read += 1
             assert_equal(dataclasses.asdict(found), dataclasses.asdict(expected))
     assert read < len(whole) / 11
-    assert all("anew" in line for line in capsys.readouterr().out.splitlines())
+    assert all("anew" in line for line in capsys.readouterr().err.splitlines())
 
 
 def change_kept(path, **changes):
@@ -221,7 +221,7 @@ def test_a_matching_of_something_else_is_said_to_be_so_in_one_line_and_matched_a
     before = store.matching(a, b, "weights")
     change_kept(path, **changes)
     assert store.matching(a, b, "weights").fingerprint == before.fingerprint
-    assert capsys.readouterr().out.splitlines().count(f"{path} {said}") == 1
+    assert capsys.readouterr().err.splitlines().count(f"{path} {said}") == 1
 
 
 def test_only_a_matcher_that_sees_data_matches_anew_when_they_change(store, monkeypatch, capsys):
@@ -233,7 +233,7 @@ def test_only_a_matcher_that_sees_data_matches_anew_when_they_change(store, monk
     capsys.readouterr()
     for matcher, anew in (("weights", 0), ("activations", 1), ("activations", 0)):
         store.matching(a, b, matcher)
-        assert capsys.readouterr().out.count(OTHER) == anew
+        assert capsys.readouterr().err.count(OTHER) == anew
 
 
 def test_a_matching_that_is_none_is_refused_before_it_is_used(store):

@@ -95,7 +95,7 @@ def test_where_the_newest_checkpoint_is_damaged_the_one_before_it_is_restored_an
             continue
         assert_equal(state, state_at(5))
         assert names(tmp_path) == {"5", "damaged-10"}
-        assert capsys.readouterr().out.count("it is now damaged-10, and training goes on from") == 1
+        assert capsys.readouterr().err.count("it is now damaged-10, and training goes on from") == 1
         (tmp_path / "damaged-10").rename(tmp_path / "10")
         path.write_bytes(whole)
     flip(path)

@@ -1,0 +1,63 @@
+"""All benchmarks of speed, memory and precision, one after the other, at sizes that take less than ten minutes.
+
+    python -m benchmarks                                  # on two idle CPU cores
+    python -m benchmarks --only evaluation matching
+
+Each prints its table, and leaves it as JSON in --out; `growth` leaves its picture as well. Each can be run by itself,
+at other sizes: `python -m benchmarks.evaluation --help`. Where torch is installed, evaluation is compared with it, too.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from benchmarks import evaluation, growth, main_job, matching, memory, planning, precision
+from mcomb.lab import cli
+from mcomb.lab.cli import Flag
+
+Benchmark = Callable[[Path], None]
+"""Prints its tables, and leaves them in a folder."""
+
+
+def _matching(out: Path) -> None:
+    as_initialised: Any = {"setups": ("resnet20-cifar10", "tiny10-cifar10"), "widths": (1, 4)}
+    matching.main(matching.MatchingConfig(**as_initialised, json=out / "matching.json"))
+    trained: Any = {"setups": ("mlp-cifar10",), "widths": (32,), "pretrained": True, "repeats": 4}
+    matching.main(matching.MatchingConfig(**trained, json=out / "matching-trained.json"))
+
+
+BENCHMARKS: dict[str, Benchmark] = {
+    "main_job": lambda out: main_job.main(main_job.MainJobConfig(json=out / "main_job.json")),
+    "evaluation": lambda out: evaluation.main(
+        evaluation.EvaluationConfig(gigaflop=30, rounds=3, json=out / "evaluation.json")
+    ),
+    "matching": _matching,
+    "growth": lambda out: growth.main(growth.GrowthConfig(out=out)),
+    "memory": lambda out: memory.main(memory.MemoryConfig(widths=(4,), devices=(2,), json=out / "memory.json")),
+    "precision": lambda out: precision.main(precision.PrecisionConfig(out=out, json=out / "precision.json")),
+    "planning": lambda out: planning.main(planning.PlanningConfig(widths=(32,), json=out / "planning.json")),
+}
+
+
+@dataclass(frozen=True)
+class AllConfig:
+    """The flags of all benchmarks together."""
+
+    only: Annotated[tuple[str, ...], Flag("which of them", choices=tuple(BENCHMARKS))] = tuple(BENCHMARKS)
+    out: Annotated[Path, Flag("folder for tables and pictures")] = Path("runs/benchmarks")
+
+
+def main(config: AllConfig) -> None:
+    """Runs them in turn, and says how long each took."""
+    config.out.mkdir(parents=True, exist_ok=True)
+    for name in config.only:
+        print(f"\n{name}", flush=True)
+        start = time.perf_counter()
+        BENCHMARKS[name](config.out)
+        print(f"{name} took {time.perf_counter() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    cli.run(lambda: main(cli.parse(AllConfig, __doc__ or "", prog="python -m benchmarks")))

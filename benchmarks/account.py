@@ -1,0 +1,113 @@
+"""The memory that compiled programs say they need, at sizes that are too large to run here: nothing is run.
+
+    python -m benchmarks.account                         # ResNet-20 at width 32: two minutes of compiling
+    python -m benchmarks.account --setup tiny10-cifar10 --width 8
+
+XLA knows the sizes of all buffers before it runs a program. `arguments` are networks, state and images, of which the
+devices of one CPU share a single copy where nothing is donated; `temporary` are all arrays inside, on each device.
+Convolutions may take more while they run: `benchmarks.memory` measures what a process really takes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from benchmarks.tables import Row, show
+from mcomb import evaluation
+from mcomb.combination import mix, uniform
+from mcomb.devices import AXIS, BATCH, COMBINATIONS, describe_devices, device_mesh, two_axis_mesh
+from mcomb.gradient_descent import _can_be_tuned, _compiled_update, initial_state
+from mcomb.lab import cli
+from mcomb.lab.cli import Flag
+from mcomb.lab.setups import SETUPS
+from mcomb.lab.store import MATCHING_IMAGES
+from mcomb.matching import activations, straight_through
+
+Shape = jax.ShapeDtypeStruct
+HERE = PartitionSpec()
+TASKS = ("evaluation", "activations", "ste")
+
+
+@dataclass(frozen=True)
+class AccountConfig:
+    """The flags of the benchmark."""
+
+    tasks: Annotated[tuple[str, ...], Flag("which programs", choices=TASKS)] = TASKS
+    setup: Annotated[str, Flag("which networks", choices=tuple(SETUPS))] = "resnet20-cifar10"
+    width: Annotated[int, Flag("width multiplier", at_least=1)] = 32
+    images: Annotated[tuple[int, ...], Flag("images that a device takes at once in evaluation", at_least=1)] = (
+        64,
+        BATCH,
+    )
+    json: Annotated[Path | None, Flag("a file to write the table to")] = None
+
+
+def on(mesh: Mesh, tree: Any, spec: PartitionSpec = HERE) -> Any:
+    """The shapes of a tree, on the devices of a mesh."""
+    return jax.tree.map(lambda leaf: Shape(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)), tree)
+
+
+def account(task: str, config: AccountConfig) -> list[Row]:
+    """What the programs of a task need; those of matchers as they are by default."""
+    setup, devices, mesh = SETUPS[config.setup], len(jax.devices()), device_mesh()
+    shapes, apply = setup.shapes(config.width), setup.apply(config.width)
+    key, size = jax.eval_shape(lambda: jax.random.key(0)), sum(leaf.size * 4 for leaf in jax.tree.leaves(shapes))
+
+    def data(count: int) -> tuple[Any, Any]:
+        return Shape((count, *setup.dataset.image), jnp.uint8), Shape((count,), jnp.int32)
+
+    def lower_evaluation(images: int) -> Any:
+        grid, (pixels, labels) = two_axis_mesh(devices), data(2 * images)
+        keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), devices))
+        shared = on(grid, ((shapes, shapes), pixels, labels, Shape((2, 2 * images), jnp.int32)))
+        own = on(grid, (Shape((devices,), jnp.float32), keys), PartitionSpec(COMBINATIONS))
+        return evaluation._evaluate.lower(apply, mix(uniform), images, grid, (1.0,), *shared, *own)
+
+    def lower_activations(images: int) -> Any:
+        spec, pixels = setup.spec(config.width), data(MATCHING_IMAGES)[0]
+        return activations._compare.lower(apply, spec, images, False, mesh, *on(mesh, (shapes, shapes, pixels)))
+
+    def lower_step(images: int) -> Any:
+        optimizer, loss = straight_through._optimizer(0.01), straight_through._midpoint_loss(apply)
+        state = jax.eval_shape(lambda params: initial_state(params, optimizer), shapes)
+        rows = on(mesh, Shape((1, images * devices), jnp.int32), PartitionSpec(None, AXIS))
+        given = on(mesh, (shapes, shapes, *data(MATCHING_IMAGES)))
+        update: Any = _compiled_update(jax.default_backend() == "cpu" and _can_be_tuned())
+        return update.lower(on(mesh, state), rows, given, on(mesh, key), loss=loss, optimizer=optimizer, mesh=mesh)
+
+    lower: Callable[[int], Any]
+    sizes: tuple[int, ...]
+    lower, sizes = {
+        "evaluation": (lower_evaluation, config.images),
+        "activations": (lower_activations, (BATCH,)),
+        "ste": (lower_step, (-(-straight_through.BATCH_SIZE // devices),)),
+    }[task]
+    rows: list[Row] = []
+    for images in sizes:
+        needs = lower(images).compile().memory_analysis()
+        rows.append(
+            {
+                "": task,
+                "images at once": images,
+                "parameters, GB": size / 1e9,
+                "arguments, GB": needs.argument_size_in_bytes / 1e9,
+                "temporary, GB": needs.temp_size_in_bytes / 1e9,
+                "temporary, × parameters": needs.temp_size_in_bytes / size,
+            }
+        )
+    return rows
+
+
+def main(config: AccountConfig) -> None:
+    """Prints a table, and writes it where it is asked to."""
+    print(describe_devices(), flush=True)
+    show([row for task in config.tasks for row in account(task, config)], config.json)
+
+
+if __name__ == "__main__":
+    cli.run(lambda: main(cli.parse(AccountConfig, __doc__ or "")))

@@ -1,0 +1,123 @@
+"""What matching transformers by weights spends on families, as of heads with their dimensions, and what on all else.
+
+    python -m benchmarks.heads                                    # half a minute on two CPU cores
+
+A family's scores are computed anew at each visit, those of plain permutations only where something has moved. If
+families were treated alike, `scores, later visits` is the most that could be saved. All are CPU seconds. The networks
+are random (`as initialised`), or one is the other with its units permuted and noise added (`permuted`).
+"""
+
+import collections
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.tables import Row, show
+from mcomb.base import stream
+from mcomb.lab import cli
+from mcomb.lab.cli import Flag
+from mcomb.matching import weights
+from mcomb.symmetry.derive import permutation_spec
+
+NOISE = 0.3  # in standard deviations of a leaf
+
+
+@dataclass(frozen=True)
+class HeadsConfig:
+    """The flags of the benchmark."""
+
+    streams: Annotated[tuple[int, ...], Flag("units of the residual stream", at_least=1)] = (128, 256, 512)
+    layers: Annotated[int, Flag("how many layers", at_least=1)] = 4
+    dims: Annotated[int, Flag("dimensions of a head", at_least=1)] = 32
+    json: Annotated[Path | None, Flag("a file to write the table to")] = None
+
+
+def transformer(params: Any, tokens: Any) -> Any:
+    """Layers of attention and of an MLP, each added to the stream."""
+    x = params["embed"][tokens]
+    for layer in params["layers"]:
+        q, k, v = (jnp.einsum("btc,chd->bthd", x, layer[name]) for name in "qkv")
+        attention = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k))
+        x = x + jnp.einsum("bhts,bshd,hdc->btc", attention, v, layer["out"])
+        x = x + jax.nn.gelu(x @ layer["up"]) @ layer["down"]
+    return x @ params["head"]
+
+
+def make_params(stream_size: int, config: HeadsConfig, seed: int) -> Any:
+    """Random weights: as many heads as fill the stream, and four times as many units in each MLP."""
+    n, rng = stream_size, np.random.default_rng(seed)
+    heads = max(1, n // config.dims)
+    draw = lambda *shape: rng.standard_normal(shape, np.float32) / np.float32(n**0.5)  # noqa: E731
+    layer = lambda: (  # noqa: E731
+        {name: draw(n, heads, config.dims) for name in "qkv"}
+        | {"out": draw(heads, config.dims, n), "up": draw(n, 4 * n), "down": draw(4 * n, n)}
+    )
+    return {"embed": draw(100, n), "layers": [layer() for _ in range(config.layers)], "head": draw(n, 10)}
+
+
+def measure(stream_size: int, kind: str, config: HeadsConfig) -> Row:
+    """The CPU seconds of one matching, and those of its parts that families take."""
+    a, b = (make_params(stream_size, config, seed) for seed in (0, 1))
+    spec = permutation_spec(transformer, a, jnp.zeros((1, 4), jnp.int32))
+    if kind == "permuted":
+        noisy = jax.tree.map(lambda x, y: x + NOISE * y, a, b)
+        b = jax.device_get(spec.apply(spec.random(stream(0)), noisy))
+    seconds: dict[str, float] = collections.defaultdict(float)
+    inside: list[str] = []
+
+    def timed(name: Callable[..., str], function: Any) -> Any:
+        def run(*args: Any, **named: Any) -> Any:
+            start = time.thread_time()
+            try:
+                return function(*args, **named)
+            finally:
+                seconds[name(*args)] += time.thread_time() - start
+
+        return run
+
+    visited: set[str] = set()
+    real_solve, real_scores = weights._Descent._solve_nested, weights._unit_scores
+    permuted = weights._Descent._permuted_parts
+
+    def solve_nested(descent: Any, name: str, perms: Any) -> Any:
+        inside[:] = ["later" if name in visited else "first"]
+        visited.add(name)
+        return timed(lambda *_: "families", real_solve)(descent, name, perms)
+
+    of_visit = lambda *_: inside[0] if inside else "first"  # noqa: E731
+    with (
+        mock.patch.object(weights, "SOLVER_THREADS", 1),  # families one after the other, so that each visit is known
+        mock.patch.object(weights._Descent, "_solve_nested", solve_nested),
+        mock.patch.object(weights, "_unit_scores", timed(of_visit, real_scores)),
+        mock.patch.object(weights._Descent, "_permuted_parts", timed(of_visit, permuted)),
+    ):
+        start = time.process_time()
+        found = weights.match_weights(spec, a, b)
+        total = time.process_time() - start
+    return {
+        "": kind,
+        "stream": stream_size,
+        "families": sum(bool(spec.nested_in(name)) for name in spec.sizes),
+        "sweeps": len(found.trace) - 1,
+        "all": total,
+        "families, s": seconds["families"],
+        "scores, later visits": seconds["later"],
+        "of all": seconds["later"] / total,
+    }
+
+
+def main(config: HeadsConfig) -> None:
+    """Prints a table, and writes it where it is asked to."""
+    kinds = ("as initialised", "permuted")
+    show([measure(size, kind, config) for kind in kinds for size in config.streams], config.json)
+
+
+if __name__ == "__main__":
+    cli.run(lambda: main(cli.parse(HeadsConfig, __doc__ or "")))

@@ -1,0 +1,82 @@
+"""Where the time of one experiment goes, from nothing: by default `python -m experiments.uniform --setup mlp-digits`.
+
+    python -m benchmarks.main_job                                       # a minute on two CPU cores
+    python -m benchmarks.main_job --width 8 --epochs 20
+
+The command runs in a process of its own and a new folder. Its start lasts until the first progress bar: imports, data,
+and the first networks. CPU seconds are those of all its threads; on two idle cores, half as many is the least that it
+can take, and on busy cores they say more than the clock.
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from benchmarks.tables import Row, show
+from mcomb.base import UserError
+from mcomb.lab import cli
+from mcomb.lab.cli import Flag
+from mcomb.lab.setups import SETUPS
+
+
+@dataclass(frozen=True)
+class MainJobConfig:
+    """The flags of the benchmark."""
+
+    setup: Annotated[str, Flag("model, dataset and recipe", choices=tuple(SETUPS))] = "mlp-digits"
+    width: Annotated[int, Flag("width multiplier", at_least=1)] = 32
+    epochs: Annotated[int | None, Flag("training epochs [setup]", at_least=0)] = None
+    json: Annotated[Path | None, Flag("a file to write the table to")] = None
+
+
+def measure(config: MainJobConfig) -> list[Row]:
+    """The seconds of each part of the run, and those of its start and of everything on the CPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "experiments.uniform", "--setup", config.setup, "--width", str(config.width)]
+        command += ["--out", folder] + ([] if config.epochs is None else ["--epochs", str(config.epochs)])
+        start = time.perf_counter()
+        root = Path(__file__).parents[1]
+        with subprocess.Popen(command, cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+            assert process.stderr
+            said = b""
+            while b"training" not in said and (letter := process.stderr.read(1)):
+                said += letter
+            first_bar, start_cpu = time.perf_counter() - start, cpu_seconds(process.pid)
+            said += process.stderr.read()
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        seconds = time.perf_counter() - start
+        if process.returncode:
+            raise UserError(f"{' '.join(command[1:])} failed: {said.decode().splitlines()[-1]}")
+        (path,) = Path(folder).rglob("results.json")
+        durations = json.loads(path.read_text())["durations"]
+    parts = durations | {"imports, figure and all else": seconds - sum(durations.values()), "in all": seconds}
+    rows: list[Row] = [{"": part, "seconds": taken, "of all": taken / seconds} for part, taken in parts.items()]
+    cpu = {"to the first bar": first_bar, "to the first bar, CPU": start_cpu}
+    cpu |= {"in all, CPU": usage.ru_utime + usage.ru_stime}
+    return rows + [{"": part, "seconds": taken, "of all": taken / seconds} for part, taken in cpu.items()]
+
+
+def cpu_seconds(process: int) -> float:
+    """The CPU seconds of a running process so far; not a number where Linux does not tell."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return math.nan
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def main(config: MainJobConfig) -> None:
+    """Prints a table, and writes it where it is asked to."""
+    show(measure(config), config.json)
+
+
+if __name__ == "__main__":
+    cli.run(lambda: main(cli.parse(MainJobConfig, __doc__ or "")))

@@ -1,0 +1,127 @@
+"""The most memory that evaluation, each matcher and REPAIR take, beside the parameters of one network.
+
+    python -m benchmarks.memory                                            # two minutes on two CPU cores
+    python -m benchmarks.memory --setup resnet20-cifar10 --widths 32 --images 32 --combinations 2 --devices 1
+
+Each task is a process of its own, with two untrained networks and random images. Memory is what the process takes at
+most beyond what it took before there were networks, and includes the two. Evaluation is looked at after its first
+compiled call and at its end: it makes one combination after the other on each device, so the number of combinations
+must not matter. The straight-through estimator makes one step.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import numpy as np
+
+from benchmarks.apart import measure_apart, peak_memory
+from benchmarks.tables import Row, show
+from mcomb.base import Apply, stream
+from mcomb.combination import Draw, mix, uniform
+from mcomb.evaluation import evaluate
+from mcomb.lab import cli
+from mcomb.lab.cli import Flag
+from mcomb.lab.setups import SETUPS
+from mcomb.matching import match_activations, match_straight_through, match_weights
+from mcomb.matching.straight_through import BATCH_SIZE
+from mcomb.progress import progress_bar
+from mcomb.repair import repaired
+
+TASKS = ("evaluation", "weights", "activations", "ste", "repair")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One task to measure."""
+
+    task: str
+    setup: str
+    width: int
+    devices: int
+    combinations: int
+    images: int
+    batch_size: int
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """The flags of the benchmark."""
+
+    tasks: Annotated[tuple[str, ...], Flag("what to measure", choices=TASKS)] = TASKS
+    setup: Annotated[str, Flag("which networks", choices=tuple(SETUPS))] = "resnet20-cifar10"
+    widths: Annotated[tuple[int, ...], Flag("width multipliers", at_least=1)] = (4, 8)
+    devices: Annotated[tuple[int, ...], Flag("numbers of devices that share the cores", at_least=1)] = (1, 2)
+    combinations: Annotated[int, Flag("combinations to evaluate", at_least=1)] = 8
+    images: Annotated[int, Flag("images of each task", at_least=2)] = 64
+    batch_size: Annotated[int, Flag("images in the step of the straight-through estimator", at_least=1)] = BATCH_SIZE
+    json: Annotated[Path | None, Flag("a file to write the table to")] = None
+
+
+def measure(point: Point) -> list[Row]:
+    """For each stage of a task, the seconds that it took and the most bytes up to its end."""
+    jax.config.update("jax_num_cpu_devices", point.devices)
+    setup, rng = SETUPS[point.setup], np.random.default_rng(0)
+    apply, spec = setup.apply(point.width), setup.spec(point.width)
+    images = rng.integers(0, 256, (point.images, *setup.dataset.image)).astype(np.uint8)
+    labels = rng.integers(0, setup.dataset.classes, point.images).astype(np.int32)
+    shares = np.full(point.combinations, 0.5, np.float32)
+    keys = jax.random.split(stream(0), point.combinations)
+    before, start, stages = peak_memory(), time.perf_counter(), list[Row]()
+    a, b = (jax.device_get(setup.init(point.width, seed)) for seed in (0, 1))
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(a))
+
+    def end(stage: str) -> None:
+        taken = peak_memory() - before
+        figures = {"seconds": time.perf_counter() - start, "GB": taken / 1e9, "× parameters": taken / size}
+        stages.append({"task": stage, "width": point.width, "devices": point.devices, **figures})
+
+    def evaluate_all(name: str, apply: Apply, draw: Draw, networks: tuple[Any, ...]) -> None:
+        calls: list[Any] = []
+
+        def report(metrics: Any) -> None:
+            calls.append(metrics)
+            if len(calls) == 1:
+                end(f"{name}, {len(metrics.loss)} of {point.combinations}")
+
+        evaluate(apply, draw, networks, shares, keys, images, labels, report=report)
+        if len(calls) > 1:
+            end(f"{name}, {point.combinations} of {point.combinations}")
+
+    tasks: dict[str, Callable[[], Any]] = {
+        "evaluation": lambda: evaluate_all("evaluation", apply, mix(uniform), (a, b)),
+        "repair": lambda: evaluate_all("REPAIR", *repaired(spec, apply, mix(uniform), (a, b), images)),
+        "weights": lambda: match_weights(spec, a, b),
+        "activations": lambda: match_activations(spec, a, b, apply, images),
+        "ste": lambda: match_straight_through(spec, a, b, apply, images, labels, steps=1, batch_size=point.batch_size),
+    }
+    end("two networks")
+    tasks[point.task]()
+    if len(stages) == 1:
+        end(point.task)
+    return stages
+
+
+def main(config: MemoryConfig) -> None:
+    """Prints a table, and writes it where it is asked to."""
+    points = [
+        Point(task, config.setup, width, devices, config.combinations, config.images, config.batch_size)
+        for width in config.widths
+        for devices in config.devices
+        for task in config.tasks
+    ]
+    rows: list[Row] = []
+    with progress_bar(len(points), "task", "measuring") as bar:
+        for point in points:
+            networks, *stages = measure_apart(measure, point)
+            first = point.task == config.tasks[0]
+            rows += [networks, *stages] if first else stages
+            bar.update()
+    show(rows, config.json)
+
+
+if __name__ == "__main__":
+    cli.run(lambda: main(cli.parse(MemoryConfig, __doc__ or "")))

@@ -1,0 +1,93 @@
+"""How far bfloat16 moves losses, accuracies and barriers: the same combinations of the same networks in both dtypes.
+
+    python -m benchmarks.precision                      # networks are trained: a minute on two CPU cores
+    python -m benchmarks.precision --setups mlp-cifar10 --pretrained --images 2000 --samples 2
+
+The networks compute in float32 or in bfloat16, with float32 parameters, losses and statistics. A barrier is the
+paper's, on the first `--images` of the train split: of the line, and of uniform shares on [0, 1].
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import numpy as np
+
+from benchmarks.tables import Row, show
+from mcomb.base import stream
+from mcomb.combination import Draw, linear, mix, uniform
+from mcomb.evaluation import Metrics, Score, evaluate, score
+from mcomb.lab import cli
+from mcomb.lab.barriers import barrier
+from mcomb.lab.cli import Flag
+from mcomb.lab.config import DTYPES, Config
+from mcomb.lab.results import METRICS
+from mcomb.lab.setups import SETUPS
+from mcomb.lab.store import Store
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """The flags of the benchmark."""
+
+    setups: Annotated[tuple[str, ...], Flag("which networks", choices=tuple(SETUPS))] = ("mlp-digits",)
+    width: Annotated[int, Flag("width multiplier", at_least=1)] = 32
+    epochs: Annotated[int | None, Flag("training epochs [setup]", at_least=0)] = None
+    pretrained: Annotated[bool, Flag("take networks that come with this repository")] = False
+    points: Annotated[int, Flag("points of the line", at_least=3)] = 9
+    samples: Annotated[int, Flag("combinations with uniform shares", at_least=1)] = 9
+    images: Annotated[int | None, Flag("train images to evaluate on (default: all)", at_least=1)] = None
+    data_dir: Annotated[
+        Path | None, Flag("CIFAR-10's archive or folder (default: $MCOMB_DATA_DIR, else downloaded)")
+    ] = None
+    out: Annotated[Path, Flag("root folder of trained networks")] = Path("runs")
+    json: Annotated[Path | None, Flag("a file to write the table to")] = None
+
+
+def compare(name: str, config: PrecisionConfig) -> list[Row]:
+    """The rows of one setup."""
+    chosen: dict[str, Any] = {key: getattr(config, key) for key in ("width", "epochs", "pretrained", "data_dir", "out")}
+    store = Store(Config(setup=name, **chosen))
+    network_a, network_b = store.networks("AB").values()
+    aligned = store.permute(network_b, store.matching(network_a, network_b, "weights").matching)
+    a, data = network_a.params, store.data.train.first(config.images)
+    sweeps: dict[str, tuple[Draw, np.ndarray]] = {
+        "linear": (mix(linear), np.linspace(0, 1, config.points, dtype=np.float32)),
+        "uniform": (mix(uniform), np.full(config.samples, 0.5, np.float32)),
+    }
+    rows: list[Row] = []
+    for sweep, (draw, values) in sweeps.items():
+        keys = jax.random.split(stream(0, sweep), len(values))
+        for variant, b in {"naive": network_b.params, "aligned": aligned}.items():
+            found = {}
+            for dtype in DTYPES:
+                apply = store.setup.apply(config.width, dtype)
+                ends = [score(apply, params, *data) for params in (a, b)]
+                found[dtype] = evaluate(apply, draw, (a, b), values, keys, *data), ends
+            rows += [{"": f"{name}, {sweep}", "variant": variant, **changes(metric, found)} for metric in METRICS]
+    return rows
+
+
+def changes(metric: str, found: Mapping[str, tuple[Metrics, list[Score]]]) -> Row:
+    """A metric's barrier in each dtype, and by how much it, any combination and the networks themselves change."""
+    combinations = [getattr(measured, metric) for measured, _ in found.values()]
+    networks = [np.array([getattr(one, metric) for one in ends]) for _, ends in found.values()]
+    barriers = [barrier(metric, values, *ends) for values, ends in zip(combinations, networks, strict=True)]
+    return {
+        "metric": metric,
+        **{f"barrier, {dtype}": value for dtype, value in zip(found, barriers, strict=True)},
+        "change": barriers[1] - barriers[0],
+        "of any combination": float(np.abs(combinations[1] - combinations[0]).max()),
+        "of A and B": float(np.abs(networks[1] - networks[0]).max()),
+    }
+
+
+def main(config: PrecisionConfig) -> None:
+    """Prints a table, and writes it where it is asked to."""
+    show([row for name in config.setups for row in compare(name, config)], config.json)
+
+
+if __name__ == "__main__":
+    cli.run(lambda: main(cli.parse(PrecisionConfig, __doc__ or "")))

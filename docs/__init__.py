@@ -1,0 +1,1 @@
+"""The documentation, and the programs that make its pictures and pages."""

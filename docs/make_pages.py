@@ -1,0 +1,111 @@
+"""Runs every experiment on digits and writes its page into docs/experiments/: its figure, and what it printed.
+
+    python -m docs.make_pages --out runs    # half an hour on two CPU cores; from kept results, seconds
+
+The command is mostly the first in the experiment's docstring, which the site shows on the same page. The report's
+picture is taken where there is Chromium.
+"""
+
+import importlib
+import shlex
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from PIL import Image
+
+from docs.pictures import reduce_picture
+from mcomb.lab import cli
+from mcomb.lab.cli import Flag
+from mcomb.lab.experiment import Experiment, run
+from mcomb.lab.store import Store
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "docs" / "experiments"
+WORDS = {True: "This run agrees.", False: "This run does not.", None: ""}
+SMALLER = {  # than the first command of a docstring
+    "decay": "python -m experiments.decay --setup mlp-digits --width 4 --decays 1e-4 1e-3 5e-3 --lengths 5 20",
+}
+REPORT_SIZE = (1000, 1100)  # of the part of the report that is shown
+
+
+@dataclass(frozen=True)
+class PagesConfig:
+    """The flags of this program."""
+
+    out: Annotated[Path, Flag("root folder of all runs")] = Path("runs")
+    names: Annotated[tuple[str, ...], Flag("the experiments whose pages to write (default: all)")] = ()
+
+
+def programs() -> list[str]:
+    """The names of all experiments: the modules that are programs."""
+    paths = sorted((ROOT / "experiments").glob("*.py"))
+    return [path.stem for path in paths if 'if __name__ == "__main__":' in path.read_text()]
+
+
+def first_command(module: Any) -> str:
+    """The first command of a module's docstring."""
+    return next(line for line in module.__doc__.splitlines() if "python -m" in line).partition("#")[0].strip()
+
+
+def page(name: str, rest: str = "") -> str:
+    """The page of an experiment: its docstring, and the rest."""
+    options = "".join(f"      {option}: false\n" for option in ("show_root_heading", "show_root_toc_entry", "members"))
+    return f"# {name}\n\n::: experiments.{name}\n    options:\n{options}{rest}"
+
+
+def run_and_write(name: str, experiment: Experiment, line: str, out: Path) -> str:
+    """The rest of an experiment's page: what it printed and its figure, which is written."""
+    config = replace(cli.parse(experiment.config, "", shlex.split(line)[3:]), out=out)
+    results = run(experiment, config)
+    numbers = [experiment.table(results)] if "models" in results else []
+    printed = "\n".join(part.rstrip() for part in "\n".join([results["title"], *numbers]).splitlines())
+    figure = FOLDER / f"{name}.png"
+    reduce_picture(Image.open(Store(config).folder(name) / figure.name), figure)
+    claim = f"\nThe paper: *{results['claim']}* {WORDS[results['agrees']]}".rstrip() + "\n" if numbers else ""
+    return (
+        f"\n## What comes out\n\n{shown(figure, results['alt'])}\n"
+        f"`{line}` printed:\n\n```text\n{printed}\n```\n\n{results['finding']}\n{claim}"
+    )
+
+
+def shown(picture: Path, alt: str) -> str:
+    """The Markdown of a picture, in half its pixels: that is sharp on any screen."""
+    return f'![{alt}]({picture.name}){{ width="{Image.open(picture).width // 2}" }}\n'
+
+
+def picture_report(out: Path) -> str:
+    """The rest of the report's page: a picture of its beginning, which is written if there is a browser."""
+    browser, report = shutil.which("chromium"), out / "mlp-digits" / "width-32" / "report.html"
+    if browser and report.is_file():
+        with tempfile.TemporaryDirectory() as folder:
+            shot, size = Path(folder) / "shot.png", ",".join(map(str, REPORT_SIZE))
+            flags = "--headless --no-sandbox --disable-gpu --hide-scrollbars --force-device-scale-factor=1.4"
+            places = [f"--window-size={size}", f"--screenshot={shot}", f"--user-data-dir={folder}/profile"]
+            words = [browser, *flags.split(), *places, report.absolute().as_uri()]
+            subprocess.run(words, check=True, capture_output=True)
+            reduce_picture(Image.open(shot), FOLDER / "report.png")
+    return f"\n## What comes out\n\n{shown(FOLDER / 'report.png', 'The beginning of the report.')}"
+
+
+def main() -> None:
+    """Writes all pages."""
+    config = cli.parse(PagesConfig, __doc__ or "")
+    out = config.out
+    FOLDER.mkdir(exist_ok=True)
+    for name in config.names or programs():
+        module: Any = importlib.import_module(f"experiments.{name}")
+        rest = ""
+        if hasattr(module, "EXPERIMENT"):
+            rest = run_and_write(name, module.EXPERIMENT, SMALLER.get(name) or first_command(module), out)
+        elif name == "report":
+            module.main([*shlex.split(first_command(module))[3:], "--out", str(out)])
+            rest = picture_report(out)
+        (FOLDER / f"{name}.md").write_text(page(name, rest))
+
+
+if __name__ == "__main__":
+    cli.run(main)

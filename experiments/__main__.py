@@ -1,0 +1,104 @@
+"""Lists all experiments, and how far each has come with the setup, the width and the flags that are given.
+
+    python -m experiments --setup mlp-digits
+    python -m experiments --setup mlp-cifar10 --width 8 --pairs 5
+
+Only the folders of results are looked at, so it takes no longer than starting Python does.
+"""
+
+import shutil
+import sys
+import textwrap
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from mcomb.base import UserError
+from mcomb.lab import cli
+from mcomb.lab.config import command, convert_config
+from mcomb.lab.experiment import setups_help
+from mcomb.lab.setups import SETUPS
+from mcomb.lab.state import State, read_state
+from mcomb.progress import coloured, show, show_json
+
+from . import decay, pretrained, report, train
+from .width import WidthConfig
+
+EXPERIMENTS = (*dict.fromkeys(report.ORDER), decay)
+PROGRAMS = (train, report, pretrained)
+OTHERS = [name for name, flag in cli.flags(WidthConfig).items() if not flag.identity and name not in ("out", "json")]
+
+
+def first_line(module: ModuleType) -> str:
+    """The line that a module's docstring begins with."""
+    return (module.__doc__ or "").partition("\n")[0]
+
+
+def name_of(module: ModuleType) -> str:
+    """What comes after `python -m experiments.`."""
+    return Path(module.__file__ or "").stem
+
+
+def list_experiments(config: WidthConfig) -> list[dict[str, Any]]:
+    """Each experiment's name, its line, the command that runs it, and how far it has come."""
+    listed = []
+    for module in EXPERIMENTS:
+        experiment = module.EXPERIMENT
+        about = {"name": experiment.name, "about": first_line(module)}
+        try:
+            own = convert_config(config, experiment.config)
+            state, line = read_state(experiment, own), command(experiment.name, own)
+        except UserError as error:  # some flags are not for all experiments
+            state, line = State("impossible", f"not with these flags: {error}"), None
+        listed.append(about | {"command": line} | state._asdict())
+    return listed
+
+
+def other_places(config: WidthConfig) -> list[str]:
+    """The setups and widths, other than the one that is asked for, that have results."""
+    found = sorted({path.parent.parent for path in config.out.glob("*/width-*/*/results.json")})
+    chosen = config.out / config.setup / f"width-{config.width}"
+    return [
+        f"--setup {path.parent.name} --width {path.name.removeprefix('width-')}" for path in found if path != chosen
+    ]
+
+
+def lines(listed: list[dict[str, Any]], width: int) -> list[str]:
+    """A line for each experiment, its state at the end, cut to the width of a terminal where there is one."""
+    colours = {True: "green", False: "red", None: "yellow"}
+    name_width = max(len(entry["name"]) for entry in listed)
+    state_width = max(len(entry["said"]) for entry in listed if entry["kind"] != "impossible")
+    left = max(24, width - name_width - state_width - 4)
+    found = []
+    for entry in listed:
+        about = textwrap.shorten(entry["about"], left, placeholder=" …")
+        said = entry["said"]
+        if entry["kind"] != "not run":
+            said = coloured(said, colours[entry["agrees"]], sys.stdout)
+        found.append(f"{entry['name']:{name_width}}  {about:{left}}  {said}")
+    return found
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Prints the list."""
+    config = cli.parse(WidthConfig, __doc__, argv, setups_help(), prog="python -m experiments", without=OTHERS)
+    listed, places = list_experiments(config), other_places(config)
+    programs = [{"name": name_of(module), "about": first_line(module)} for module in PROGRAMS]
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 140
+    todo = next((entry for entry in listed if entry["kind"] in ("not run", "begun")), listed[0])
+    whole = convert_config(config, report.ReportConfig, setup=(config.setup,), width=(config.width,), run=True)
+    show("\n".join([
+        f"{SETUPS[config.setup].title}, width {config.width}, in {config.out}",
+        "",
+        *lines(listed, width),
+        "",
+        f"run one:    {todo['command']}",
+        f"run all:    {command('report', whole)}",
+        *(f"{program['name'] + ':':11} {program['about']}" for program in programs),
+        *([f"results of others: {'; '.join(places)}"] if places else []),
+    ]))  # fmt: skip
+    show_json({"setup": config.setup, "width": config.width, "experiments": listed, "programs": programs})
+
+
+if __name__ == "__main__":
+    cli.run(main)

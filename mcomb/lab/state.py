@@ -1,0 +1,48 @@
+"""How far an experiment has come, from its folder alone: neither networks nor data are read."""
+
+import json
+from datetime import datetime
+from typing import NamedTuple
+
+from mcomb.files import read_json, unseal
+from mcomb.lab.config import Config
+from mcomb.lab.experiment import Experiment, over_pairs, reach_verdict
+from mcomb.lab.identity import flags_identity
+from mcomb.lab.results import SPLITS
+from mcomb.lab.store import Store
+from mcomb.lab.verdicts import WORDS
+
+
+class State(NamedTuple):
+    """Whether an experiment is `done`, `begun`, `outdated` or `not run`, in a few words, and what it has found."""
+
+    kind: str
+    said: str
+    agrees: bool | None = None
+    finding: str | None = None
+    when: str | None = None  # its results were written
+
+
+def read_state(experiment: Experiment, config: Config) -> State:
+    """How far an experiment has come with these flags.
+
+    What else results are made from (networks, data, devices) is not looked at: if that has changed, running the
+    experiment says so and measures anew.
+    """
+    store = Store(config)
+    folder, identity = store.folder(experiment.name), flags_identity(experiment.name, store)
+    if (path := folder / "results.json").is_file():
+        results = read_json(path)
+        if results is None or any(results.get(name) != value for name, value in identity.items()):
+            return State("outdated", "results of another version" if results else "results that are damaged")
+        agrees, finding = reach_verdict(over_pairs(experiment) if config.pairs > 1 else experiment, results)
+        when = datetime.fromtimestamp(path.stat().st_mtime).astimezone()
+        said = f"{WORDS[agrees].removesuffix(' with the paper')}, {when:%Y-%m-%d %H:%M}"
+        return State("done", said, agrees, finding, when.isoformat("T", "minutes"))
+    rows = folder / "samples.jsonl"
+    header, *lines = (rows.read_text(errors="replace").splitlines() if rows.is_file() else None) or [""]
+    of_these = header.startswith(json.dumps(identity)[:-1])  # networks and all that come after
+    count = sum(unseal(line) is not None for line in lines) if of_these else 0
+    if count:
+        return State("begun", f"begun: {count:,} of {len(SPLITS) * experiment.combinations(config):,} rows")
+    return State("not run", "not run")

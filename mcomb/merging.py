@@ -1,0 +1,324 @@
+"""Merging: one network out of several aligned ones, whose shares are chosen instead of drawn.
+
+    a, aligned = ...  # two networks, the second with its units in the order of the first's
+    merged = mcomb.merge(spec, (a, aligned), apply, inputs, labels, method="learned")
+
+The paper samples the cube of all shares; `learn_shares` looks for a good point in it by gradient descent on data.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Float, Int32, PRNGKeyArray
+
+from mcomb.base import (
+    Apply,
+    Array,
+    Diverged,
+    Inputs,
+    Labels,
+    Params,
+    UserError,
+    count_examples,
+    is_inexact,
+    map_named,
+    named_leaves,
+    output_shapes,
+    require_alike,
+    require_finite,
+    require_positive,
+    stream,
+)
+from mcomb.devices import replicate
+from mcomb.evaluation import score
+from mcomb.gradient_descent import Loss, fit, initial_state, shuffled_rows, steps_per_call
+from mcomb.objectives import Objective, add_up, check_objectives, cross_entropy
+from mcomb.progress import progress_bar
+from mcomb.refit import refit
+from mcomb.symmetry.spec import PermutationSpec, axis_names
+
+GRANULARITIES = ("network", "layer", "leaf", "unit", "weight")
+METHODS = ("average", "fisher", "refit", "learned")
+CHECKS = 20  # how often in a descent the held-out loss is looked at
+PATIENCE = 5  # looks without a better one, after which it ends
+TOGETHER = 8  # examples whose gradients are taken at once: each is as large as the network
+
+
+class LearnedShares(NamedTuple):
+    """A combination whose shares were learnt.
+
+    `shares` has a tree like the networks' for each network but the first: its share in each weight, one number where
+    all weights of a leaf have the same. `losses` are those on held-out data, of the average first and then after every
+    few steps; `loss` is the least of them, that of `params`.
+    """
+
+    params: Params
+    shares: tuple[Params, ...]
+    loss: float
+    losses: tuple[float, ...]
+
+
+def merge(
+    spec: PermutationSpec,
+    networks: Sequence[Params],
+    apply: Apply,
+    inputs: Inputs,
+    labels: Labels = None,
+    *,
+    method: str = "learned",
+    loss: Objective = cross_entropy,
+    **options: Any,
+) -> Params:
+    """One network made of aligned ones, by one of four methods.
+
+    - "average": the mean of all weights.
+    - "fisher": each weight by how much the network's own loss depends on it, as the diagonal of the empirical Fisher
+      information says.
+    - "refit": the average, then each linear map by least squares to the mean of the networks' outputs. It needs no
+      labels, and its option is `ridge`: see `mcomb.refit`.
+    - "learned": shares that gradient descent finds. Its options are those of `learn_shares`.
+
+    The data should be none that the networks were trained on.
+    """
+    if method not in METHODS:
+        raise UserError(f"there is no method {method!r} to merge by: choose from {', '.join(METHODS)}")
+    if method == "learned":
+        return learn_shares(spec, networks, apply, inputs, labels, loss=loss, **options).params
+    if unknown := options.keys() - ({"ridge"} if method == "refit" else set()):
+        raise UserError(f"the method {method} has no option {min(unknown)}: leave it out")
+    _check_networks(spec, networks)
+    if method in ("average", "refit"):
+        mean = jax.tree.map(lambda *leaves: _weigh(leaves, [1 / len(leaves)] * len(leaves)), *networks)
+        return refit(spec, networks, mean, apply, inputs, **options) if method == "refit" else mean
+    _check_data(apply, networks[0], inputs, labels, loss)
+    informations = [fisher_information(apply, network, inputs, labels, loss=loss) for network in networks]
+
+    def weigh(*both: Any) -> Any:
+        leaves, weights = both[: len(networks)], both[len(networks) :]
+        total = sum(weights)
+        least = jnp.finfo(jnp.result_type(total)).tiny  # where no network's loss depends on a weight: the mean
+        return _weigh(
+            leaves, [jnp.where(total > least, w / jnp.maximum(total, least), 1 / len(leaves)) for w in weights]
+        )
+
+    return jax.tree.map(weigh, *networks, *informations)
+
+
+def learn_shares(
+    spec: PermutationSpec,
+    networks: Sequence[Params],
+    apply: Apply,
+    inputs: Inputs,
+    labels: Labels,
+    *,
+    per: str = "weight",
+    beyond: bool = False,
+    loss: Objective = cross_entropy,
+    steps: int = 400,
+    batch_size: int = 100,
+    learning_rate: float = 0.1,
+    seed: int = 0,
+) -> LearnedShares:
+    """The combination of aligned networks whose shares gradient descent (Adam) finds, starting from the average.
+
+    There is one share `per` network, layer (the leaves of one branch), leaf, unit or weight. With units, each unit has
+    a number for all weights that come into it and go out of it, and those of the units that a weight connects are
+    added; a leaf without units that may be permuted has one. Shares stay between 0 and 1, unless `beyond` is true.
+
+    A tenth of the data, the last, is held out: the result is whatever had the least loss on it, and where it has not
+    fallen for a quarter of the steps, the descent ends.
+    """
+    if per not in GRANULARITIES:
+        raise UserError(f"there are no shares per {per!r}: choose from {', '.join(GRANULARITIES)}")
+    require_positive(steps=steps, batch_size=batch_size, learning_rate=learning_rate)
+    _check_networks(spec, networks)
+    count = _check_data(apply, networks[0], inputs, labels, loss)
+    if count < 2:
+        raise UserError(f"{count} examples are too few, for some are held out: give at least two")
+    train_count = count - max(1, count // 10)
+    given = replicate((tuple(networks), inputs, labels))
+    held_out = jax.tree.map(lambda x: x[train_count:], given[1:])
+    learnt = _Shares(spec, per, beyond)
+    numbers = learnt.start(networks)
+    every = max(1, steps // CHECKS)
+    per_call = steps_per_call(networks[0], every)
+
+    def batches() -> Iterator[tuple[Int32[np.ndarray, "steps b"], Any]]:
+        """Minibatches, as many at once as one compiled call should step through, up to the next look."""
+        epoch, rows = 0, np.zeros((0, min(batch_size, train_count)), np.int32)
+        while True:
+            for left in range(every, 0, -per_call):
+                while len(rows) < min(left, per_call):
+                    rows = np.concatenate([rows, shuffled_rows(seed, epoch, train_count, rows.shape[1])])
+                    epoch += 1
+                now, rows = np.split(rows, [min(left, per_call)])
+                yield now, given
+
+    def look(numbers: Any) -> float:
+        found = score(apply, learnt.combine(numbers, given[0]), *held_out, loss=loss).loss
+        if not np.isfinite(found):
+            raise Diverged("the held-out loss of a combination is infinite or not a number: look for such inputs")
+        return found
+
+    losses, best = [look(numbers)], jax.device_get(numbers)
+    optimizer = _adam(learning_rate)
+    fitting = fit(_loss(apply, loss, learnt), initial_state(numbers, optimizer), batches(), optimizer, stream(seed))
+    with progress_bar(steps, "step", f"learning shares per {per}") as bar:
+        done = 0
+        for state, step_losses, _ in fitting:
+            done += len(step_losses)
+            bar.update(len(step_losses))
+            if done % every:
+                continue
+            losses.append(look(state.params))
+            if losses[-1] == min(losses):
+                best = jax.device_get(state.params)
+            bar.set_postfix(loss=f"{step_losses.mean():.4f}", best=f"{min(losses):.4f}", refresh=False)
+            if done >= steps or min(losses[-PATIENCE:]) > min(losses):
+                break
+    every_share = {
+        name: np.asarray(learnt.shares(best, name, leaf)) if is_inexact(leaf) else np.zeros(len(networks) - 1)
+        for name, leaf in named_leaves(networks[0]).items()
+    }
+    shares = (map_named(lambda name, leaf, i=i: every_share[name][i], networks[0]) for i in range(len(networks) - 1))
+    return LearnedShares(learnt.combine(best, networks), tuple(shares), min(losses), tuple(losses))
+
+
+def fisher_information(
+    apply: Apply, params: Params, inputs: Inputs, labels: Labels, *, loss: Objective = cross_entropy
+) -> Params:
+    """The diagonal of the empirical Fisher information: the mean over examples of the squared gradient of the loss.
+
+    Leaves that are no floats have zeros.
+    """
+    count = count_examples(inputs, labels)
+    size = min(TOGETHER, count)
+    rows = np.pad(np.arange(count), (0, -count % size), constant_values=-1).reshape(-1, size)
+    params, inputs, labels = replicate((params, inputs, labels))
+    return jax.tree.map(lambda total: total / count, _squared_gradients(apply, loss, params, rows, inputs, labels))
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _squared_gradients(
+    apply: Apply, objective: Objective, params: Params, rows: Array, inputs: Inputs, labels: Labels
+) -> Params:
+    """The sum over the examples in `rows` of the squared gradient of each one's loss; -1 is no example."""
+    is_learnable = jax.tree.map(is_inexact, params)
+
+    def loss(learnable: Params, row: Array) -> Array:
+        x, y = jax.tree.map(lambda leaf: leaf[row][None], (inputs, labels))
+        whole = jax.tree.map(lambda own, leaf, ours: own if ours else leaf, learnable, params, is_learnable)
+        total, count = add_up(objective, apply(whole, x), y, jnp.ones(1, bool))
+        return total / jnp.where(count == 0, 1, count)
+
+    start = jax.tree.map(lambda leaf, ours: leaf if ours else jnp.zeros(()), params, is_learnable)
+
+    def add(sums: Params, rows: Any) -> tuple[Params, None]:
+        gradients = jax.vmap(jax.grad(loss), (None, 0))(start, rows)
+
+        def square(gradient: Array) -> Array:
+            each = jnp.square(jnp.abs(gradient))
+            return jnp.sum(each, axis=0, where=(rows >= 0).reshape(-1, *[1] * (each.ndim - 1)))
+
+        return jax.tree.map(lambda total, gradient: total + square(gradient), sums, gradients), None
+
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(jnp.shape(leaf), jnp.abs(leaf).dtype), start)
+    return jax.lax.scan(add, zeros, rows)[0]
+
+
+class _Shares(NamedTuple):
+    """How the numbers that are learnt become shares: those of all networks but the first, which has the rest."""
+
+    spec: PermutationSpec
+    per: str
+    beyond: bool
+
+    def start(self, networks: Sequence[Params]) -> dict[str, Array]:
+        """The numbers of the average, which are zero; their first axis is that of the networks."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, leaf in named_leaves(networks[0]).items():
+            if is_inexact(leaf):
+                shapes |= {own: self._shape(own, leaf) for own in self._names(name)}
+        if not shapes:
+            raise UserError("the networks have no weights that are floats, so there is nothing to learn: give others")
+        return {name: jnp.zeros((len(networks) - 1, *shape)) for name, shape in shapes.items()}
+
+    def shares(self, numbers: Mapping[str, Array], name: str, leaf: Array) -> Array:
+        """The share of each network but the first in each weight of a leaf, or one number for all of its weights."""
+        names = self._names(name)
+        own = numbers[names[0]]
+        if self.per == "unit" and names[0] in self.spec.sizes:
+            of_units = {unit: numbers[unit] for unit in names}
+            own = jax.vmap(lambda values: self.spec.add_units(values, name, jnp.shape(leaf)))(of_units)
+        if self.beyond:
+            return 1 / (len(own) + 1) + own
+        return jax.nn.softmax(jnp.concatenate([jnp.zeros_like(own[:1]), own]), axis=0)[1:]
+
+    def combine(self, numbers: Mapping[str, Array], networks: Sequence[Params]) -> Params:
+        """The combination with these shares."""
+
+        def combine_leaf(name: str, *leaves: Any) -> Any:
+            if not is_inexact(leaves[0]):
+                return leaves[0]
+            rest = self.shares(numbers, name, leaves[0])
+            return _weigh(leaves, [1 - rest.sum(0), *rest])
+
+        return map_named(combine_leaf, *networks)
+
+    def _names(self, leaf: str) -> list[str]:
+        """The names of the numbers that a leaf's shares are made of."""
+        units = [name for layout in self.spec.axes[leaf] for name in axis_names(layout) if name in self.spec.sizes]
+        branch = leaf.rpartition("/")[0]
+        own = {"network": "every weight", "layer": f"{branch}/", "leaf": leaf, "weight": leaf, "unit": leaf}[self.per]
+        return list(dict.fromkeys(units)) if self.per == "unit" and units else [own]
+
+    def _shape(self, name: str, leaf: Array) -> tuple[int, ...]:
+        if self.per == "weight":
+            return jnp.shape(leaf)
+        return self.spec.shape(name) if self.per == "unit" and name in self.spec.sizes else ()
+
+
+def _weigh(leaves: Sequence[Any], weights: Sequence[Any]) -> Any:
+    """The weighted sum of one leaf of each network; what is no float is the first one's."""
+    if not is_inexact(leaves[0]):
+        return leaves[0]
+    total = sum(weight * leaf for weight, leaf in zip(weights, leaves, strict=True))
+    return total.astype(jnp.result_type(leaves[0]))
+
+
+@cache  # the same function for the same arguments, so that it is compiled only once
+def _loss(apply: Apply, objective: Objective, learnt: _Shares) -> Loss:
+    """The loss of the combination on a minibatch, as a function of the numbers that its shares are made of."""
+
+    def loss(numbers: Any, rows: Int32[Array, "b"], given: Any, key: PRNGKeyArray) -> tuple[Float[Array, ""], None]:
+        networks, inputs, labels = given
+        x, y = jax.tree.map(lambda leaf: leaf[rows], (inputs, labels))
+        total, count = add_up(objective, apply(learnt.combine(numbers, networks), x), y, rows >= 0)
+        return total / jnp.where(count == 0, 1, count), None
+
+    return loss
+
+
+@cache
+def _adam(learning_rate: float) -> optax.GradientTransformation:
+    return optax.adam(learning_rate)
+
+
+def _check_networks(spec: PermutationSpec, networks: Sequence[Params]) -> None:
+    if not isinstance(networks, Sequence) or len(networks) < 2:
+        raise UserError("there are fewer than two networks: give a tuple of two or more parameter trees to merge")
+    for network in networks:
+        require_alike("the networks to merge", networks[0], network)
+        spec.validate(network)
+        require_finite("a network to merge", network)
+
+
+def _check_data(apply: Apply, params: Params, inputs: Inputs, labels: Labels, loss: Objective) -> int:
+    count = count_examples(inputs, labels)
+    check_objectives({"loss": loss}, output_shapes(apply, params, inputs), labels, count)
+    return count

@@ -1,0 +1,85 @@
+"""`python -m experiments`: all experiments and how far each has come; and what they print if asked."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import experiments
+from experiments import __main__ as everything
+from experiments import schematic
+from mcomb.lab.experiment import main
+
+FLAGS = ["--setup", "mlp-digits", "--width", "2"]
+
+
+@pytest.fixture
+def listed(tmp_path, capsys):
+    """What the list says with these flags, by name."""
+
+    def of(*flags):
+        everything.main([*FLAGS, *flags, "--out", str(tmp_path), "--json"])
+        found = json.loads(capsys.readouterr().out)
+        return {entry["name"]: entry for entry in found["experiments"]} | {it["name"]: it for it in found["programs"]}
+
+    return of
+
+
+def test_every_experiment_and_program_is_listed_with_a_line(listed, tmp_path):
+    found = listed()
+    modules = {path.stem for path in Path(experiments.__path__[0]).glob("*.py")}
+    assert found.keys() == modules - {"__init__", "__main__", "report_page"}
+    assert all(20 < len(entry["about"]) <= 120 for entry in found.values())
+    assert {entry.get("kind", "program") for entry in found.values()} == {"not run", "program"}
+    assert found["uniform"]["command"] == f"python -m experiments.uniform {' '.join(FLAGS)} --out {tmp_path}"
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_experiment_prints_nothing_or_json_if_asked_and_is_then_listed_as_done(listed, tmp_path, capsys):
+    flags = [*FLAGS, "--out", str(tmp_path)]
+    main(schematic.EXPERIMENT, "", [*flags, "--quiet"])
+    assert capsys.readouterr() == ("", "")
+    main(schematic.EXPERIMENT, "", [*flags, "--json", "--quiet"])
+    results = json.loads(capsys.readouterr().out)
+    folder = tmp_path / "mlp-digits" / "width-2" / "schematic"
+    assert results["finding"] == "An illustration: nothing is measured."
+    assert results["command"] == f"python -m experiments.schematic {' '.join(flags)}"
+    assert results["folder"] == str(folder)
+    assert results["figures"] == [str(folder / f"schematic.{kind}") for kind in ("png", "pdf")]
+    stored = json.loads((folder / "results.json").read_text())
+    assert {name: results[name] for name in stored.keys() - {"digest"}} == {
+        name: value for name, value in stored.items() if name != "digest"
+    }
+    found = listed()
+    assert [name for name, entry in found.items() if entry.get("kind") == "done"] == ["schematic"]
+    assert found["schematic"]["agrees"] is None
+    everything.main(flags)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if " no verdict, 20" in line] == ["schematic"]
+    assert f"run one:    {found['uniform']['command']}" in lines
+
+
+def test_flags_that_an_experiment_does_not_take_are_said_to_be_so(listed):
+    found = listed("--epochs", "3")["decay"]
+    assert (found["kind"], found["command"]) == ("impossible", None)
+    assert "--lengths" in found["said"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "kind"),
+    [
+        (lambda text: text.replace("MLP", "mlp"), "outdated"),
+        (lambda text: "", "outdated"),
+    ],
+)
+def test_results_that_a_run_would_not_use_are_not_listed_as_done(listed, tmp_path, damage, kind):
+    main(schematic.EXPERIMENT, "", [*FLAGS, "--out", str(tmp_path), "--quiet"])
+    path = tmp_path / "mlp-digits" / "width-2" / "schematic" / "results.json"
+    path.write_text(damage(path.read_text()))
+    assert listed()["schematic"]["kind"] == kind
+
+
+def test_other_places_with_results_are_named(tmp_path, capsys):
+    main(schematic.EXPERIMENT, "", [*FLAGS, "--out", str(tmp_path), "--quiet"])
+    everything.main(["--out", str(tmp_path)])
+    assert capsys.readouterr().out.splitlines()[-1] == "results of others: --setup mlp-digits --width 2"

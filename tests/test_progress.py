@@ -1,0 +1,96 @@
+"""What programs say of their work and of its outcome, and to whom."""
+
+import io
+import json
+import os
+import pty
+import re
+import sys
+import termios
+from contextlib import contextmanager
+
+import pytest
+
+from mcomb import progress
+from mcomb.progress import coloured, progress_bar, say, set_mode, show, show_json, warn
+
+
+@contextmanager
+def terminal():
+    """A real terminal for standard error, from here on; yields a function that reads what it shows."""
+    ours, theirs = pty.openpty()
+    os.set_blocking(ours, False)
+    termios.tcsetwinsize(theirs, (24, 100))
+    with open(theirs, "w") as stream, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stderr", stream)
+        patch.delenv("NO_COLOR", raising=False)
+        patch.setenv("TERM", "xterm")
+        yield lambda: os.read(ours, 2**16).decode()
+    os.close(ours)
+
+
+def work():
+    with progress_bar(4000, "img", "training", done=1000) as bar:
+        for _ in range(3):
+            bar.update(1000)
+
+
+def test_on_a_terminal_there_is_a_bar_that_moves():
+    with terminal() as read:
+        work()
+        shown = read()
+    assert "\r" in shown
+    assert re.search(r"training: 100%\|█+\| 4.00k/4.00k \[.*img/s\]", shown)
+
+
+def test_in_a_log_there_are_lines(capsys, monkeypatch):
+    work()
+    begins, ends = capsys.readouterr().err.splitlines()
+    assert begins == "training: begins at 25%"
+    assert re.fullmatch(r"training: 100%, 4.00k of 4.00k img, in 00:00, .*img/s", ends)
+    monkeypatch.setattr(progress, "SELDOM", 0.0)
+    work()
+    lines = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"training: 50%, 2.00k of 4.00k img, 00:00 so far, 00:00 left, .*img/s", lines[1])
+    assert not any("\r" in line for line in lines)
+    with progress_bar(None, " visits", "matching") as bar:
+        bar.update()
+    assert re.search(r"\nmatching: 1 visits, in 00:00, .*\n$", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("quiet", "json_", "out", "err"),
+    [
+        (False, False, "a table\n", "a line\na warning\n"),
+        (True, False, "", "a warning\n"),
+        (False, True, '{\n "a": 1\n}\n', "a line\na warning\n"),
+        (True, True, '{\n "a": 1\n}\n', "a warning\n"),
+    ],
+)
+def test_a_program_is_as_quiet_as_it_is_asked_to_be(quiet, json_, out, err, capsys):
+    set_mode(quiet=quiet, json=json_)
+    say("a line")
+    warn("a warning")
+    show("a table")
+    show_json({"a": 1})
+    assert capsys.readouterr() == (out, err)
+    work()
+    assert bool(capsys.readouterr().err) is not quiet
+
+
+def test_json_is_that_of_every_reader(capsys):
+    set_mode(json=True)
+    with pytest.raises(ValueError, match="JSON"):
+        show_json({"loss": float("nan")})
+    show_json({"s": "½ − s"})
+    out = capsys.readouterr().out
+    assert out.isascii()
+    assert json.loads(out) == {"s": "½ − s"}
+
+
+def test_colours_are_for_terminals_alone_and_for_those_who_want_them(monkeypatch):
+    with terminal():
+        assert coloured("error:", "red", sys.stderr) == "\x1b[31merror:\x1b[0m"
+        assert coloured("error:", "red", io.StringIO()) == "error:"
+        monkeypatch.setenv("NO_COLOR", "1")
+        assert coloured("error:", "red", sys.stderr) == "error:"
