@@ -154,5 +154,5 @@ def test_what_cannot_be_refitted_is_said():
     fn = lambda params, x: x * params["s"][None]  # noqa: E731
     with pytest.raises(UserError, match="there is no linear map with weights of its own"):
         merge(mcomb.permutation_spec(fn, scale, x), (scale, scale), fn, x, method="refit")
-    with pytest.raises(UserError, match="ridge is 0.0"):
+    with pytest.raises(UserError, match=r"ridge is 0\.0"):
         merge(SPEC, (A, A), apply, X, method="refit", ridge=0.0)
