@@ -1,1 +1,1 @@
-"""One short program for each experiment: `python -m experiments.NAME`."""
+"""One short program for each experiment: `python -m experiments.NAME` in a clone, `mcomb NAME` once installed."""

@@ -13,8 +13,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from experiments import decay, pretrained, report, train
-from experiments.width import WidthConfig
 from mcomb.base import UserError
 from mcomb.lab import cli
 from mcomb.lab.config import command, convert_config
@@ -22,6 +20,9 @@ from mcomb.lab.experiment import setups_help
 from mcomb.lab.setups import SETUPS
 from mcomb.lab.state import State, read_state
 from mcomb.progress import coloured, show, show_json
+
+from . import decay, pretrained, report, train
+from .width import WidthConfig
 
 EXPERIMENTS = (*dict.fromkeys(report.ORDER), decay)
 PROGRAMS = (train, report, pretrained)

@@ -16,7 +16,6 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments import linear
 from mcomb.base import UserError
 from mcomb.lab.cli import Flag
 from mcomb.lab.config import CHECKPOINT_FLAGS, LineConfig, convert_config
@@ -26,6 +25,8 @@ from mcomb.lab.measure import Run
 from mcomb.lab.pairs import pool, spread
 from mcomb.lab.results import METRICS, VARIANTS, Results, columns, with_range
 from mcomb.lab.verdicts import Verdict
+
+from . import linear
 
 
 @dataclass(frozen=True)

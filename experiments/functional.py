@@ -12,7 +12,6 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments import bernoulli, hyperplane, linear, subcube, uniform
 from mcomb.evaluation import AGREES_WITH
 from mcomb.lab.config import SweepConfig, convert_config
 from mcomb.lab.experiment import Experiment, Parts, main
@@ -20,6 +19,8 @@ from mcomb.lab.figures import STYLE, save
 from mcomb.lab.measure import Run
 from mcomb.lab.results import Results
 from mcomb.lab.verdicts import Verdict, rate_is_above
+
+from . import bernoulli, hyperplane, linear, subcube, uniform
 
 SWEEPS = {module.EXPERIMENT.name: module.EXPERIMENT for module in (bernoulli, subcube, hyperplane, uniform, linear)}
 FROM_A_TO_B = ("bernoulli", "subcube", "hyperplane", "linear")  # both ends of uniform are mixtures already

@@ -13,7 +13,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
-from experiments import (
+from mcomb.files import atomic, make_writable
+from mcomb.lab import cli
+from mcomb.lab.cli import Flag
+from mcomb.lab.config import Config, command, convert_config
+from mcomb.lab.experiment import Experiment, figure_path, list_jobs, parse_and_join, print_plan, read_results, run
+from mcomb.lab.setups import SETUPS
+from mcomb.lab.store import Store
+from mcomb.processes import from_first
+from mcomb.progress import say, show, show_json
+
+from . import (
     bernoulli,
     centered,
     edges,
@@ -31,16 +41,7 @@ from experiments import (
     uniform,
     width,
 )
-from experiments.report_page import Entry, Missing, render
-from mcomb.files import atomic, make_writable
-from mcomb.lab import cli
-from mcomb.lab.cli import Flag
-from mcomb.lab.config import Config, command, convert_config
-from mcomb.lab.experiment import Experiment, figure_path, list_jobs, parse_and_join, print_plan, read_results, run
-from mcomb.lab.setups import SETUPS
-from mcomb.lab.store import Store
-from mcomb.processes import from_first
-from mcomb.progress import say, show, show_json
+from .report_page import Entry, Missing, render
 
 ORDER = (
     *(schematic, uniform, subcube, hyperplane, bernoulli, stitching, linear),

@@ -16,7 +16,6 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from experiments import bernoulli, hyperplane, linear, subcube, uniform
 from mcomb.base import UserError
 from mcomb.lab.cli import Flag
 from mcomb.lab.config import CHECKPOINT_FLAGS, SweepConfig, convert_config
@@ -26,6 +25,8 @@ from mcomb.lab.measure import Run
 from mcomb.lab.pairs import spread
 from mcomb.lab.results import METRICS, SPLITS, Results
 from mcomb.lab.verdicts import Verdict, falls
+
+from . import bernoulli, hyperplane, linear, subcube, uniform
 
 SWEEPS = {module.EXPERIMENT.name: module.EXPERIMENT for module in (linear, uniform, subcube, hyperplane, bernoulli)}
 

@@ -1,19 +1,23 @@
-"""Networks from anywhere on the command line: what may be permuted in them, aligned, combined and evaluated.
+"""Networks from anywhere on the command line, and the experiments: `mcomb COMMAND`, or `python -m mcomb COMMAND`.
 
-    python -m mcomb inspect NETWORK --model MODEL              parameters, permutations, what is frozen and why
-    python -m mcomb align A B TO --model MODEL                 B with its units in the order of A's
-    python -m mcomb combine A B TO --distribution uniform --s 0.5
-    python -m mcomb evaluate NETWORK … --model MODEL           the loss of each, and the accuracy of classifiers
+    mcomb inspect NETWORK --model MODEL              parameters, permutations, what is frozen and why
+    mcomb align A B TO --model MODEL                 B with its units in the order of A's
+    mcomb combine A B TO --distribution uniform --s 0.5
+    mcomb evaluate NETWORK … --model MODEL           the loss of each, and the accuracy of classifiers
+    mcomb uniform --setup mlp-digits                 an experiment
+    mcomb experiments --setup mlp-digits             all of them, and what has been run
 
 Networks are orbax folders or .safetensors, .npz and .msgpack files, read and written by their endings; --names is for
 files with other names and layouts of weights, such as PyTorch's. MODEL is SETUP:WIDTH, as resnet20-cifar10:1, or
 MODULE:FUNCTION: a function of yours that returns a function from parameters and inputs to outputs, example inputs, and
-for `evaluate` and some matchers their labels, and the loss if it is not that of a classifier. `python -m mcomb COMMAND
---help` lists the flags of each.
+for `evaluate` and some matchers their labels, and the loss if it is not that of a classifier. `mcomb COMMAND --help`
+lists the flags of each.
 """
 
 import importlib
+import importlib.util
 import os
+import pkgutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +32,7 @@ from mcomb.base import Apply, Inputs, Labels, Params, UserError, count_examples,
 from mcomb.checkpoint import first_words, read_checkpoint, write_checkpoint
 from mcomb.combination import bernoulli, centered, hyperplane, linear, mix, subcube, uniform
 from mcomb.evaluation import score
-from mcomb.lab import cli
+from mcomb.lab import cli, experiment
 from mcomb.lab.cli import Flag, Output
 from mcomb.lab.results import columns
 from mcomb.lab.setups import SETUPS
@@ -51,6 +55,7 @@ DISTRIBUTIONS = {
     "centered": (centered, "s"),
 }
 PARAMETERS = ("share", "s", "p")
+NO_COMMANDS = ("pretrained", "report_page")  # it writes into a clone; it is a part of `report`
 
 
 class Model(NamedTuple):
@@ -280,17 +285,39 @@ COMMANDS: dict[str, tuple[type[Any], Callable[[Any], None]]] = {
 }
 
 
+def experiment_names() -> dict[str, str]:
+    """The experiments, each with its module: in a clone that is not installed they are a package of their own."""
+    for package in ("mcomb.experiments", "experiments"):
+        if spec := importlib.util.find_spec(package):
+            found = [module.name for module in pkgutil.iter_modules(spec.submodule_search_locations)]
+            names = {"experiments" if name == "__main__" else name: f"{package}.{name}" for name in found}
+            return {name: module for name, module in names.items() if name not in NO_COMMANDS}
+    return {}
+
+
 def main(argv: list[str] | None = None) -> None:
-    """Runs the command that the first word names."""
+    """Runs the command or the experiment that the first word names."""
     command, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    experiments = experiment_names()
     if command in ("-h", "--help"):
-        print(__doc__)
-        return
-    if command not in COMMANDS:
-        raise UserError(f"there is no command {command}: give one of {', '.join(COMMANDS)}")
-    config, run = COMMANDS[command]
-    run(cli.parse(config, run.__doc__ or "", rest, prog=f"python -m mcomb {command}"))
+        print(f"{__doc__}\nexperiments: {', '.join(experiments)}")
+    elif command in COMMANDS:
+        config, run = COMMANDS[command]
+        run(cli.parse(config, run.__doc__ or "", rest, prog=f"mcomb {command}"))
+    elif command in experiments:
+        module = importlib.import_module(experiments[command])
+        if hasattr(module, "EXPERIMENT"):
+            experiment.main(module.EXPERIMENT, module.__doc__, rest)
+        else:
+            module.main(rest)
+    else:
+        raise UserError(f"there is no command {command}: give one of {', '.join([*COMMANDS, *experiments])}")
+
+
+def console() -> None:
+    """The program `mcomb`."""
+    cli.run(main)
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    console()

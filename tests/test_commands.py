@@ -118,10 +118,20 @@ def test_networks_of_ones_own_function_are_evaluated(capsys, tmp_path, monkeypat
             main(["evaluate", "a.npz", "--model", f"mine_in_a_test:{model}"])
 
 
+def test_an_experiment_is_a_command_too(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["uniform", "--help"])
+    assert end.value.code == 0
+    assert "--samples" in capsys.readouterr().out
+    main([])
+    assert "uniform, width" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
         (["merge"], "no command merge"),
+        (["pretrained"], "no command pretrained"),  # it writes into a clone
         (["inspect"], "network"),
         (["inspect", "A", "--graph", "g.png"], "--model"),
         (["inspect", "nowhere.npz"], "no file nowhere.npz"),

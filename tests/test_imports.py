@@ -27,8 +27,8 @@ LIBRARY = (
     ("mcomb.matching", "mcomb.refit", "mcomb.repair"),
     ("mcomb.merging",),
     ("mcomb.lab",),
-    ("mcomb.__main__",),
     ("experiments",),
+    ("mcomb.__main__",),
     ("benchmarks",),
 )
 # Inside a package each module may import only what stands before it; "" is the package's own `__init__`.
@@ -79,9 +79,11 @@ def imported(path: Path) -> set[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            inner = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= inner & known.keys() or {node.module}
+        elif isinstance(node, ast.ImportFrom):
+            here = path.relative_to(ROOT).parent.parts if node.level else ()
+            module = ".".join([*here[: len(here) - node.level + 1], *([node.module] if node.module else [])])
+            inner = {f"{module}.{alias.name}" for alias in node.names}
+            found |= inner & known.keys() or {module}
     return found & known.keys()
 
 

@@ -66,9 +66,12 @@ def parse(
 
     Fields `without` a flag have their defaults. From here on the program is as quiet as it is asked to be.
     """
+    if is_installed_command():
+        description = description.replace("python -m experiments.", "mcomb ")
+        description = description.replace("python -m experiments", "mcomb experiments")
     by_place = [field.name.upper() for field in dataclasses.fields(config) if field.default is MISSING]  # type: ignore[arg-type]
     parser = _Parser(
-        prog=prog or f"python -m {Path(sys.argv[0]).parent.name}.{Path(sys.argv[0]).stem}",
+        prog=prog or _started_as(),
         usage=" ".join(["%(prog)s", *by_place, "[FLAGS]"]),
         description=description,
         epilog=epilog,
@@ -102,6 +105,17 @@ def parse(
     values = vars(parser.parse_args(argv))
     set_mode(**{name: values.get(name, False) for name in ("quiet", "json")})
     return config(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+def is_installed_command() -> bool:
+    """Whether this is the command `mcomb`, or `python -m mcomb`: those who have no clone know no other."""
+    path = Path(sys.argv[0])
+    return path.stem == "mcomb" or path.parts[-2:] == ("mcomb", "__main__.py")
+
+
+def _started_as() -> str:
+    path = Path(sys.argv[0])
+    return f"mcomb {sys.argv[1]}" if is_installed_command() else f"python -m {path.parent.name}.{path.stem}"
 
 
 def _written(value: Any) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from mcomb.lab.cli import Flag, Output, flags
+from mcomb.lab.cli import Flag, Output, flags, is_installed_command
 from mcomb.lab.setups import SETUPS
 from mcomb.lab.training import Recipe
 from mcomb.matching import MATCHERS
@@ -115,8 +115,8 @@ def identity_flags(config: TrainingConfig) -> list[str]:
 
 
 def command(name: str, config: TrainingConfig) -> str:
-    """The command line that gives a config, whatever it prints."""
-    words = ["python", "-m", f"experiments.{name}"]
+    """The command line that gives a config, whatever it prints, in a clone or wherever mcomb is installed."""
+    words = ["mcomb", name] if is_installed_command() else ["python", "-m", f"experiments.{name}"]
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if value != field.default and field.name not in vars(Output()):

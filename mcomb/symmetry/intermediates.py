@@ -20,7 +20,7 @@ from mcomb.symmetry.axes import Axis, find, split_product, split_segments
 from mcomb.symmetry.derive import axis_layout, infer_axes
 from mcomb.symmetry.interpreter import ARGUMENTS, EqnPath, Interpreter, live_equations
 from mcomb.symmetry.rules import RULES
-from mcomb.symmetry.rules.common import split_list
+from mcomb.symmetry.rules.common import split_scan
 from mcomb.symmetry.rules.control import call, inner_jaxpr
 from mcomb.symmetry.spec import Blocks, Layout, PermutationSpec, Segments, axis_names
 
@@ -246,7 +246,7 @@ class _Evaluator:
 
     def _scan(self, eqn: core.JaxprEqn, operands: Sequence[Any], path: EqnPath) -> tuple[list, dict]:
         p = eqn.params
-        consts, init, xs = split_list(operands, p["num_consts"], p["num_carry"])
+        consts, init, xs = split_scan(eqn, operands)
 
         def step(carry: list[Any], x: list[Any]) -> tuple[list, tuple[list, dict]]:
             results, found = self.evaluate(*inner_jaxpr(eqn), [*consts, *carry, *x], path)
@@ -317,11 +317,10 @@ class _Lister:
 
     def _scan(self, eqn: core.JaxprEqn, path: EqnPath, operands: Sequence[Intermediate | None]) -> list[Intermediate]:
         """The results of a scan, of which the carry is taken to depend on everything that goes in."""
-        count = eqn.params["num_consts"]
-        consts, carry, xs = split_list(operands, count, eqn.params["num_carry"])
+        consts, carry, xs = split_scan(eqn, operands)
         sources = [*([const] for const in consts), *[operands] * len(carry), *([x] for x in xs)]
         args = self._intermediates((*path, ARGUMENTS), sources)
-        inner = self.visit(inner_jaxpr(eqn)[0], path, [*consts, *args[count:]])
+        inner = self.visit(inner_jaxpr(eqn)[0], path, [*consts, *args[len(consts) :]])
         return self._intermediates(path, [*[operands] * len(carry), *([y] for y in inner[len(carry) :])])
 
     def _intermediates(self, path: EqnPath, sources: Sequence[Sequence[Intermediate | None]]) -> list[Intermediate]:

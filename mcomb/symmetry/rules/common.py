@@ -78,6 +78,14 @@ def split_list(values: Sequence[T], *counts: int) -> list[list[T]]:
     return [list(values[start:stop]) for start, stop in zip([0, *ends], ends, strict=False)]
 
 
+def split_scan(eqn: core.JaxprEqn, operands: Sequence[T]) -> list[list[T]]:
+    """The constants, the carry and what is scanned over, of the operands of a scan."""
+    p = eqn.params
+    if "ft_in" in p:  # from JAX 0.12 on
+        return split_list(operands, *(len(list(part)) for part in p["ft_in"].unpack()[:2]))
+    return split_list(operands, p["num_consts"], p["num_carry"])
+
+
 def for_all(value: T, names: str) -> dict[str, T]:
     """The same value for all of the names."""
     return dict.fromkeys(names.split(), value)

@@ -7,7 +7,7 @@ from jax.extend import core
 
 from mcomb.symmetry.axes import Axis, unite
 from mcomb.symmetry.interpreter import ArrayAxes, Interpreter, Known, sliced_axis
-from mcomb.symmetry.rules.common import BY_POSITION, freeze_everything, resized_axes, shape_of, split_list
+from mcomb.symmetry.rules.common import BY_POSITION, freeze_everything, resized_axes, shape_of, split_list, split_scan
 
 
 def call(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
@@ -44,11 +44,10 @@ def while_(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> lis
 
 def scan(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
     """The results of the body, in which all but the constants and the carry has an axis of steps."""
-    p = eqn.params
-    consts, carry, xs = split_list(operands, p["num_consts"], p["num_carry"])
+    consts, carry, xs = split_scan(eqn, operands)
     carry, xs = (list(map(interp.plain, arrays)) for arrays in (carry, xs))
     reason = interp.reason
-    steps = Axis(p["length"], reason if carry else None)
+    steps = Axis(eqn.params["length"], reason if carry else None)
     for x in xs:
         if x[0] is not None:
             unite(steps, x[0], reason)
