@@ -90,7 +90,7 @@ def read_text(path: AnyPath) -> str:
 
 def modified(path: AnyPath) -> float:
     """When a file was written, in seconds since 1970."""
-    return path.stat().st_mtime if isinstance(path, Path) else path.stat().mtime
+    return path.stat().st_mtime if isinstance(path, Path) else float(path.stat().mtime)
 
 
 def remove_folder(folder: AnyPath) -> None:
