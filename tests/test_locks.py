@@ -98,5 +98,5 @@ def test_a_file_system_without_locks_is_worked_on_without_them_and_a_line_says_s
 
 def test_a_lock_that_cannot_be_made_for_another_reason_is_an_error(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(NotADirectoryError), lock(tmp_path / "file" / "lock", "testing"):
+    with pytest.raises(OSError, match="file"), lock(tmp_path / "file" / "lock", "testing"):
         pass
