@@ -9,7 +9,6 @@ compared: barriers tell how well networks combine only beside networks of about 
 
 import itertools
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import matplotlib
@@ -17,6 +16,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from mcomb.base import UserError
+from mcomb.files import AnyPath
 from mcomb.lab.cli import Flag
 from mcomb.lab.config import CHECKPOINT_FLAGS, LineConfig, convert_config
 from mcomb.lab.experiment import Experiment, Parts, main
@@ -106,7 +106,7 @@ def judge(results: Results) -> Verdict:
     return Verdict(None, f"The paper does not vary this. Least is lost with {said(best)}, most with {said(worst)}.")
 
 
-def draw(results: Results, folder: Path) -> None:
+def draw(results: Results, folder: AnyPath) -> None:
     """Draws the accuracy barrier over weight decay and epochs, naive and aligned, and over the networks' accuracy."""
     decays, lengths, level = (np.array(results[name]) for name in ("decays", "lengths", "level"))
     least, largest = spread(results)

@@ -8,7 +8,6 @@ themselves.
 """
 
 import itertools
-from pathlib import Path
 from typing import Any, cast
 
 import matplotlib
@@ -16,6 +15,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from mcomb.base import Params, named_leaves
+from mcomb.files import AnyPath
 from mcomb.lab.experiment import Experiment, main
 from mcomb.lab.figures import COLOURS, STYLE, save
 from mcomb.lab.measure import Run
@@ -82,7 +82,7 @@ def judge(results: Results) -> Verdict:
     )
 
 
-def draw(results: Results, folder: Path) -> None:
+def draw(results: Results, folder: AnyPath) -> None:
     """Draws the histograms of edge lengths of each pair, naive beside aligned, overall and for each layer."""
     pairs = results.get("pairs", [results])
     layers = list(results["layers"]["naive"])

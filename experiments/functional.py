@@ -6,13 +6,12 @@ The paper: the two ends differ on a substantial part of the test set, and the la
 needs the sweeps bernoulli, subcube, hyperplane, uniform and linear, and runs what is missing.
 """
 
-from pathlib import Path
-
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
 from mcomb.evaluation import AGREES_WITH
+from mcomb.files import AnyPath
 from mcomb.lab.config import SweepConfig, convert_config
 from mcomb.lab.experiment import Experiment, Parts, main
 from mcomb.lab.figures import STYLE, save
@@ -88,7 +87,7 @@ MATCH_COLOURS = {
 }
 
 
-def draw(results: Results, folder: Path) -> None:
+def draw(results: Results, folder: AnyPath) -> None:
     """Draws, for each sweep, the part of the test images whose label is both's, A's, B's or neither's."""
     with matplotlib.rc_context(STYLE | {"axes.grid": False}):
         figure = Figure(figsize=(6.4, 4.2), layout="constrained")

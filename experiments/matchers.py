@@ -11,7 +11,6 @@ loss barriers of uniform shares of 1.5 naive, 0.06 by weights, 0.07 by activatio
 
 import itertools
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import matplotlib
@@ -19,6 +18,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from mcomb.combination import linear, mix, uniform
+from mcomb.files import AnyPath
 from mcomb.lab.cli import Flag
 from mcomb.lab.config import SweepConfig
 from mcomb.lab.experiment import Experiment, main
@@ -107,7 +107,7 @@ def judge(results: Results) -> Verdict:
 MARKS = (("linear", "o", "#0072B2", 0.14), ("uniform", "s", "#D55E00", -0.14))
 
 
-def draw(results: Results, folder: Path) -> None:
+def draw(results: Results, folder: AnyPath) -> None:
     """Draws each matcher's barriers, on the line and of uniform shares, and the inner product it reaches."""
     reached = results["reached"]
     at = np.arange(len(reached))[::-1]

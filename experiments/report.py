@@ -10,10 +10,9 @@ Each experiment with its figure, what the paper found, what was measured, the ba
 
 import itertools
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated, NamedTuple
 
-from mcomb.files import atomic, make_writable
+from mcomb.files import AnyPath, absolute, atomic, make_writable
 from mcomb.lab import cli
 from mcomb.lab.cli import Flag
 from mcomb.lab.config import Config, command, convert_config
@@ -90,7 +89,7 @@ def plan(config: ReportConfig) -> list[Job]:
     return jobs
 
 
-def page_path(config: ReportConfig) -> Path:
+def page_path(config: ReportConfig) -> AnyPath:
     """Where the page goes: as deep as its setups and widths allow, with the flags that it was given in its name."""
     setups, widths = tuple(dict.fromkeys(config.setup)), tuple(dict.fromkeys(config.width))
     store = Store(convert_config(config, width.WidthConfig, setup=setups[0], width=widths[0]))
@@ -108,7 +107,7 @@ def title(config: ReportConfig) -> str:
     return f"{'; '.join(SETUPS[setup].title for setup in dict.fromkeys(config.setup))}, {text}"
 
 
-def _write(path: Path, page: str) -> None:
+def _write(path: AnyPath, page: str) -> None:
     with atomic(path) as temporary:
         temporary.write_text(page)
 
@@ -132,9 +131,9 @@ def main(argv: list[str] | None = None) -> None:
         entries.append(Entry(results, picture.read_bytes(), job.name, job.place))
     from_first(_write, path, render(title(config), entries, missing))
     left = f"{len(missing)} not run yet" + (" (--run runs them)" if missing else "")
-    show(f"{len(entries)} experiments in the report; {left}\nreport: {path.absolute()}")
+    show(f"{len(entries)} experiments in the report; {left}\nreport: {absolute(path)}")
     show_json({
-        "page": str(path.absolute()),
+        "page": str(absolute(path)),
         "experiments": [
             {"name": entry.name, "of": entry.place, **{key: entry.results[key] for key in ("agrees", "finding")}}
             for entry in entries

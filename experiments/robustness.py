@@ -12,7 +12,6 @@ A's: both are checked.
 
 import zlib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, cast
 
 import jax
@@ -22,6 +21,7 @@ from matplotlib.figure import Figure
 
 from mcomb.base import Params, named_leaves
 from mcomb.combination import combine
+from mcomb.files import AnyPath
 from mcomb.lab.barriers import barrier
 from mcomb.lab.cli import Flag
 from mcomb.lab.config import CombinationConfig
@@ -187,7 +187,7 @@ def judge(results: Results) -> Verdict:
     )
 
 
-def draw(results: Results, folder: Path) -> None:
+def draw(results: Results, folder: AnyPath) -> None:
     """Draws, for each layer, loss and accuracy barriers against how many of its pairs are re-matched."""
     layers = results["layers"]
     columns = min(4, len(layers))

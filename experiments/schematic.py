@@ -7,7 +7,6 @@ shares are drawn by the very functions that the experiments use.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 import jax
@@ -19,6 +18,7 @@ from matplotlib.figure import Figure
 
 from mcomb.base import stream
 from mcomb.combination import bernoulli, mix, stitch, uniform
+from mcomb.files import AnyPath
 from mcomb.lab.config import Config
 from mcomb.lab.experiment import Experiment, main
 from mcomb.lab.figures import STYLE, save
@@ -67,7 +67,7 @@ def judge(results: Results) -> Verdict:
     return Verdict(None, "An illustration: nothing is measured.")
 
 
-def draw(results: Results, folder: Path) -> None:
+def draw(results: Results, folder: AnyPath) -> None:
     """Draws the layers of each combination as grids of cells, coloured by share and shaded by weight."""
     blue, orange = (np.array(to_rgb(colour)) for colour in ("#0072B2", "#E69F00"))
     with matplotlib.rc_context(STYLE | {"axes.grid": False}):

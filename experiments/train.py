@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from mcomb import score
+from mcomb.files import absolute
 from mcomb.lab import cli
 from mcomb.lab.cli import Flag
 from mcomb.lab.config import TrainingConfig
@@ -39,7 +40,7 @@ def main(argv: list[str] | None = None) -> None:
         test = score(store.apply, network.params, *store.data.test)
         images = len(store.data.test.labels)
         show(f"{network.name}: test accuracy {test.accuracy:.2%}, test loss {test.loss:.4f}, of {images:,} images")
-        path = str((folder / network.name).absolute())
+        path = str(absolute(folder / network.name))
         trained[network.name] = {"path": path, "accuracy": test.accuracy, "loss": test.loss, "images": images}
     show_json({"networks": trained})
 

@@ -11,7 +11,6 @@ its interior and in many cases lies on an edge.
 
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import matplotlib
@@ -19,6 +18,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from mcomb.combination import blend
+from mcomb.files import AnyPath
 from mcomb.lab.barriers import barrier
 from mcomb.lab.cli import Flag
 from mcomb.lab.config import CombinationConfig
@@ -99,7 +99,7 @@ def judge_together(triangles: list[Results]) -> str:
     return f"The best network lies {', '.join(f'{counts[place]} times {place}' for place in PLACES if counts[place])}."
 
 
-def draw(results: Results, folder: Path) -> None:
+def draw(results: Results, folder: AnyPath) -> None:
     """Draws test accuracy over the shares of B and C as an equilateral triangle, A at the lower left."""
     shares = np.array(results["shares"])
     accuracy = np.array(results["points"]["test"]["accuracy"])

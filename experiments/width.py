@@ -9,7 +9,6 @@ missing, and reuses the sweeps that have been run.
 
 import itertools
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import matplotlib
@@ -17,6 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from mcomb.base import UserError
+from mcomb.files import AnyPath
 from mcomb.lab.cli import Flag
 from mcomb.lab.config import CHECKPOINT_FLAGS, SweepConfig, convert_config
 from mcomb.lab.experiment import Experiment, Parts, main
@@ -80,7 +80,7 @@ def judge(results: Results) -> Verdict:
     )
 
 
-def draw(results: Results, folder: Path) -> None:
+def draw(results: Results, folder: AnyPath) -> None:
     """Draws the barriers of every sweep against width: aligned and naive, train and test."""
     colours = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#CC79A7")
     with matplotlib.rc_context(STYLE):

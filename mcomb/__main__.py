@@ -21,17 +21,28 @@ import pkgutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mcomb.base import Apply, Inputs, Labels, Params, UserError, count_examples, named_leaves, require_finite, stream
-from mcomb.checkpoint import first_words, read_checkpoint, write_checkpoint
+from mcomb.base import (
+    Apply,
+    Inputs,
+    Labels,
+    Params,
+    UserError,
+    count_examples,
+    first_words,
+    named_leaves,
+    require_finite,
+    stream,
+)
+from mcomb.checkpoint import read_checkpoint, write_checkpoint
 from mcomb.combination import bernoulli, centered, hyperplane, linear, mix, subcube, uniform
 from mcomb.evaluation import score
+from mcomb.files import AnyPath, absolute, atomic
 from mcomb.lab import cli, experiment
 from mcomb.lab.cli import Flag, Output
 from mcomb.lab.results import columns
@@ -75,19 +86,19 @@ class Model(NamedTuple):
 class InspectConfig(Output):
     """The flags of `inspect`."""
 
-    network: Annotated[Path, Flag("the network")]
+    network: Annotated[AnyPath, Flag("the network")]
     model: Annotated[str | None, Flag("SETUP:WIDTH or MODULE:FUNCTION; without it, only parameters are listed")] = None
     names: Annotated[str | None, Flag("names of weights in the file: pytorch, git-re-basin, or a file")] = None
-    graph: Annotated[Path | None, Flag("a picture of the symmetry graph to draw, .png or .pdf")] = None
+    graph: Annotated[AnyPath | None, Flag("a picture of the symmetry graph to draw, .png or .pdf")] = None
 
 
 @dataclass(frozen=True)
 class AlignConfig(Output):
     """The flags of `align`."""
 
-    a: Annotated[Path, Flag("network A")]
-    b: Annotated[Path, Flag("network B")]
-    to: Annotated[Path, Flag("where B in the order of A goes")]
+    a: Annotated[AnyPath, Flag("network A")]
+    b: Annotated[AnyPath, Flag("network B")]
+    to: Annotated[AnyPath, Flag("where B in the order of A goes")]
     model: Annotated[str, Flag("SETUP:WIDTH or MODULE:FUNCTION")] = ""
     names: Annotated[str | None, Flag("names of weights in the files: pytorch, git-re-basin, or a file")] = None
     matcher: Annotated[str, Flag("how units are matched", choices=MATCHERS.keys())] = "weights"
@@ -98,9 +109,9 @@ class AlignConfig(Output):
 class CombineConfig(Output):
     """The flags of `combine`."""
 
-    a: Annotated[Path, Flag("network A")]
-    b: Annotated[Path, Flag("network B, aligned")]
-    to: Annotated[Path, Flag("where the combination goes")]
+    a: Annotated[AnyPath, Flag("network A")]
+    b: Annotated[AnyPath, Flag("network B, aligned")]
+    to: Annotated[AnyPath, Flag("where the combination goes")]
     distribution: Annotated[str, Flag("what shares of B are drawn from", choices=tuple(DISTRIBUTIONS))] = "linear"
     share: Annotated[float | None, Flag("the mean share of B, of linear, subcube and hyperplane")] = None
     s: Annotated[float | None, Flag("half the width of uniform and centered")] = None
@@ -112,7 +123,7 @@ class CombineConfig(Output):
 class EvaluateConfig(Output):
     """The flags of `evaluate`."""
 
-    networks: Annotated[tuple[Path, ...], Flag("the networks")]
+    networks: Annotated[tuple[AnyPath, ...], Flag("the networks")]
     model: Annotated[str, Flag("SETUP:WIDTH or MODULE:FUNCTION")] = ""
     names: Annotated[str | None, Flag("names of weights in the files: pytorch, git-re-basin, or a file")] = None
 
@@ -137,7 +148,7 @@ def load_model(text: str) -> Model:
         ) from error
 
 
-def read_network(path: Path, names: Table | None = None, model: Model | None = None) -> Params:
+def read_network(path: AnyPath, names: Table | None = None, model: Model | None = None) -> Params:
     """The parameters in a file or folder, all of them finite, and such as the model takes."""
     params = read_checkpoint(path, names=names)
     require_finite(str(path), params)
@@ -184,8 +195,8 @@ def inspect(config: InspectConfig) -> None:
         }
         if config.graph:
             draw_graph(spec, config.graph)
-            show(f"\n{config.graph.absolute()}")
-            found["graph"] = str(config.graph.absolute())
+            show(f"\n{absolute(config.graph)}")
+            found["graph"] = str(absolute(config.graph))
     show_json(found)
 
 
@@ -206,8 +217,8 @@ def align(config: AlignConfig) -> None:
     units = sum(perm.size for perm in matching.perms.values())
     products = {"naive": matching.trace[0], "aligned": matching.objective}
     rose = "from {naive:.4g} to {aligned:.4g}".format_map(products)
-    show(f"{moved:,} of {units:,} units moved; the inner product with A rose {rose}\n{config.to.absolute()}")
-    show_json({"path": str(config.to.absolute()), "moved": moved, "units": units, "inner_products": products})
+    show(f"{moved:,} of {units:,} units moved; the inner product with A rose {rose}\n{absolute(config.to)}")
+    show_json({"path": str(absolute(config.to)), "moved": moved, "units": units, "inner_products": products})
 
 
 def combine(config: CombineConfig) -> None:
@@ -221,8 +232,8 @@ def combine(config: CombineConfig) -> None:
     require_finite(str(config.b), b)
     parameter = jnp.float32(getattr(config, wanted))
     write_checkpoint(config.to, jax.jit(mix(distribution))(stream(config.seed, "combine"), parameter, a, b))
-    show(str(config.to.absolute()))
-    show_json({"path": str(config.to.absolute())})
+    show(str(absolute(config.to)))
+    show_json({"path": str(absolute(config.to))})
 
 
 def evaluate(config: EvaluateConfig) -> None:
@@ -242,7 +253,7 @@ def evaluate(config: EvaluateConfig) -> None:
     show_json({"networks": scores})
 
 
-def draw_graph(spec: PermutationSpec, path: Path) -> None:
+def draw_graph(spec: PermutationSpec, path: AnyPath) -> None:
     """Draws which permutation acts on which axis of which leaf."""
     import matplotlib
     from matplotlib.figure import Figure
@@ -274,7 +285,8 @@ def draw_graph(spec: PermutationSpec, path: Path) -> None:
         axes.invert_yaxis()
         axes.axis("off")
         axes.set_title("permutations, with their sizes, and the axes of the weights that they act on")
-        figure.savefig(path, dpi=200)
+        with atomic(path) as temporary:
+            figure.savefig(temporary, dpi=200, format=path.suffix[1:] or "png")
 
 
 COMMANDS: dict[str, tuple[type[Any], Callable[[Any], None]]] = {

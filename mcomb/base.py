@@ -64,9 +64,13 @@ def output_shapes(fn: Callable[..., Any], *args: Any) -> Any:
     except UserError:
         raise
     except Exception as error:  # it is not our function
-        reason = " ".join(str(error).split())[:150]
         name = getattr(fn, "__name__", "the function")
-        raise UserError(f"{name} fails with what it is given ({reason}): mend one or the other") from error
+        raise UserError(f"{name} fails with what it is given ({first_words(error)}): mend one or the other") from error
+
+
+def first_words(error: Exception) -> str:
+    """The start of what an error says, on one line."""
+    return " ".join(str(error).split())[:150] or type(error).__name__
 
 
 def require_positive(**values: int | float | None) -> None:

@@ -1,8 +1,8 @@
 """Parameter trees read and written: orbax folders, and safetensors, NumPy and Flax msgpack files."""
 
 import json
+import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -13,8 +13,8 @@ from etils import epath
 from safetensors import safe_open
 from safetensors.numpy import save
 
-from mcomb.base import Params, UserError, named_leaves
-from mcomb.files import atomic
+from mcomb.base import Params, UserError, first_words, named_leaves
+from mcomb.files import AnyPath, absolute, as_path, atomic, in_store, readable
 from mcomb.fingerprints import fingerprint
 from mcomb.names import Table, to_ours
 
@@ -25,13 +25,13 @@ FINGERPRINT = "fingerprint"  # its name in the metadata of a checkpoint
 WIDE = ("float64", "complex128", "int64", "uint64")
 
 
-def write_checkpoint(path: str | Path, params: Params, metadata: Mapping[str, str] | None = None) -> None:
+def write_checkpoint(path: str | os.PathLike[str], params: Params, metadata: Mapping[str, str] | None = None) -> None:
     """Writes a parameter tree, atomically, in the format of the path's ending; without one, to an orbax folder.
 
     `.safetensors` files and orbax folders hold the tree's fingerprint, by which damage is found when it is read; `.npz`
     and `.msgpack` files do not. Only a `.safetensors` file holds metadata.
     """
-    path = Path(path)
+    path = as_path(path)
     leaves = named_leaves(params)
     try:
         if path.suffix == SAFETENSORS:
@@ -50,7 +50,7 @@ def write_checkpoint(path: str | Path, params: Params, metadata: Mapping[str, st
                 temporary.write_bytes(to_bytes(jax.tree.map(np.asarray, params)))
         else:
             with ocp.StandardCheckpointer() as checkpointer:
-                checkpointer.save(path.absolute(), params, custom_metadata=fingerprint_entry(params))
+                checkpointer.save(absolute(path), params, custom_metadata=fingerprint_entry(params))
     except Exception as error:
         raise UserError(f"checkpoint {path} cannot be written ({first_words(error)}): mend that") from error
 
@@ -72,14 +72,14 @@ def fingerprint_entry(params: Params) -> dict[str, str]:
     return {} if wide else {FINGERPRINT: fingerprint(leaves)}
 
 
-def read_checkpoint(path: str | Path, target: Params | None = None, names: Table | None = None) -> Params:
+def read_checkpoint(path: str | os.PathLike[str], target: Params | None = None, names: Table | None = None) -> Params:
     """The parameters in a file of a known ending, or in an orbax folder: a saved tree, or a training run's newest.
 
     Of a tree with a `params` entry, that entry. With a table of `names`, weights have other names and layouts in the
     file, and the result those that the table says. With `target`, a tree of arrays or shapes, the result has its
     structure and dtypes, and a difference is an error that names the leaf.
     """
-    path = Path(path)
+    path = as_path(path)
     if path.suffix in FILES:
         tree = _read_file(path)
     else:
@@ -113,7 +113,7 @@ def _casts(dtype: Any, to: Any) -> bool:
     return dtype == to or all(jax.dtypes.issubdtype(one, np.floating) for one in (dtype, to))
 
 
-def _read_file(path: Path) -> Params:
+def _read_file(path: AnyPath) -> Params:
     """The tree of a file."""
     if not path.is_file():
         raise UserError(f"there is no file {path}: give one that is there")
@@ -125,12 +125,12 @@ def _read_file(path: Path) -> Params:
     return _as_tree(path, reading(path, lambda: read(path)))
 
 
-def _read_arrays(path: Path) -> dict[str, np.ndarray]:
-    with np.load(path, allow_pickle=False) as file:
+def _read_arrays(path: AnyPath) -> dict[str, np.ndarray]:
+    with readable(path) as here, np.load(here, allow_pickle=False) as file:
         return dict(file)
 
 
-def _as_tree(path: Path, leaves: Mapping[str, Any]) -> Params:
+def _as_tree(path: AnyPath, leaves: Mapping[str, Any]) -> Params:
     """The tree whose leaves have these names, such as `conv1/kernel`."""
     tree: dict[str, Any] = {}
     for name, leaf in leaves.items():
@@ -144,14 +144,14 @@ def _as_tree(path: Path, leaves: Mapping[str, Any]) -> Params:
     return tree
 
 
-def _read_leaves(path: Path) -> dict[str, np.ndarray]:
-    with safe_open(path, "numpy") as file:
+def _read_leaves(path: AnyPath) -> dict[str, np.ndarray]:
+    with readable(path) as here, safe_open(here, "numpy") as file:
         leaves = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
         _require_whole(file.metadata() or {}, leaves)
     return leaves
 
 
-def _restore_whole(folder: Path) -> Any:
+def _restore_whole(folder: AnyPath) -> Any:
     """The tree of an orbax folder that is what was written, as far as its metadata tell."""
     tree = restore_tree(folder)
     for place in (folder, folder.parent):
@@ -166,14 +166,17 @@ def _require_whole(metadata: Mapping[str, str], leaves: Mapping[str, Any]) -> No
         raise ValueError("its weights are not those that were written")
 
 
-def saved_steps(folder: Path) -> list[int]:
+def saved_steps(folder: AnyPath) -> list[int]:
     """The steps that a folder of an orbax manager holds, in ascending order."""
-    return sorted(int(path.name) for path in folder.glob("*") if path.name.isdigit())
+    steps = [path for path in folder.glob("*") if path.name.isdigit()]
+    if in_store(folder):  # where a checkpoint has its name from the start, and a mark at its end
+        steps = [path for path in steps if (path / "commit_success.txt").is_file()]
+    return sorted(int(path.name) for path in steps)
 
 
-def restore_tree(folder: Path, target: Any = None) -> Any:
+def restore_tree(folder: AnyPath, target: Any = None) -> Any:
     """The stored tree on this process's first device, wherever and on however many it was written."""
-    folder = folder.absolute()
+    folder = absolute(folder)
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     me = jax.process_index()  # waits for no other process
     alone = ocp.options.MultiprocessingOptions(me, {me}, f"process-{me}") if jax.process_count() > 1 else None
@@ -185,7 +188,7 @@ def restore_tree(folder: Path, target: Any = None) -> Any:
         return checkpointer.restore(folder, args=ocp.args.StandardRestore(shapes))
 
 
-def reading(folder: Path, read: Callable[[], T]) -> T:
+def reading(folder: AnyPath, read: Callable[[], T]) -> T:
     """What `read` returns; whatever else goes wrong in it is a checkpoint that cannot be read."""
     try:
         return read()
@@ -197,12 +200,7 @@ def reading(folder: Path, read: Callable[[], T]) -> T:
         ) from error
 
 
-def first_words(error: Exception) -> str:
-    """The start of what an error says, on one line."""
-    return " ".join(str(error).split())[:150] or type(error).__name__
-
-
-def _find_tree(folder: Path) -> Path:
+def _find_tree(folder: AnyPath) -> AnyPath:
     """The folder of the tree itself inside what a person calls a checkpoint."""
     for place in (folder, *(folder / str(step) for step in reversed(saved_steps(folder)))):
         for item in (place, place / "params", place / "default"):

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from mcomb.base import named_leaves
+from mcomb.files import AnyPath
 
 
 def fingerprint(tree: Any) -> str:
@@ -21,7 +22,7 @@ def fingerprint(tree: Any) -> str:
     return state.hexdigest()
 
 
-def file_fingerprint(path: Path) -> str | None:
+def file_fingerprint(path: AnyPath) -> str | None:
     """A short hash of a file's content; None if there is no file."""
     return hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest() if path.is_file() else None
 

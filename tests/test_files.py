@@ -1,12 +1,13 @@
 """Files are whole or not there."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from mcomb.base import UserError
-from mcomb.files import atomic, make_writable, read_json, write_json
+from mcomb.files import as_path, atomic, in_store, make_writable, read_json, write_json
 
 ROOT = Path(__file__).parent.parent
 
@@ -63,3 +64,22 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"cannot write to .*file/runs .*: give another --out"):
         make_writable(tmp_path / "file" / "runs")
+
+
+def test_a_path_without_a_scheme_is_local_and_one_that_nobody_knows_is_refused():
+    for text in ("runs", "/a/b", "a:b", "gs:/b", "."):
+        assert as_path(text) == as_path(Path(text)) == Path(text)
+        assert not in_store(as_path(text))
+    with pytest.raises(UserError, match=r"^ftp://host/runs is nothing that can be written to: give a folder, or gs://"):
+        as_path("ftp://host/runs")
+
+
+def test_an_address_in_a_store_stays_as_it_is_or_says_what_to_install():
+    if find_spec("gcsfs") or find_spec("tensorflow"):
+        path = as_path("gs://bucket/runs") / "x"
+        assert in_store(path)
+        assert str(path) == "gs://bucket/runs/x"
+        assert as_path(path) == path
+    else:
+        with pytest.raises(UserError, match=r"^gs://bucket/runs cannot be reached from here \(.*install gcsfs.*\): do"):
+            as_path("gs://bucket/runs")

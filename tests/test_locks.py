@@ -1,5 +1,7 @@
 """A second process waits for the first, and a dead one blocks nobody."""
 
+import errno
+import os
 import signal
 import subprocess
 import sys
@@ -76,3 +78,25 @@ def test_a_free_lock_is_taken_without_a_word_and_freed_even_after_an_error(tmp_p
         with pytest.raises(RuntimeError):
             fail_inside()
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("number", [errno.ENOTSUP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_worked_on_without_them_and_a_line_says_so(
+    number, tmp_path, monkeypatch, capsys
+):
+    def refuse(*args):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", refuse)  # as some network drives do
+    for _ in range(2):
+        with lock(tmp_path / "lock", "testing"):
+            pass
+    said = capsys.readouterr().err
+    assert said.startswith(f"the file system of {tmp_path} has no locks: ")
+    assert said.count("\n") == 1
+
+
+def test_a_lock_that_cannot_be_made_for_another_reason_is_an_error(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"), lock(tmp_path / "file" / "lock", "testing"):
+        pass

@@ -20,9 +20,11 @@ import jax
 from mcomb import processes
 from mcomb.base import UserError
 from mcomb.devices import use_a_device_per_core
+from mcomb.files import AnyPath, as_path
 from mcomb.progress import coloured, set_mode
 
 C = TypeVar("C")
+METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH", as_path: "PATH"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +101,7 @@ def parse(
             default=field.default,
             choices=flag.choices,
             nargs=count,
-            metavar=None if flag.choices else {int: "N", float: "X", Path: "PATH"}.get(kind, "TEXT"),
+            metavar=None if flag.choices else METAVARS.get(kind, "TEXT"),
             help=text if default is None else f"{text} (default: {_written(default)})",
         )
     values = vars(parser.parse_args(argv))
@@ -124,18 +126,22 @@ def _written(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _kind(hint: Any) -> tuple[type, int | str | None]:
-    """The type a flag's text is turned into, T for T, T | None and tuples of T, and how many texts it takes."""
+def _kind(hint: Any) -> tuple[Callable[[str], Any], int | str | None]:
+    """What turns a flag's text into its value, T for T, T | None and tuples of T, and how many texts it takes."""
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if set(typing.get_args(AnyPath)) <= set(options):
+        return as_path, None
     kind = next(option for option in options if option is not type(None))
     if typing.get_origin(kind) is tuple:
         kinds = typing.get_args(kind)
-        return kinds[0], "+" if kinds[-1] is Ellipsis else len(kinds)
+        return _kind(kinds[0])[0], "+" if kinds[-1] is Ellipsis else len(kinds)
     return kind, None
 
 
-def _checked(kind: type, at_least: int | None) -> Callable[[str], Any]:
+def _checked(kind: Callable[[str], Any], at_least: int | None) -> Callable[[str], Any]:
     def convert(text: str) -> Any:
+        if kind is Path and "://" in text:
+            raise argparse.ArgumentTypeError(f"{text} is no path on this machine")
         value = kind(text)
         if at_least is not None and not value >= at_least:
             raise argparse.ArgumentTypeError(f"{text} is less than {at_least}")
@@ -143,7 +149,8 @@ def _checked(kind: type, at_least: int | None) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(f"{text} is not finite")
         return value
 
-    convert.__name__ = {int: "whole number", float: "number"}.get(kind, kind.__name__)
+    names: dict[Any, str] = {int: "whole number", float: "number"}
+    convert.__name__ = names.get(kind, kind.__name__)
     return convert
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+from mcomb.files import AnyPath
 from mcomb.lab.cli import Flag, Output, flags, is_installed_command
 from mcomb.lab.setups import SETUPS
 from mcomb.lab.training import Recipe
@@ -32,7 +33,7 @@ class TrainingConfig(Output):
     data_dir: Annotated[
         Path | None, Flag("CIFAR-10's archive or folder (default: $MCOMB_DATA_DIR, else downloaded)", identity=False)
     ] = None
-    out: Annotated[Path, Flag("root folder of all runs", identity=False)] = Path("runs")
+    out: Annotated[AnyPath, Flag("root folder of all runs, or gs://BUCKET/FOLDER", identity=False)] = Path("runs")
     steps_per_call: Annotated[
         int | None, Flag("training steps in one compiled call (default: automatic)", at_least=1, identity=False)
     ] = None
@@ -61,9 +62,9 @@ class Config(TrainingConfig):
     seed_a: Annotated[int | None, Flag("seed of network A (default: from --seed)", at_least=0)] = None
     seed_b: Annotated[int | None, Flag("seed of network B (default: from --seed)", at_least=0)] = None
     seed_c: Annotated[int | None, Flag("seed of network C (default: from --seed)", at_least=0)] = None
-    checkpoint_a: Annotated[Path | None, Flag("orbax folder or safetensors file of network A")] = None
-    checkpoint_b: Annotated[Path | None, Flag("orbax folder or safetensors file of network B")] = None
-    checkpoint_c: Annotated[Path | None, Flag("orbax folder or safetensors file of network C")] = None
+    checkpoint_a: Annotated[AnyPath | None, Flag("orbax folder or safetensors file of network A")] = None
+    checkpoint_b: Annotated[AnyPath | None, Flag("orbax folder or safetensors file of network B")] = None
+    checkpoint_c: Annotated[AnyPath | None, Flag("orbax folder or safetensors file of network C")] = None
     pairs: Annotated[int, Flag("independent pairs or triples, of --seed and the seeds after it", at_least=1)] = 1
     pretrained: Annotated[bool, Flag("take the networks that come with the repository instead of training")] = False
     vmap_size: Annotated[

@@ -4,14 +4,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from mcomb.base import UserError
 from mcomb.combination import Draw
-from mcomb.files import make_writable, read_json, write_json
+from mcomb.files import AnyPath, absolute, make_writable, read_json, write_json
 from mcomb.fingerprints import code_fingerprint, file_fingerprint
 from mcomb.lab import cli, figures, plan
 from mcomb.lab.config import CHECKPOINT_FLAGS, Config, LineConfig, SweepConfig, TrainingConfig, command
@@ -57,7 +56,7 @@ class Experiment:
     claim: str  # what the paper found
     alt: str  # what the figure shows, for those who cannot see it
     measure: Callable[[Run], Results]
-    draw: Callable[[Results, Path], None]
+    draw: Callable[[Results, AnyPath], None]
     judge: Callable[[Results], Verdict]  # of results of trained and matched networks
     config: type[Config] = Config
     networks: str = "AB"
@@ -138,9 +137,9 @@ def run(experiment: Experiment, config: Config) -> Results:
     return results
 
 
-def figure_path(experiment: str, store: Store) -> Path:
+def figure_path(experiment: str, store: Store) -> AnyPath:
     """Where an experiment's figure is, from the root of all folders on."""
-    return store.folder(experiment).absolute() / f"{experiment}.png"
+    return absolute(store.folder(experiment)) / f"{experiment}.png"
 
 
 def said_verdict(results: Results) -> str:
@@ -151,17 +150,17 @@ def said_verdict(results: Results) -> str:
     return f"{coloured(WORDS[agrees], 'green' if agrees else 'red', sys.stdout)}: {finding}"
 
 
-def _leave(experiment: Experiment, results: Results, folder: Path) -> None:
+def _leave(experiment: Experiment, results: Results, folder: AnyPath) -> None:
     _draw(experiment, results, folder)
     write_json(folder / "results.json", results)  # last: results that are there have their figure
 
 
-def _draw(experiment: Experiment, results: Results, folder: Path) -> None:
+def _draw(experiment: Experiment, results: Results, folder: AnyPath) -> None:
     experiment.draw(results, folder)
     write_json(folder / FIGURES, _figures(experiment, folder))
 
 
-def _figures(experiment: Experiment, folder: Path) -> dict[str, str | None]:
+def _figures(experiment: Experiment, folder: AnyPath) -> dict[str, str | None]:
     """The fingerprint of each file of a figure, None where it is missing."""
     names = (f"{experiment.name}.{kind}" for kind in ("png", "pdf"))
     return {name: file_fingerprint(folder / name) for name in names}
@@ -237,7 +236,7 @@ def _title(experiment: Experiment, config: Config, letters: str, with_parts: boo
     return f"{SETUPS[config.setup].title}{width}{how}: {experiment.title}"
 
 
-def add_verdict(experiment: Experiment, results: Results, folder: Path) -> Results:
+def add_verdict(experiment: Experiment, results: Results, folder: AnyPath) -> Results:
     """Results with what the paper found and what they say of it; their figure is drawn if it is not whole."""
     figures = _figures(experiment, folder)
     if None in figures.values() or read_json(folder / FIGURES) != figures:
@@ -265,7 +264,7 @@ def sweep(
     label: str,
     values: tuple[float, float],
     combine: Draw,
-    draw: Callable[[Results, Path], None] = figures.sweep,
+    draw: Callable[[Results, AnyPath], None] = figures.sweep,
     judge: Callable[[Results], Verdict] = judge_sweep,
     config: type[LineConfig] = SweepConfig,
     **rest: Any,

@@ -2,14 +2,13 @@
 
 import textwrap
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from mcomb.files import atomic
+from mcomb.files import AnyPath, atomic
 from mcomb.lab.pairs import spread
 from mcomb.lab.results import METRICS, SPLITS
 
@@ -37,7 +36,7 @@ STYLE: Any = {
 }
 
 
-def save(figure: Figure, folder: Path, name: str) -> None:
+def save(figure: Figure, folder: AnyPath, name: str) -> None:
     """Writes a figure as PNG and as PDF, each whole or not at all and the same bytes every time."""
     for suffix, metadata in (("png", {"Software": None}), ("pdf", {"CreationDate": None})):
         with atomic(folder / f"{name}.{suffix}") as temporary:
@@ -45,7 +44,7 @@ def save(figure: Figure, folder: Path, name: str) -> None:
         figure.set_layout_engine("none")  # laid out once for both
 
 
-def sweep(results: Mapping[str, Any], folder: Path) -> None:
+def sweep(results: Mapping[str, Any], folder: AnyPath) -> None:
     """Draws loss and accuracy over a sweep: mean, range and points of each curve, and the levels of A and B.
 
     Points only of one pair. A thin line is the loss at each network's best temperature.

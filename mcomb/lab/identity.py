@@ -3,11 +3,10 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from mcomb.devices import describe_devices
-from mcomb.files import read_json
+from mcomb.files import AnyPath, read_json
 from mcomb.lab import versions
 from mcomb.lab.config import CHECKPOINT_FLAGS, RECIPE_FLAGS, identity_flags, recipe_dict
 from mcomb.lab.results import Results
@@ -53,7 +52,7 @@ def identity_hash(results: Results) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def read_finished(folder: Path, identity: Mapping[str, Any], tell: bool = True) -> Results | None:
+def read_finished(folder: AnyPath, identity: Mapping[str, Any], tell: bool = True) -> Results | None:
     """The results in a folder, if everything that made them is the same; if not, says what has changed."""
     path = folder / "results.json"
     if not path.is_file():

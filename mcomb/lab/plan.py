@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +19,7 @@ from mcomb.base import UserError, named_leaves, stream
 from mcomb.combination import mix, uniform
 from mcomb.devices import BATCH, device_mesh
 from mcomb.evaluation import evaluate
+from mcomb.files import AnyPath
 from mcomb.lab.data import Split
 from mcomb.lab.measure import REPAIR_IMAGES, TEMPERATURES
 from mcomb.lab.results import columns
@@ -140,8 +140,8 @@ def plan_steps(jobs: Iterable[Job], tflops: float | None = None) -> list[Step]:
     """The steps of some jobs, each once, at the rates of this machine or at so many TFLOP/s of all devices."""
     if tflops is not None and not 0 < tflops < np.inf:
         raise UserError(f"--device-tflops {tflops:g} is no rate: give more than 0, or leave it out to measure")
-    steps: dict[tuple[Path, str], Step] = {}
-    known: dict[Path, tuple[Work, Rates]] = {}
+    steps: dict[tuple[AnyPath, str], Step] = {}
+    known: dict[AnyPath, tuple[Work, Rates]] = {}
     for job in jobs:
         home = job.store.home
         if not job.seeds and not job.given:

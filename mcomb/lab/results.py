@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from mcomb.files import atomic, seal, unseal
+from mcomb.files import AnyPath, atomic, in_store, read_text, seal, unseal
 from mcomb.processes import from_first, is_first
 from mcomb.progress import warn
 
@@ -28,27 +28,39 @@ PACKAGES = ("mcomb", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "nump
 class Rows:
     """Measurements of one run, a line of JSON each, so that a run killed at any moment loses only its last call.
 
-    `identity` says what is being measured; rows of anything else are dropped, and so are rows that are not as they were
-    written: each has a digest.
+    `identity`, the first line, says what is being measured; rows of anything else are dropped, and so are rows that are
+    not as they were written: each has a digest. They are in `samples.jsonl`, to which every call appends; in an object
+    store, which cannot append, in `samples/000000.jsonl` and one object more for each call.
     """
 
-    def __init__(self, folder: Path, identity: Mapping[str, Any]):
-        self.path, self.identity = folder / "samples.jsonl", identity
+    def __init__(self, folder: AnyPath, identity: Mapping[str, Any]):
+        self.folder, self.header = folder, json.dumps(identity)
         self.rows: dict[str, dict[str, Any]] = from_first(self._read)
+        self._objects = 1
+
+    def _path(self, number: int = 0) -> AnyPath:
+        return self.folder / (f"samples/{number:06}.jsonl" if in_store(self.folder) else "samples.jsonl")
 
     def _read(self) -> dict[str, dict[str, Any]]:
-        """The rows that are there; the file is then clean."""
+        """The rows that are there; they are then in one file, which is clean."""
         rows: dict[str, dict[str, Any]] = {}
-        text = self.path.read_text(errors="replace") if self.path.is_file() else ""
-        header, *lines = text.splitlines() or [""]
-        if header == json.dumps(self.identity):
-            found = [unseal(line) for line in lines]
-            rows = {row["name"]: row for row in found if row}
-            if damaged := found.count(None):
-                warn(f"{self.path} has {damaged} rows that are not whole: measuring them anew")
-        with atomic(self.path) as temporary:
-            temporary.write_text("\n".join([json.dumps(self.identity), *map(self._line, rows.values())]) + "\n")
+        files = row_files(self.folder)
+        for path in files:
+            header, *lines = read_text(path).splitlines() or [""]
+            if header == self.header:
+                found = [unseal(line) for line in lines]
+                rows |= {row["name"]: row for row in found if row}
+                if damaged := found.count(None):
+                    warn(f"{path} has {damaged} rows that are not whole: measuring them anew")
+        self._write(self._path(), map(self._line, rows.values()))
+        for path in files:
+            if path != self._path():
+                path.unlink()
         return rows
+
+    def _write(self, path: AnyPath, lines: Iterable[str]) -> None:
+        with atomic(path) as temporary:
+            temporary.write_text("\n".join([self.header, *lines]) + "\n")
 
     def _line(self, row: Mapping[str, Any]) -> str:
         return json.dumps(seal(row, row["name"]))
@@ -63,12 +75,22 @@ class Rows:
         """Appends rows, each with its `name`, and sees them onto the disk."""
         new = {row["name"]: row for row in rows}
         lines = [self._line(row) for row in new.values()]
-        if is_first():
-            with self.path.open("a") as file:
+        if is_first() and in_store(self.folder):
+            self._write(self._path(self._objects), lines)
+            self._objects += 1
+        elif is_first():
+            with self._path().open("a") as file:
                 file.writelines(f"{line}\n" for line in lines)
                 file.flush()
                 os.fsync(file.fileno())
         self.rows |= new
+
+
+def row_files(folder: AnyPath) -> list[AnyPath]:
+    """The files of rows that are in a run's folder, in the order in which they were written."""
+    if in_store(folder):
+        return sorted((folder / "samples").glob("*.jsonl"))
+    return [path] if (path := folder / "samples.jsonl").is_file() else []
 
 
 def environment() -> Results:

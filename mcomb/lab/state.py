@@ -4,11 +4,11 @@ import json
 from datetime import datetime
 from typing import NamedTuple
 
-from mcomb.files import read_json, unseal
+from mcomb.files import modified, read_json, read_text, unseal
 from mcomb.lab.config import Config
 from mcomb.lab.experiment import Experiment, over_pairs, reach_verdict
 from mcomb.lab.identity import flags_identity
-from mcomb.lab.results import SPLITS
+from mcomb.lab.results import SPLITS, row_files
 from mcomb.lab.store import Store
 from mcomb.lab.verdicts import WORDS
 
@@ -36,13 +36,14 @@ def read_state(experiment: Experiment, config: Config) -> State:
         if results is None or any(results.get(name) != value for name, value in identity.items()):
             return State("outdated", "results of another version" if results else "results that are damaged")
         agrees, finding = reach_verdict(over_pairs(experiment) if config.pairs > 1 else experiment, results)
-        when = datetime.fromtimestamp(path.stat().st_mtime).astimezone()
+        when = datetime.fromtimestamp(modified(path)).astimezone()
         said = f"{WORDS[agrees].removesuffix(' with the paper')}, {when:%Y-%m-%d %H:%M}"
         return State("done", said, agrees, finding, when.isoformat("T", "minutes"))
-    rows = folder / "samples.jsonl"
-    header, *lines = (rows.read_text(errors="replace").splitlines() if rows.is_file() else None) or [""]
-    of_these = header.startswith(json.dumps(identity)[:-1])  # networks and all that come after
-    count = sum(unseal(line) is not None for line in lines) if of_these else 0
+    count = 0
+    for rows in row_files(folder):
+        header, *lines = read_text(rows).splitlines() or [""]
+        of_these = header.startswith(json.dumps(identity)[:-1])  # networks and all that come after
+        count += sum(unseal(line) is not None for line in lines) if of_these else 0
     if count:
         return State("begun", f"begun: {count:,} of {len(SPLITS) * experiment.combinations(config):,} rows")
     return State("not run", "not run")

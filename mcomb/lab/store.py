@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 from mcomb.base import Apply, Params, UserError, require_finite
 from mcomb.checkpoint import read_checkpoint
 from mcomb.devices import meshes_of, replicate
-from mcomb.files import atomic, make_writable
+from mcomb.files import AnyPath, atomic, make_writable
 from mcomb.fingerprints import fingerprint
 from mcomb.gradient_descent import State, all_finite
 from mcomb.lab import versions
@@ -152,7 +152,7 @@ class Store:
             )
         return path
 
-    def folder(self, experiment: str) -> Path:
+    def folder(self, experiment: str) -> AnyPath:
         """Where an experiment's results go; given networks are named with their fingerprints."""
         parts = [experiment]
         for name in identity_flags(self.config):
@@ -297,7 +297,7 @@ class Store:
                     from_first(_write_matching, path, made_from, kept)
         return kept
 
-    def matching_path(self, a: str, b: str, matcher: str, restarts: int = 1) -> Path:
+    def matching_path(self, a: str, b: str, matcher: str, restarts: int = 1) -> AnyPath:
         """Where the matching of network B to network A is kept, by their names."""
         name = f"{b}-to-{a}"
         name += ",".join(["", f"matcher={matcher}", *self._other_dtype]) if matcher != "weights" else ""
@@ -350,14 +350,16 @@ def _short(name: str, size: int = 60) -> str:
 MATCHING_FIELDS = tuple(field.name for field in fields(Matching) if field.name != "perms")
 
 
-def _write_matching(path: Path, made_from: list[str], kept: KeptMatching) -> None:
+def _write_matching(path: AnyPath, made_from: list[str], kept: KeptMatching) -> None:
     values: dict[str, Any] = {name: getattr(kept.matching, name) for name in MATCHING_FIELDS}
     perms = {f"perms/{name}": perm for name, perm in kept.matching.perms.items()}
     with atomic(path) as temporary:
         np.savez(temporary, **values | perms, made_from=made_from, seconds=kept.seconds)
 
 
-def _read_matching(path: Path, made_from: list[str], spec: PermutationSpec, tell: bool = True) -> KeptMatching | None:
+def _read_matching(
+    path: AnyPath, made_from: list[str], spec: PermutationSpec, tell: bool = True
+) -> KeptMatching | None:
     """A matching that was kept, if it is there, whole, and made from just this; says why it is not used."""
     if not path.is_file():
         return None

@@ -1,20 +1,18 @@
 """Checkpoints of a training in progress: saved as it goes, restored to resume it."""
 
 import json
-import shutil
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
-from mcomb.base import Params, UserError
-from mcomb.checkpoint import fingerprint_entry, first_words, read_checkpoint, reading, restore_tree, saved_steps
+from mcomb.base import Params, UserError, first_words
+from mcomb.checkpoint import fingerprint_entry, read_checkpoint, reading, restore_tree, saved_steps
 from mcomb.devices import describe_devices
-from mcomb.files import seal, unseal
+from mcomb.files import AnyPath, absolute, remove_folder, seal, unseal
 from mcomb.fingerprints import fingerprint
 from mcomb.gradient_descent import State
 from mcomb.lab import versions
@@ -31,11 +29,11 @@ class TrainingCheckpoints:
     fingerprints; where the newest checkpoint is damaged, the one before it is restored.
     """
 
-    def __init__(self, folder: Path, made_from: Mapping[str, Any]):
+    def __init__(self, folder: AnyPath, made_from: Mapping[str, Any]):
         """Opens a training's folder; one that was made from something else is an error."""
         self.folder, self.made_from = folder, json.loads(json.dumps(made_from))
-        self.records: dict[Path, dict[str, Any]] = {}  # of whole checkpoints, the newest first
-        self.problems: dict[Path, UserError] = {}  # of damaged ones
+        self.records: dict[AnyPath, dict[str, Any]] = {}  # of whole checkpoints, the newest first
+        self.problems: dict[AnyPath, UserError] = {}  # of damaged ones
         self.devices: list[str] = []  # all numbers and kinds of devices that it was trained on, such as `2 × cpu`
         for place in [parent / str(n) for parent in (folder, folder / "stopped") for n in saved_steps(parent)]:
             try:
@@ -91,7 +89,7 @@ class TrainingCheckpoints:
             max_to_keep=2, enable_async_checkpointing=False, cleanup_tmp_directories=True
         )
         try:
-            with ocp.CheckpointManager(folder.absolute(), options=options) as manager:
+            with ocp.CheckpointManager(absolute(folder), options=options) as manager:
                 manager.save(
                     number,
                     args=ocp.args.Composite(
@@ -107,7 +105,7 @@ class TrainingCheckpoints:
             problem = f"checkpoint {folder / str(number)} cannot be written ({first_words(error)})"
             raise UserError(f"{problem}: make room there, and the same command goes on") from error
         if epoch is not None and is_first():
-            shutil.rmtree(self.folder / "stopped", ignore_errors=True)
+            remove_folder(self.folder / "stopped")
 
     def read_params(self, target: Params) -> Params | None:
         """The newest checkpoint's parameters; None if they are damaged, but there is an older checkpoint."""
@@ -131,18 +129,18 @@ class TrainingCheckpoints:
             return state
         raise next(iter(self.problems.values()))
 
-    def _set_aside_newer(self, than: Path) -> None:
+    def _set_aside_newer(self, than: AnyPath) -> None:
         """Renames damaged checkpoints, which otherwise would be in the way of those to come."""
         for place, problem in self.problems.items():
             if place.parent == than.parent and int(place.name) < int(than.name):
                 continue  # its removal, once it was old, was interrupted
             aside = place.with_name(f"damaged-{place.name}")
-            shutil.rmtree(aside, ignore_errors=True)
-            place.rename(aside)
+            remove_folder(aside)
+            place.rename(aside)  # in a store: object by object
             what = str(problem).rpartition(": ")[0]
             warn(f"{what}: it is now {aside.name}, and training goes on from {than}")
 
-    def _restore(self, place: Path, record: Mapping[str, Any], target: State) -> State:
+    def _restore(self, place: AnyPath, record: Mapping[str, Any], target: State) -> State:
         params = read_checkpoint(place, target.params)
         optimizer = reading(place, lambda: restore_tree(place / "optimizer", target.optimizer))
         if record.get("optimizer", found := fingerprint(optimizer)) != found:
@@ -150,7 +148,7 @@ class TrainingCheckpoints:
         return State(params, optimizer, jnp.array(record["step"], jnp.int32))
 
 
-def _read_record(place: Path) -> dict[str, Any]:
+def _read_record(place: AnyPath) -> dict[str, Any]:
     """A checkpoint's record; those from before records had digests are taken as they are."""
     text = (place / "config" / "metadata").read_text()
     record = unseal(text) or json.loads(text)

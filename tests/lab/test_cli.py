@@ -79,6 +79,7 @@ def test_a_flag_sets_its_field_in_the_fields_own_type(words, changes):
         ("--cuont 1", ["--cuont"]),
         ("--coun 1", ["--coun"]),  # no abbreviations: they would change their meaning with every new flag
         ("--loud yes", ["yes"]),
+        ("--where gs://bucket/x", ["--where", "gs://bucket/x is no path on this machine"]),
     ],
 )
 def test_a_wrong_flag_is_one_sentence_that_names_it_and_the_help(words, told):
