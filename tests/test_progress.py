@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import re
+import select
 import sys
 import termios
 from contextlib import contextmanager
@@ -13,6 +14,14 @@ import pytest
 
 from mcomb import progress
 from mcomb.progress import coloured, progress_bar, say, set_mode, show, show_json, warn
+
+
+def read_all(descriptor):
+    """What has come, until nothing has for a while."""
+    parts = []
+    while select.select([descriptor], [], [], 0.3)[0]:
+        parts.append(os.read(descriptor, 2**16))
+    return b"".join(parts).decode()
 
 
 @contextmanager
@@ -25,7 +34,7 @@ def terminal():
         patch.setattr(sys, "stderr", stream)
         patch.delenv("NO_COLOR", raising=False)
         patch.setenv("TERM", "xterm")
-        yield lambda: os.read(ours, 2**16).decode()
+        yield lambda: read_all(ours)
     os.close(ours)
 
 

@@ -105,7 +105,7 @@ def parse(
             help=text if default is None else f"{text} (default: {_written(default)})",
         )
     values = vars(parser.parse_args(argv))
-    set_mode(**{name: values.get(name, False) for name in ("quiet", "json")})
+    set_mode(*(values.get(name) is True for name in ("quiet", "json")))  # where --json is a path, it is no mode
     return config(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
