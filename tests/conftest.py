@@ -79,7 +79,13 @@ def cifar_archive():
     return Path(place)
 
 
-@pytest.fixture(params={setup.model: name for name, setup in SETUPS.items()}.values())
+def each_model():
+    """The name of a setup of each model; what is compiled for ResNet-20 takes long."""
+    names = {setup.model: name for name, setup in SETUPS.items()}.values()
+    return [pytest.param(name, marks=pytest.mark.slow if "resnet" in name else ()) for name in names]
+
+
+@pytest.fixture(params=each_model())
 def network(request):
     """An untrained network of each model at width 1: its setup, module, parameters, and a few images."""
     setup = SETUPS[request.param]

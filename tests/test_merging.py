@@ -1,3 +1,5 @@
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,9 +47,14 @@ def loss(params, rows=slice(None)):
     return mcomb.score(apply, params, INPUTS[rows], LABELS[rows]).loss
 
 
+@cache
+def learnt(per):
+    return learn_shares(SPEC, (A, B), apply, INPUTS, LABELS, per=per, steps=60, batch_size=30)
+
+
 @pytest.mark.parametrize("per", GRANULARITIES)
 def test_learnt_shares_are_better_than_the_average_on_held_out_data_and_inside_the_cube(per):
-    found = learn_shares(SPEC, (A, B), apply, INPUTS, LABELS, per=per, steps=60, batch_size=30)
+    found = learnt(per)
     average = merge(SPEC, (A, B), apply, INPUTS, LABELS, method="average")
     assert_close(found.losses[0], loss(average, HELD_OUT), roundings=64)
     assert found.loss == min(found.losses) < found.losses[0]
@@ -61,14 +68,8 @@ def test_learnt_shares_are_better_than_the_average_on_held_out_data_and_inside_t
 
 
 def test_shares_are_as_many_as_the_granularity_says():
-    options = {"steps": 20, "batch_size": 30}
-    shares = {
-        per: learn_shares(SPEC, (A, B), apply, INPUTS, LABELS, per=per, **options).shares[0] for per in GRANULARITIES
-    }
-    distinct = {
-        per: len(np.unique(np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])))
-        for per, tree in shares.items()
-    }
+    shares = {per: learnt(per).shares[0] for per in GRANULARITIES}
+    distinct = {per: len(np.unique(flat(tree))) for per, tree in shares.items()}
     assert distinct["network"] == 1
     assert distinct["layer"] == 2
     assert distinct["leaf"] == 4
