@@ -3,7 +3,7 @@
     python -m experiments --setup mlp-digits
     python -m experiments --setup mlp-cifar10 --width 8 --pairs 5
 
-Only the folders of results are looked at, so it takes no longer than starting Python does.
+Only the folders of results are looked at: networks and data are not read, so a result may still be measured anew.
 """
 
 import shutil
