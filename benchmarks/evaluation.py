@@ -60,7 +60,7 @@ def make_problem(name: str, config: EvaluationConfig) -> tuple[Problem, float]:
     networks = setup.init(int(width), 0), setup.init(int(width), 1)
     one = jax.ShapeDtypeStruct((1, *setup.dataset.image), np.uint8)
     analysis: Any = jax.jit(setup.apply(int(width))).lower(networks[0], one).cost_analysis()
-    count = max(8, int(config.gigaflop * 1e9 / analysis["flops"]))
+    count = BATCH * max(1, round(config.gigaflop * 1e9 / analysis["flops"] / BATCH))  # whole batches: no padding
     images = rng.integers(0, 256, (count, *setup.dataset.image)).astype(np.uint8)
     labels = rng.integers(0, setup.dataset.classes, count).astype(np.int32)
     shares, keys = (
