@@ -6,20 +6,17 @@
 The paper samples the cube of all shares; `learn_shares` looks for a good point in it by gradient descent on data.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from jaxtyping import Float, Int32, PRNGKeyArray
 
 from mcomb.base import (
     Apply,
     Array,
-    Diverged,
     Inputs,
     Labels,
     Params,
@@ -28,24 +25,18 @@ from mcomb.base import (
     is_inexact,
     map_named,
     named_leaves,
-    output_shapes,
     require_alike,
     require_finite,
-    require_positive,
-    stream,
 )
 from mcomb.devices import replicate
-from mcomb.evaluation import score
-from mcomb.gradient_descent import Loss, fit, initial_state, shuffled_rows, steps_per_call
-from mcomb.objectives import Objective, add_up, check_objectives, cross_entropy
-from mcomb.progress import progress_bar
+from mcomb.early_stopping import check_data, descend
+from mcomb.files import AnyPath
+from mcomb.objectives import Objective, add_up, cross_entropy
 from mcomb.refit import refit
 from mcomb.symmetry.spec import PermutationSpec, axis_names
 
 GRANULARITIES = ("network", "layer", "leaf", "unit", "weight")
 METHODS = ("average", "fisher", "refit", "learned")
-CHECKS = 20  # how often in a descent the held-out loss is looked at
-PATIENCE = 5  # looks without a better one, after which it ends
 TOGETHER = 8  # examples whose gradients are taken at once: each is as large as the network
 
 
@@ -95,7 +86,7 @@ def merge(
     if method in ("average", "refit"):
         mean = jax.tree.map(lambda *leaves: _weigh(leaves, [1 / len(leaves)] * len(leaves)), *networks)
         return refit(spec, networks, mean, apply, inputs, **options) if method == "refit" else mean
-    _check_data(apply, networks[0], inputs, labels, loss)
+    check_data(apply, networks[0], inputs, labels, loss)
     informations = [fisher_information(apply, network, inputs, labels, loss=loss) for network in networks]
 
     def weigh(*both: Any) -> Any:
@@ -123,6 +114,7 @@ def learn_shares(
     batch_size: int = 100,
     learning_rate: float = 0.1,
     seed: int = 0,
+    keep: AnyPath | str | None = None,
 ) -> LearnedShares:
     """The combination of aligned networks whose shares gradient descent (Adam) finds, starting from the average.
 
@@ -131,62 +123,22 @@ def learn_shares(
     added; a leaf without units that may be permuted has one. Shares stay between 0 and 1, unless `beyond` is true.
 
     A tenth of the data, the last, is held out: the result is whatever had the least loss on it, and where it has not
-    fallen for a quarter of the steps, the descent ends.
+    fallen for a quarter of the steps, the descent ends. In the file `keep` it keeps how far it has come, and the same
+    call goes on from there.
     """
     if per not in GRANULARITIES:
         raise UserError(f"there are no shares per {per!r}: choose from {', '.join(GRANULARITIES)}")
-    require_positive(steps=steps, batch_size=batch_size, learning_rate=learning_rate)
     _check_networks(spec, networks)
-    count = _check_data(apply, networks[0], inputs, labels, loss)
-    if count < 2:
-        raise UserError(f"{count} examples are too few, for some are held out: give at least two")
-    train_count = count - max(1, count // 10)
-    given = replicate((tuple(networks), inputs, labels))
-    held_out = jax.tree.map(lambda x: x[train_count:], given[1:])
     learnt = _Shares(spec, per, beyond)
-    numbers = learnt.start(networks)
-    every = max(1, steps // CHECKS)
-    per_call = steps_per_call(networks[0], every)
-
-    def batches() -> Iterator[tuple[Int32[np.ndarray, "steps b"], Any]]:
-        """Minibatches, as many at once as one compiled call should step through, up to the next look."""
-        epoch, rows = 0, np.zeros((0, min(batch_size, train_count)), np.int32)
-        while True:
-            for left in range(every, 0, -per_call):
-                while len(rows) < min(left, per_call):
-                    rows = np.concatenate([rows, shuffled_rows(seed, epoch, train_count, rows.shape[1])])
-                    epoch += 1
-                now, rows = np.split(rows, [min(left, per_call)])
-                yield now, given
-
-    def look(numbers: Any) -> float:
-        found = score(apply, learnt.combine(numbers, given[0]), *held_out, loss=loss).loss
-        if not np.isfinite(found):
-            raise Diverged("the held-out loss of a combination is infinite or not a number: look for such inputs")
-        return found
-
-    losses, best = [look(numbers)], jax.device_get(numbers)
-    optimizer = _adam(learning_rate)
-    fitting = fit(_loss(apply, loss, learnt), initial_state(numbers, optimizer), batches(), optimizer, stream(seed))
-    with progress_bar(steps, "step", f"learning shares per {per}") as bar:
-        done = 0
-        for state, step_losses, _ in fitting:
-            done += len(step_losses)
-            bar.update(len(step_losses))
-            if done % every:
-                continue
-            losses.append(look(state.params))
-            if losses[-1] == min(losses):
-                best = jax.device_get(state.params)
-            bar.set_postfix(loss=f"{step_losses.mean():.4f}", best=f"{min(losses):.4f}", refresh=False)
-            if done >= steps or min(losses[-PATIENCE:]) > min(losses):
-                break
+    how: Any = {"loss": loss, "steps": steps, "batch_size": batch_size, "learning_rate": learning_rate, "seed": seed}
+    how |= {"keep": keep, "describe": f"learning shares per {per}"}
+    best, losses = descend(learnt, learnt.start(networks), networks, apply, inputs, labels, **how)
     every_share = {
         name: np.asarray(learnt.shares(best, name, leaf)) if is_inexact(leaf) else np.zeros(len(networks) - 1)
         for name, leaf in named_leaves(networks[0]).items()
     }
     shares = (map_named(lambda name, leaf, i=i: every_share[name][i], networks[0]) for i in range(len(networks) - 1))
-    return LearnedShares(learnt.combine(best, networks), tuple(shares), min(losses), tuple(losses))
+    return LearnedShares(learnt.combine(best, networks), tuple(shares), min(losses), losses)
 
 
 def fisher_information(
@@ -200,7 +152,8 @@ def fisher_information(
     size = min(TOGETHER, count)
     rows = np.pad(np.arange(count), (0, -count % size), constant_values=-1).reshape(-1, size)
     params, inputs, labels = replicate((params, inputs, labels))
-    return jax.tree.map(lambda total: total / count, _squared_gradients(apply, loss, params, rows, inputs, labels))
+    sums = jax.device_get(_squared_gradients(apply, loss, params, rows, inputs, labels))  # networks may be anywhere
+    return jax.tree.map(lambda total: total / count, sums)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -291,24 +244,6 @@ def _weigh(leaves: Sequence[Any], weights: Sequence[Any]) -> Any:
     return total.astype(jnp.result_type(leaves[0]))
 
 
-@cache  # the same function for the same arguments, so that it is compiled only once
-def _loss(apply: Apply, objective: Objective, learnt: _Shares) -> Loss:
-    """The loss of the combination on a minibatch, as a function of the numbers that its shares are made of."""
-
-    def loss(numbers: Any, rows: Int32[Array, "b"], given: Any, key: PRNGKeyArray) -> tuple[Float[Array, ""], None]:
-        networks, inputs, labels = given
-        x, y = jax.tree.map(lambda leaf: leaf[rows], (inputs, labels))
-        total, count = add_up(objective, apply(learnt.combine(numbers, networks), x), y, rows >= 0)
-        return total / jnp.where(count == 0, 1, count), None
-
-    return loss
-
-
-@cache
-def _adam(learning_rate: float) -> optax.GradientTransformation:
-    return optax.adam(learning_rate)
-
-
 def _check_networks(spec: PermutationSpec, networks: Sequence[Params]) -> None:
     if not isinstance(networks, Sequence) or len(networks) < 2:
         raise UserError("there are fewer than two networks: give a tuple of two or more parameter trees to merge")
@@ -316,9 +251,3 @@ def _check_networks(spec: PermutationSpec, networks: Sequence[Params]) -> None:
         require_alike("the networks to merge", networks[0], network)
         spec.validate(network)
         require_finite("a network to merge", network)
-
-
-def _check_data(apply: Apply, params: Params, inputs: Inputs, labels: Labels, loss: Objective) -> int:
-    count = count_examples(inputs, labels)
-    check_objectives({"loss": loss}, output_shapes(apply, params, inputs), labels, count)
-    return count

@@ -1,0 +1,225 @@
+"""Gradient descent that keeps what is best on held-out data, and ends when that gets no better.
+
+Whatever is learnt here, shares of networks or their weights, is learnt in the same way: with Adam, on all examples but
+the last tenth, whose loss is looked at twenty times on the way.
+"""
+
+import hashlib
+import io
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Float, Int32, PRNGKeyArray
+
+from mcomb.base import (
+    Apply,
+    Array,
+    Diverged,
+    Inputs,
+    Labels,
+    Params,
+    UserError,
+    count_examples,
+    is_inexact,
+    map_named,
+    named_leaves,
+    output_shapes,
+    require_positive,
+    stream,
+)
+from mcomb.devices import replicate
+from mcomb.evaluation import score
+from mcomb.files import AnyPath, as_path, atomic
+from mcomb.fingerprints import fingerprint
+from mcomb.gradient_descent import Loss, State, fit, initial_state, shuffled_rows, steps_per_call
+from mcomb.objectives import Objective, add_up, check_objectives, cross_entropy
+from mcomb.processes import from_first
+from mcomb.progress import progress_bar, warn
+
+CHECKS = 20  # how often in a descent the held-out loss is looked at
+PATIENCE = 5  # looks without a better one, after which it ends
+
+
+@runtime_checkable
+class Learnt(Hashable, Protocol):
+    """What numbers mean that are learnt: a network, made of them and of networks that stay as they are.
+
+    It should be equal to another one of the same meaning: then it is compiled only once.
+    """
+
+    def combine(self, numbers: Any, networks: Any, /) -> Params:
+        """The network with these numbers."""
+        ...
+
+
+class Descent(NamedTuple):
+    """The numbers with the least loss on held-out data, and all losses: at the start, and then every few steps."""
+
+    numbers: Any
+    losses: tuple[float, ...]
+
+
+def descend(
+    learnt: Learnt,
+    numbers: Any,
+    networks: Sequence[Params],
+    apply: Apply,
+    inputs: Inputs,
+    labels: Labels,
+    *,
+    loss: Objective,
+    steps: int,
+    batch_size: int,
+    learning_rate: float,
+    seed: int,
+    keep: AnyPath | str | None,
+    describe: str,
+) -> Descent:
+    """The best of the numbers that gradient descent comes by, starting from those given.
+
+    How far it has come is kept, after each look at the held-out loss, in the file `keep`. The same call goes on from
+    there; a file of another call, or a damaged one, is not used.
+    """
+    require_positive(steps=steps, batch_size=batch_size, learning_rate=learning_rate)
+    count = check_data(apply, networks[0], inputs, labels, loss)
+    if count < 2:
+        raise UserError(f"{count} examples are too few, for some are held out: give at least two")
+    train_count = count - max(1, count // 10)
+    given = replicate((tuple(networks), inputs, labels))
+    held_out = jax.tree.map(lambda x: x[train_count:], given[1:])
+    optimizer = _adam(learning_rate)
+    every = max(1, steps // CHECKS)
+    per_call = steps_per_call(networks[0], every)
+
+    def batches(done: int) -> Iterator[tuple[Int32[np.ndarray, "steps b"], Any]]:
+        """Minibatches after the first `done`, as many as one compiled call should step through, up to the next look."""
+        epoch, rows, size = 0, np.zeros((0, min(batch_size, train_count)), np.int32), min(batch_size, train_count)
+        while True:
+            for left in range(every, 0, -per_call):
+                while len(rows) < min(left, per_call):
+                    rows = np.concatenate([rows, shuffled_rows(seed, epoch, train_count, size)])
+                    epoch += 1
+                now, rows = np.split(rows, [min(left, per_call)])
+                if done <= 0:
+                    yield now, given
+                done -= len(now)
+
+    def look(numbers: Any) -> float:
+        found = score(apply, learnt.combine(numbers, given[0]), *held_out, loss=loss).loss
+        if not np.isfinite(found):
+            raise Diverged("the held-out loss of a combination is infinite or not a number: look for such inputs")
+        return found
+
+    start = initial_state(numbers, optimizer)
+    call = [learnt, getattr(loss, "__qualname__", ""), steps, batch_size, learning_rate, seed]
+    call += map(fingerprint, (numbers, networks, inputs, labels))
+    kept = _Kept(None if keep is None else as_path(keep), hashlib.blake2b(repr(call).encode()).hexdigest())
+    state, best, losses = kept.read(start) or (start, jax.device_get(numbers), [look(numbers)])
+    done = int(state.step)
+    fitting = fit(_loss(apply, loss, learnt), state, batches(done), optimizer, stream(seed))
+    with progress_bar(steps, "step", describe, done) as bar:
+        while done < steps and min(losses[-PATIENCE:]) <= min(losses):
+            state, step_losses, _ = next(fitting)
+            done += len(step_losses)
+            bar.update(len(step_losses))
+            if done % every:
+                continue
+            losses.append(look(state.params))
+            if losses[-1] == min(losses):
+                best = jax.device_get(state.params)
+            kept.write(state, best, losses)
+            bar.set_postfix(loss=f"{step_losses.mean():.4f}", best=f"{min(losses):.4f}", refresh=False)
+    return Descent(best, tuple(losses))
+
+
+class _Weights(NamedTuple):
+    """The weights of a network themselves, by name: what fine-tuning learns."""
+
+    def combine(self, numbers: Mapping[str, Array], networks: Sequence[Params]) -> Params:
+        return map_named(numbers.get, networks[0])
+
+
+def fine_tune(
+    apply: Apply,
+    params: Params,
+    inputs: Inputs,
+    labels: Labels,
+    *,
+    loss: Objective = cross_entropy,
+    steps: int = 400,
+    batch_size: int = 100,
+    learning_rate: float = 1e-3,
+    seed: int = 0,
+    keep: AnyPath | str | None = None,
+) -> tuple[Params, float]:
+    """A network after some more training, and its held-out loss: what `learn_shares` does, with all weights free."""
+    numbers = {name: leaf for name, leaf in named_leaves(params).items() if is_inexact(leaf)}
+    how: Any = {"loss": loss, "steps": steps, "batch_size": batch_size, "learning_rate": learning_rate, "seed": seed}
+    found = descend(_Weights(), numbers, [params], apply, inputs, labels, **how, keep=keep, describe="fine-tuning")
+    return _Weights().combine(found.numbers, [params]), min(found.losses)
+
+
+def check_data(apply: Apply, params: Params, inputs: Inputs, labels: Labels, loss: Objective) -> int:
+    """The number of examples; an error unless function, inputs, labels and loss fit together."""
+    count = count_examples(inputs, labels)
+    check_objectives({"loss": loss}, output_shapes(apply, params, inputs), labels, count)
+    return count
+
+
+class _Kept(NamedTuple):
+    """A file with the state of a descent, the best numbers and the losses so far; nothing, if it has no path."""
+
+    path: AnyPath | None
+    call: str  # what it is the state of
+
+    def write(self, state: State, best: Any, losses: Sequence[float]) -> None:
+        leaves = {f"leaf {i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves((state, best)))}
+        if self.path is not None:
+            from_first(self._write, leaves | {"losses": np.array(losses), "call": np.array(self.call)})
+
+    def _write(self, arrays: Mapping[str, np.ndarray]) -> None:
+        assert self.path is not None
+        with atomic(self.path) as temporary, temporary.open("wb") as file:
+            np.savez(file, **dict(arrays))  # type: ignore[arg-type]
+
+    def read(self, like: State) -> tuple[State, Any, list[float]] | None:
+        arrays = from_first(self._read)
+        if arrays is None:
+            return None
+        leaves, structure = jax.tree.flatten((like, like.params))
+        state, best = jax.tree.unflatten(structure, [arrays[f"leaf {i}"] for i in range(len(leaves))])
+        return state, best, arrays["losses"].tolist()
+
+    def _read(self) -> dict[str, np.ndarray] | None:
+        if self.path is None or not self.path.is_file():
+            return None
+        try:
+            with np.load(io.BytesIO(self.path.read_bytes())) as file:
+                arrays = dict(file)
+        except Exception as error:  # a damaged zip file makes for any kind of error
+            warn(f"{self.path} cannot be read ({type(error).__name__}): learning anew")
+            return None
+        return arrays if arrays.get("call") == self.call else None
+
+
+@cache  # the same function for the same arguments, so that it is compiled only once
+def _loss(apply: Apply, objective: Objective, learnt: Learnt) -> Loss:
+    """The loss of the network on a minibatch, as a function of the numbers that are learnt."""
+
+    def loss(numbers: Any, rows: Int32[Array, "b"], given: Any, key: PRNGKeyArray) -> tuple[Float[Array, ""], None]:
+        networks, inputs, labels = given
+        x, y = jax.tree.map(lambda leaf: leaf[rows], (inputs, labels))
+        total, count = add_up(objective, apply(learnt.combine(numbers, networks), x), y, rows >= 0)
+        return total / jnp.where(count == 0, 1, count), None
+
+    return loss
+
+
+@cache
+def _adam(learning_rate: float) -> optax.GradientTransformation:
+    return optax.adam(learning_rate)

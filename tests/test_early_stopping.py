@@ -1,0 +1,98 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numerics import assert_equal
+
+import mcomb
+from mcomb import early_stopping
+from mcomb.early_stopping import fine_tune
+
+rng = np.random.default_rng(0)
+LABELS = rng.integers(0, 3, 200).astype(np.int32)
+INPUTS = (rng.normal(size=(3, 5))[LABELS] + rng.normal(size=(200, 5))).astype(np.float32)
+START = {"kernel": rng.normal(size=(5, 3)).astype(np.float32), "steps": np.array(3)}
+
+
+def apply(params, x):
+    return x @ params["kernel"]
+
+
+def tune(keep=None, **options):
+    return fine_tune(apply, START, INPUTS, LABELS, steps=40, batch_size=20, learning_rate=0.1, keep=keep, **options)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return tune()
+
+
+@pytest.fixture
+def interrupted(tmp_path, monkeypatch):
+    """A file that was left by a descent which was killed at its tenth look."""
+    looks, real = iter(range(10)), early_stopping.score
+
+    def look(*args, **options):
+        if next(looks, None) is None:
+            raise KeyboardInterrupt
+        return real(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(early_stopping, "score", look)
+        with pytest.raises(KeyboardInterrupt):
+            tune(tmp_path / "kept.npz")
+    return tmp_path / "kept.npz"
+
+
+def test_fine_tuning_lowers_the_held_out_loss_and_leaves_what_is_no_float(whole):
+    params, loss = whole
+    held_out = INPUTS[180:], LABELS[180:]
+    assert loss < mcomb.score(apply, START, *held_out).loss
+    assert loss == pytest.approx(mcomb.score(apply, params, *held_out).loss, rel=1e-6)
+    assert params["steps"] is START["steps"]
+
+
+def test_a_descent_that_was_killed_goes_on_to_the_same_bits(interrupted, whole, monkeypatch):
+    steps = []
+    real = early_stopping.fit
+
+    def counting(*args):
+        for state, losses, report in real(*args):
+            steps.append(len(losses))
+            yield state, losses, report
+
+    monkeypatch.setattr(early_stopping, "fit", counting)
+    found = tune(interrupted)
+    assert_equal(found[0]["kernel"], whole[0]["kernel"])
+    assert found[1] == whole[1]
+    assert sum(steps) <= 40 - 2 * 9  # nine looks were kept, of two steps each
+
+
+def test_a_file_of_another_call_is_not_used(interrupted):
+    assert_equal(tune(interrupted, seed=1)[0]["kernel"], tune(seed=1)[0]["kernel"])
+
+
+@pytest.mark.parametrize("left", [100, 0])
+def test_a_file_that_is_not_whole_is_named_and_learning_begins_anew(left, interrupted, whole, capsys):
+    interrupted.write_bytes(interrupted.read_bytes()[:left])
+    assert_equal(tune(interrupted)[0]["kernel"], whole[0]["kernel"])
+    assert f"{interrupted} cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("part", [0.1, 0.3, 0.5, 0.7])
+def test_another_byte_in_the_file_changes_nothing(part, interrupted, whole):
+    data = bytearray(interrupted.read_bytes())
+    data[int(part * len(data))] ^= 1
+    interrupted.write_bytes(bytes(data))
+    assert_equal(tune(interrupted)[0]["kernel"], whole[0]["kernel"])
+
+
+def test_shares_that_are_learnt_go_on_too(tmp_path, monkeypatch):
+    networks = [{"kernel": rng.normal(size=(5, 3)).astype(np.float32)} for _ in range(2)]
+    spec = mcomb.permutation_spec(apply, networks[0], INPUTS)
+    learn = lambda **how: mcomb.learn_shares(spec, networks, apply, INPUTS, LABELS, steps=20, batch_size=20, **how)  # noqa: E731
+    first = learn(keep=tmp_path / "kept.npz")
+    monkeypatch.setattr(early_stopping, "fit", lambda *args: iter(()))
+    again = learn(keep=tmp_path / "kept.npz")
+    assert again.losses == first.losses
+    assert_equal(jax.tree.map(jnp.asarray, again.params), jax.tree.map(jnp.asarray, first.params))
