@@ -16,7 +16,7 @@ from mcomb.lab.cli import Flag
 from mcomb.lab.config import TrainingConfig
 from mcomb.lab.experiment import parse_and_join, print_plan
 from mcomb.lab.plan import Job
-from mcomb.lab.store import Store
+from mcomb.lab.store import Store, Training
 from mcomb.progress import say, show, show_json
 
 
@@ -30,13 +30,13 @@ class TrainConfig(TrainingConfig):
 def main(argv: list[str] | None = None) -> None:
     """Trains the networks and prints how good they are."""
     config = parse_and_join(TrainConfig, __doc__, argv)
-    store = Store(config)
+    store, trainings = Store(config), [Training(seed) for seed in config.seeds]
     if config.plan:
-        return print_plan([Job("train", store, config.seeds)], config)
+        return print_plan([Job("train", store, trainings)], config)
     folder = store.home / "networks"
     say(f"networks go to {folder}")
     trained = {}
-    for network in store.train_networks(config.seeds).values():
+    for network in store.train_networks(trainings).values():
         test = score(store.apply, network.params, *store.data.test)
         images = len(store.data.test.labels)
         show(f"{network.name}: test accuracy {test.accuracy:.2%}, test loss {test.loss:.4f}, of {images:,} images")

@@ -8,6 +8,7 @@ from typing import Annotated, Any, TypeVar
 
 from mcomb.files import AnyPath
 from mcomb.lab.cli import Flag, Output, flags, is_installed_command
+from mcomb.lab.partition import Subset
 from mcomb.lab.setups import SETUPS
 from mcomb.lab.training import Recipe
 from mcomb.matching import MATCHERS
@@ -70,6 +71,10 @@ class Config(TrainingConfig):
     vmap_size: Annotated[
         int | None, Flag("combinations side by side on a device (default: automatic)", at_least=1, identity=False)
     ] = None
+
+    def images_of(self, letter: str) -> Subset | None:
+        """The train images of network A, B or C; None if they are all."""
+        return None
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,11 @@ class Split(NamedTuple):
 
     def first(self, count: int | None) -> "Split":
         """The first `count` images, or all of them."""
-        return Split(self.images[:count], self.labels[:count])
+        return self.take(slice(count))
+
+    def take(self, rows: Any) -> "Split":
+        """The images in these rows."""
+        return Split(self.images[rows], self.labels[rows])
 
 
 class Splits(NamedTuple):

@@ -23,7 +23,7 @@ from mcomb.files import AnyPath
 from mcomb.lab.data import Split
 from mcomb.lab.measure import REPAIR_IMAGES, TEMPERATURES
 from mcomb.lab.results import columns
-from mcomb.lab.store import MATCHING_IMAGES, Store
+from mcomb.lab.store import MATCHING_IMAGES, Store, Training
 from mcomb.lab.training import initial_state, train
 from mcomb.matching.straight_through import BATCH_SIZE, STEPS
 from mcomb.progress import say
@@ -39,11 +39,11 @@ IN_ALL = "in all"
 
 
 class Job(NamedTuple):
-    """What one experiment needs: networks to train from seeds, matchings by name, and combinations to evaluate."""
+    """What one experiment needs: networks to train, matchings by name, and combinations to evaluate."""
 
     name: str
     store: Store
-    seeds: Sequence[int]
+    trainings: Sequence[Training]
     given: Sequence[str] = ()  # the names of the networks that are not trained
     matchings: Mapping[str, tuple[str, int]] = {}  # the matcher and its restarts
     combinations: int = 0  # on each split
@@ -144,7 +144,7 @@ def plan_steps(jobs: Iterable[Job], tflops: float | None = None) -> list[Step]:
     known: dict[AnyPath, tuple[Work, Rates]] = {}
     for job in jobs:
         home = job.store.home
-        if not job.seeds and not job.given:
+        if not job.trainings and not job.given:
             continue
         if home not in known:
             work = work_of(job.store)
@@ -162,9 +162,11 @@ def _training(job: Job, work: Work, rates: Rates) -> Iterator[Step]:
     recipe, size = store.recipe, DTYPE_BYTES * work.parameters
     for name in job.given:
         yield Step(f"read {name}", "given")
-    for seed in job.seeds:
-        name, done = store.trained_so_far(seed)
-        images = (recipe.epochs - done) * (store.setup.dataset.images[0] // recipe.batch_size) * recipe.batch_size
+    for training in job.trainings:
+        name, done = store.trained_so_far(training)
+        there = store.setup.dataset.images[0]
+        there = training.images.expected_count(there) if training.images else there
+        images = (recipe.epochs - done) * (there // recipe.batch_size) * recipe.batch_size
         flop = GRADIENT * work.flop * images
         if not images:
             yield Step(f"train {name}", "kept")
@@ -205,7 +207,7 @@ def _evaluation(job: Job, work: Work, rates: Rates) -> Iterator[Step]:
     counts = zip((config.train_images, config.test_images), job.store.setup.dataset.images, strict=True)
     images = sum(min(asked or there, there) + (REPAIR_IMAGES if repair else 0) for asked, there in counts)
     flop = work.flop * images * job.combinations
-    networks = (len(job.seeds) + len(job.given) + 2) * DTYPE_BYTES * work.parameters
+    networks = (len(job.trainings) + len(job.given) + 2) * DTYPE_BYTES * work.parameters
     memory = networks + min(BATCH, images) * LIVE * work.largest
     yield Step(what, f"{images:,} images each", flop, memory, 0.0, flop / rates.evaluation)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ from mcomb.gradient_descent import State, all_finite
 from mcomb.lab import versions
 from mcomb.lab.config import CHECKPOINT_FLAGS, RECIPE_FLAGS, TrainingConfig, identity_flags, recipe, recipe_dict
 from mcomb.lab.data import Splits
+from mcomb.lab.partition import Subset
 from mcomb.lab.setups import SETUPS, Setup
 from mcomb.lab.side_by_side import run_side_by_side
 from mcomb.lab.training import Stopped, initial_state, train
@@ -51,6 +52,13 @@ MATCHING_IMAGES = 10_000  # of the train split, for matchers to see: more would 
 
 class NotKeptError(Exception):
     """Something that is wanted as it is kept has not been made yet."""
+
+
+class Training(NamedTuple):
+    """What one network is trained from: its seed, and its train images if they are not all."""
+
+    seed: int
+    images: Subset | None = None
 
 
 @dataclass(frozen=True)
@@ -91,7 +99,7 @@ class Store:
         self.recipe = recipe(config)
         self.home = config.out / config.setup / f"width-{config.width}"
         self.seconds: dict[str, float] = {}  # spent on each kind of work
-        self._networks: dict[int, Network] = {}  # that were trained and have been read, by seed
+        self._networks: dict[Training, Network] = {}  # that were trained and have been read
 
     @property
     def data(self) -> Splits:
@@ -130,14 +138,18 @@ class Store:
         chosen = getattr(self.config, f"seed_{letter.lower()}")
         return 3 * self.config.seed + "ABC".index(letter) if chosen is None else chosen
 
+    def training(self, letter: str) -> Training:
+        """What network A, B or C is trained from."""
+        return Training(self.seed(letter), self.config.images_of(letter))
+
     def network_name(self, letter: str) -> str:
         """The name of network A, B or C in the run's folders."""
         given = self.given(letter)
-        return given.name if given else self._name(self.seed(letter))
+        return given.name if given else self._name(self.training(letter))
 
-    def trained_so_far(self, seed: int) -> tuple[str, int]:
-        """The name of a seed's network, and for how many epochs it has been trained."""
-        return self._name(seed), from_first(lambda: self._checkpoints(seed).epoch or 0)
+    def trained_so_far(self, training: Training) -> tuple[str, int]:
+        """The name of a network, and for how many epochs it has been trained."""
+        return self._name(training), from_first(lambda: self._checkpoints(training).epoch or 0)
 
     def _pretrained(self, letter: str) -> Path:
         """The file of a network that comes with the repository."""
@@ -166,108 +178,117 @@ class Store:
     def networks(self, letters: Iterable[str]) -> dict[str, Network]:
         """Networks A, B and C, by letter: those that are given, and the others trained from their seeds."""
         given = {letter: self.given(letter) for letter in letters}
-        seeds = {letter: self.seed(letter) for letter, network in given.items() if network is None}
-        trained = self.train_networks(tuple(seeds.values()))
-        return {letter: network or trained[seeds[letter]] for letter, network in given.items()}
+        wanted = {letter: self.training(letter) for letter, network in given.items() if network is None}
+        trained = self.train_networks(tuple(wanted.values()))
+        return {letter: network or trained[wanted[letter]] for letter, network in given.items()}
 
-    def train_networks(self, seeds: Sequence[int]) -> dict[int, Network]:
-        """The networks of some seeds, trained as far as they are not yet: side by side, on devices of their own.
+    def train_networks(self, trainings: Sequence[Training]) -> dict[Training, Network]:
+        """Some networks, trained as far as they are not yet: side by side, on devices of their own.
 
         Another process that wants one of them waits until all are trained.
 
-        Each has an equal share of the devices, whether others of the seeds are trained already or not, and a training
+        Each has an equal share of the devices, whether others of them are trained already or not, and a training
         goes on with as many devices as it had. So a network depends on what was asked for alone.
         """
-        seeds = tuple(dict.fromkeys(seeds))
-        unfinished = self._unfinished(seeds)
+        trainings = tuple(dict.fromkeys(trainings))
+        unfinished = self._unfinished(trainings)
         if unfinished and not self.make:
             raise NotKeptError(self._name(unfinished[0]))
         if unfinished:
             # Processes that run together train one network after the other, each on all devices.
-            share = len(jax.devices()) if are_several() else max(1, len(jax.devices()) // len(seeds))
+            share = len(jax.devices()) if are_several() else max(1, len(jax.devices()) // len(trainings))
             from_first(make_writable, self.home / "networks")
             with ExitStack() as locks:
-                for seed in sorted(unfinished):  # in one order, so that no two processes wait for each other
-                    path = self.home / "networks" / f".{self._name(seed)}.lock"
-                    locks.enter_context(lock(path, f"training {self._name(seed)}"))
+                for name in sorted(
+                    map(self._name, unfinished)
+                ):  # in one order, so that no two processes wait for each other
+                    path = self.home / "networks" / f".{name}.lock"
+                    locks.enter_context(lock(path, f"training {name}"))
                 with self.timed("training"):
                     self._train_side_by_side(self._unfinished(unfinished), share)
                     wait_for_all("training")
-        return {seed: self._trained(seed) for seed in seeds}
+        return {training: self._trained(training) for training in trainings}
 
-    def _unfinished(self, seeds: Sequence[int]) -> list[int]:
-        return from_first(lambda: [seed for seed in seeds if self._read_trained(seed) is None])
+    def _unfinished(self, trainings: Sequence[Training]) -> list[Training]:
+        return from_first(lambda: [one for one in trainings if self._read_trained(one) is None])
 
-    def _train_side_by_side(self, seeds: Sequence[int], share: int) -> None:
+    def _train_side_by_side(self, trainings: Sequence[Training], share: int) -> None:
         """Trains networks, each on `share` devices or on as many as it has begun with."""
         _ = self.data  # read once, before there are threads
-        by_size: dict[int, list[int]] = {}
-        for seed in seeds:
-            begun_with = None if are_several() else self._checkpoints(seed).device_count
-            by_size.setdefault(min(begun_with or share, len(jax.devices())), []).append(seed)
+        by_size: dict[int, list[Training]] = {}
+        for training in trainings:
+            begun_with = None if are_several() else self._checkpoints(training).device_count
+            by_size.setdefault(min(begun_with or share, len(jax.devices())), []).append(training)
         for size, group in by_size.items():
             meshes = meshes_of(size)
             run_side_by_side(self._train_in_turn, [(mesh, group[i :: len(meshes)]) for i, mesh in enumerate(meshes)])
 
-    def _train_in_turn(self, lane: tuple[Mesh, Sequence[int]], stop: Event) -> None:
-        mesh, seeds = lane
-        for seed in seeds:
-            self._train(seed, mesh, stop)
+    def _train_in_turn(self, lane: tuple[Mesh, Sequence[Training]], stop: Event) -> None:
+        mesh, trainings = lane
+        for training in trainings:
+            self._train(training, mesh, stop)
 
-    def _train(self, seed: int, mesh: Mesh, stop: Event) -> None:
-        checkpoints, data, recipe = self._checkpoints(seed), self.data.train, self.recipe
+    def _train(self, training: Training, mesh: Mesh, stop: Event) -> None:
+        checkpoints, data, recipe, seed = self._checkpoints(training), self.data.train, self.recipe, training.seed
+        if training.images:
+            data = data.take(training.images.rows(data.labels))
         state = initial_state(self.setup.init(self.config.width, seed), recipe, len(data.labels))
         if checkpoints.records:
             state = checkpoints.restore(state)
         elif recipe.epochs == 0:
             checkpoints.save(0, replicate(state, mesh), mesh)
         how: dict[str, Any] = {"mesh": mesh, "per_call": self.config.steps_per_call, "stop": stop}
-        describe = f"training {self._name(seed)}"
+        describe = f"training {self._name(training)}"
         try:
             for epoch, trained, _ in train(self.apply, state, data, recipe, seed, describe=describe, **how):
                 if epoch % recipe.checkpoint_every == 0 or epoch == recipe.epochs:
                     checkpoints.save(epoch, trained, mesh)
         except Stopped as stopped:
-            self._save_stopped(checkpoints, stopped.state, int(state.step), mesh)
+            self._save_stopped(checkpoints, stopped.state, int(state.step), len(data.labels), mesh)
             raise
 
-    def _save_stopped(self, checkpoints: TrainingCheckpoints, state: State, before: int, mesh: Mesh) -> None:
+    def _save_stopped(
+        self, checkpoints: TrainingCheckpoints, state: State, before: int, images: int, mesh: Mesh
+    ) -> None:
         """Saves how far a training has come beyond the step `before`. With other processes it could not: they go on."""
-        epoch, within = divmod(int(state.step), len(self.data.train.labels) // self.recipe.batch_size)
+        epoch, within = divmod(int(state.step), images // self.recipe.batch_size)
         if int(state.step) > before and not are_several() and all_finite(state.params):
             checkpoints.save(None if within else epoch, state, mesh)
 
-    def _trained(self, seed: int) -> Network:
+    def _trained(self, training: Training) -> Network:
         """A network that is trained already."""
-        network = self._read_trained(seed)
+        network = self._read_trained(training)
         if network is None:
-            raise UserError(f"{self.home / 'networks' / self._name(seed)} has changed meanwhile: run it again")
+            raise UserError(f"{self.home / 'networks' / self._name(training)} has changed meanwhile: run it again")
         return network
 
-    def _read_trained(self, seed: int) -> Network | None:
+    def _read_trained(self, training: Training) -> Network | None:
         """A network that is trained to its end and whole, read once."""
-        if seed not in self._networks:
-            checkpoints = self._checkpoints(seed)
+        if training not in self._networks:
+            checkpoints = self._checkpoints(training)
             done = checkpoints.epoch == self.recipe.epochs
             params = checkpoints.read_params(self.setup.shapes(self.config.width)) if done else None
             if params is None:
                 return None
-            self._networks[seed] = Network(self._name(seed), params, fingerprint(params))
-        return self._networks[seed]
+            self._networks[training] = Network(self._name(training), params, fingerprint(params))
+        return self._networks[training]
 
-    def _checkpoints(self, seed: int) -> TrainingCheckpoints:
-        made_from = {"setup": self.config.setup, "width": self.config.width, "seed": seed} | recipe_dict(self.config)
+    def _checkpoints(self, training: Training) -> TrainingCheckpoints:
+        made_from = {"setup": self.config.setup, "width": self.config.width, "seed": training.seed}
+        made_from |= recipe_dict(self.config)
+        made_from |= {"images": training.images._asdict()} if training.images else {}
         made_from |= {"dtype": self.config.dtype} if self._other_dtype else {}
-        return TrainingCheckpoints(self.home / "networks" / self._name(seed), made_from)
+        return TrainingCheckpoints(self.home / "networks" / self._name(training), made_from)
 
-    def _name(self, seed: int) -> str:
-        """The name of a seed's network, with whatever its recipe has been changed in."""
+    def _name(self, training: Training) -> str:
+        """The name of a network: its seed, its images if they are not all, and what its recipe has been changed in."""
         changed = [
             f"{name.replace('_', '-')}={getattr(self.recipe, name)}"
             for name in RECIPE_FLAGS
             if getattr(self.recipe, name) != getattr(self.setup.recipe, name)
         ]
-        return ",".join([f"seed-{seed}", *changed, *self._other_dtype])
+        images = [training.images.name] if training.images else []
+        return ",".join([f"seed-{training.seed}", *images, *changed, *self._other_dtype])
 
     @property
     def _other_dtype(self) -> list[str]:

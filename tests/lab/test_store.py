@@ -20,7 +20,7 @@ from mcomb.lab import store as stores
 from mcomb.lab import training
 from mcomb.lab.config import Config, SweepConfig
 from mcomb.lab.setups import SETUPS
-from mcomb.lab.store import NotKeptError, Store
+from mcomb.lab.store import NotKeptError, Store, Training
 from mcomb.lab.training import Stopped
 from mcomb.matching.core import Matching
 
@@ -326,7 +326,12 @@ def test_whatever_a_given_network_is_called_its_results_stay_below_the_output_fo
 
 
 def devices_of(store, seed):
-    return store._checkpoints(seed).devices
+    return store._checkpoints(Training(seed)).devices
+
+
+def train(store, *seeds):
+    """The networks of some seeds, by seed."""
+    return {one.seed: network for one, network in store.train_networks([Training(seed) for seed in seeds]).items()}
 
 
 def test_a_network_does_not_depend_on_who_is_trained_beside_it(tmp_path):
@@ -335,9 +340,9 @@ def test_a_network_does_not_depend_on_who_is_trained_beside_it(tmp_path):
     two = Store(config)
     count = len(jax.local_devices())
     for seeds in ((0, 1), (1, 0)):  # the second time there is nothing left to train
-        networks = two.train_networks(seeds)
+        networks = train(two, *seeds)
         assert list(networks) == list(seeds)
-    others = three.train_networks((2, 1, 0))
+    others = train(three, 2, 1, 0)
     assert [devices_of(two, seed) for seed in (0, 1)] == [[f"{max(1, count // 2)} × cpu"]] * 2
     assert [devices_of(three, seed) for seed in (0, 1, 2)] == [[f"{max(1, count // 3)} × cpu"]] * 3
     if count // 2 == count // 3 or count < 3:
@@ -347,15 +352,16 @@ def test_a_network_does_not_depend_on_who_is_trained_beside_it(tmp_path):
 
 def test_a_training_that_is_gone_on_with_alone_keeps_the_devices_it_had_beside_others(tmp_path, monkeypatch):
     config = Config(setup="mlp-digits", width=1, epochs=4, checkpoint_every=1, out=tmp_path / "stopped")
-    real, whole = stores.train, Store(dataclasses.replace(config, out=tmp_path / "whole")).train_networks((0, 1))
+    real, whole = stores.train, train(Store(dataclasses.replace(config, out=tmp_path / "whole")), 0, 1)
 
     monkeypatch.setattr(stores, "train", stopping(real))
     with pytest.raises(KeyboardInterrupt):
-        Store(config).train_networks((0, 1))
+        train(Store(config), 0, 1)
     monkeypatch.setattr(stores, "train", real)
-    assert Store(config)._unfinished((0, 1)) == [0, 1]
-    assert_equal(Store(config).train_networks((0,))[0].params, whole[0].params)
-    assert_equal(Store(config).train_networks((0, 1))[1].params, whole[1].params)
+    both = [Training(0), Training(1)]
+    assert Store(config)._unfinished(both) == both
+    assert_equal(train(Store(config), 0)[0].params, whole[0].params)
+    assert_equal(train(Store(config), 0, 1)[1].params, whole[1].params)
 
 
 def test_a_diverging_training_keeps_its_last_good_checkpoint(tmp_path, monkeypatch):
