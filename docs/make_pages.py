@@ -65,7 +65,8 @@ def run_and_write(name: str, experiment: Experiment, line: str, out: Path) -> st
     printed = "\n".join(part.rstrip() for part in "\n".join([results["title"], *numbers]).splitlines())
     figure = FOLDER / f"{name}.png"
     reduce_picture(Image.open(Store(config).folder(name) / figure.name), figure)
-    claim = f"\nThe paper: *{results['claim']}* {WORDS[results['agrees']]}".rstrip() + "\n" if numbers else ""
+    whose, words = ("Open in the paper", {}) if results["is_open"] else ("The paper", WORDS)
+    claim = f"\n{whose}: *{results['claim']}* {words.get(results['agrees'], '')}".rstrip() + "\n" if numbers else ""
     return (
         f"\n## What comes out\n\n{shown(figure, results['alt'])}\n"
         f"`{line}` printed:\n\n```text\n{printed}\n```\n\n{results['finding']}\n{claim}"

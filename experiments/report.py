@@ -15,7 +15,7 @@ from typing import Annotated, NamedTuple
 from mcomb.files import AnyPath, absolute, atomic, make_writable
 from mcomb.lab import cli
 from mcomb.lab.cli import Flag
-from mcomb.lab.config import Config, command, convert_config
+from mcomb.lab.config import CHECKPOINT_FLAGS, Config, command, convert_config
 from mcomb.lab.experiment import Experiment, figure_path, list_jobs, parse_and_join, print_plan, read_results, run
 from mcomb.lab.setups import SETUPS
 from mcomb.lab.store import Store
@@ -30,6 +30,7 @@ from . import (
     hyperplane,
     linear,
     matchers,
+    merge,
     minmax,
     robustness,
     schematic,
@@ -44,7 +45,7 @@ from .report_page import Entry, Missing, render
 
 ORDER = (
     *(schematic, uniform, subcube, hyperplane, bernoulli, stitching, linear),
-    *(linear, centered, minmax, transitivity, triangle, functional, edges, robustness, matchers, width),
+    *(linear, centered, minmax, transitivity, triangle, functional, edges, robustness, matchers, width, merge),
 )  # the line twice: between the networks and beyond them
 BEYOND = (-1.0, 2.0)
 
@@ -81,6 +82,8 @@ def plan(config: ReportConfig) -> list[Job]:
         for i, module in enumerate(ORDER):
             if (module is width and its_width != widths[0]) or (module is schematic and jobs):
                 continue
+            if module is merge and (config.pretrained or any(getattr(config, flag) for flag in CHECKPOINT_FLAGS)):
+                continue  # it trains networks of its own
             experiment, name = module.EXPERIMENT, module.EXPERIMENT.name
             own = convert_config(config, experiment.config, setup=setup, width=its_width)
             if ORDER.index(module) < i:

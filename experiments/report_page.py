@@ -44,6 +44,7 @@ VERDICTS = {  # by `agrees`: a class for the style sheet, a mark and words, so t
     False: ("differs", "✗", "does not agree"),
     None: ("open", "○", "no verdict"),
 }
+ANSWERS = {True: "yes", False: "no", None: "no verdict"}  # to questions that the paper leaves open
 PNG = b"\x89PNG\r\n\x1a\n"
 THUMBNAIL = (320, 240)  # pixels at most: twice as many as the style sheet's, for fine screens
 NOTHING = "–"  # a cell without a number
@@ -145,9 +146,15 @@ def full_name(item: Item, items: Sequence[Item]) -> str:
     return f"{item.name}, {item.place}" if len(places_of(items)) > 1 else item.name
 
 
-def verdict(agrees: bool | None) -> Html:
+def words_of(results: Mapping[str, Any]) -> tuple[str, str, str]:
+    """The class, the mark and the words of a verdict."""
+    kind, mark, words = VERDICTS[results["agrees"]]
+    return kind, mark, ANSWERS[results["agrees"]] if results["is_open"] else words
+
+
+def verdict(results: Mapping[str, Any]) -> Html:
     """The mark and the words of a verdict."""
-    kind, mark, words = VERDICTS[agrees]
+    kind, mark, words = words_of(results)
     return tag("span", tag("span", mark, aria_hidden="true"), words, class_=f"verdict {kind}")
 
 
@@ -183,11 +190,12 @@ def table(caption: str, corner: Sequence[str], below: Sequence[str], rows: Itera
 
 def header(title: str, entries: Sequence[Entry], missing: Sequence[Missing]) -> Html:
     """What this page is, of which networks, and how it went."""
-    found = Counter(entry.results["agrees"] for entry in entries)
+    found = Counter("open" if entry.results["is_open"] else entry.results["agrees"] for entry in entries)
     verdicts = [
         counted(found[True], "agrees with the paper", "agree with the paper"),
         counted(found[False], "does not", "do not"),
         counted(found[None], "has no verdict", "have no verdict"),
+        *([counted(found["open"], "answers", "answer") + " what it leaves open"] if found["open"] else []),
     ]
     outcome = f"Of {counted(len(entries), 'experiment', 'experiments')}, {', '.join(verdicts)}."
     configs = [entry.results["config"] for entry in entries]
@@ -222,7 +230,7 @@ def gallery(entries: Sequence[Entry]) -> Html:
     def item(index: int, entry: Entry) -> Html:
         small = thumbnail(entry)
         width, height = size(small, entry.name)
-        kind, mark, words = VERDICTS[entry.results["agrees"]]
+        kind, mark, words = words_of(entry.results)
         picture = tag("img", src=embedded(small), alt="", width=width, height=height)  # the link has the words
         verdict = tag("span", mark, class_=f"verdict {kind}", aria_hidden="true")
         text = tag("span", verdict, " ", entry.name, class_="name")
@@ -251,7 +259,7 @@ def summary(entries: Sequence[Entry], missing: Sequence[Missing]) -> Html:
         return tag(
             "tr",
             tag("th", tag("a", entry.name, href=f"#{anchor(index, entry)}"), scope="row"),
-            tag("td", verdict(results["agrees"])),
+            tag("td", verdict(results)),
             numbers(source.get(metric) for metric in METRICS for source in sources),
         )
 
@@ -286,7 +294,7 @@ def side_by_side(entries: Sequence[Entry], missing: Sequence[Missing], places: S
         index, entry = found[name, place]
         lost = [barrier_of(entry.results, curve).get("accuracy") for curve in ("aligned", "naive")]
         text = f"{number(lost[0])} / {number(lost[1])}" if lost != [None, None] else ""
-        link = tag("a", verdict(entry.results["agrees"]), href=f"#{anchor(index, entry)}")
+        link = tag("a", verdict(entry.results), href=f"#{anchor(index, entry)}")
         return tag("td", link, tag("span", text, class_="lost"))
 
     head = tag(
@@ -329,12 +337,12 @@ def section(index: int, entry: Entry) -> Html:
         tag("h2", tag("span", setting + colon, class_="of") if setting else "", tag("span", name)),
         tag(
             "dl",
-            tag("dt", "The paper found"),
+            tag("dt", "The paper leaves open" if results["is_open"] else "The paper found"),
             tag("dd", results["claim"]),
             tag("dt", "Measured here"),
             tag("dd", results["finding"]),
             tag("dt", "Verdict"),
-            tag("dd", verdict(results["agrees"])),
+            tag("dd", verdict(results)),
         ),
         tag(
             "figure",

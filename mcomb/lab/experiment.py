@@ -21,7 +21,7 @@ from mcomb.lab.plan import Job
 from mcomb.lab.results import VARIANTS, Results, Rows, environment, table
 from mcomb.lab.setups import SETUPS
 from mcomb.lab.store import KeptMatching, Network, NotKeptError, Store
-from mcomb.lab.verdicts import WORDS, Verdict, judge_sweep, why_no_verdict
+from mcomb.lab.verdicts import OPEN_WORDS, WORDS, Verdict, judge_sweep, why_no_verdict
 from mcomb.locks import lock
 from mcomb.processes import from_first, join, require_agreement
 from mcomb.progress import coloured, say, show, show_json
@@ -35,7 +35,7 @@ OWN: dict[str, Any] = dict.fromkeys(("coordinator", "processes", "process", "dat
 
 FIGURES = ".figures.json"  # in a result's folder: what its figure's files should be
 
-VERDICT = ("claim", "alt", "agrees", "finding")  # of results, added when they are read
+VERDICT = ("claim", "alt", "agrees", "finding", "is_open")  # of results, added when they are read
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,14 @@ class Experiment:
 
     name: str
     title: str
-    claim: str  # what the paper found
+    claim: str  # what the paper found, or asks
     alt: str  # what the figure shows, for those who cannot see it
     measure: Callable[[Run], Results]
     draw: Callable[[Results, AnyPath], None]
     judge: Callable[[Results], Verdict]  # of results of trained and matched networks
     config: type[Config] = Config
     networks: str = "AB"
+    is_open: bool = False  # whether the claim is a question that the paper leaves open
     varies_width: bool = False  # over parts of several widths
     combinations: Callable[[Any], int] = lambda config: 0  # how many are evaluated, on each split
     matchings: tuple[str, ...] | Callable[[Config], Mapping[str, tuple[str, int]]] = ("B to A",)
@@ -109,7 +110,7 @@ def run(experiment: Experiment, config: Config) -> Results:
     folder = from_first(make_writable, store.folder(experiment.name))
     say(f"results go to {folder}")
     if config.pairs > 1:  # the networks of all pairs side by side
-        store.train_networks([Store(part).seed(letter) for _, part in planned.values() for letter in letters])
+        store.train_networks([Store(part).training(letter) for _, part in planned.values() for letter in letters])
     parts = {name: run(*part) for name, part in planned.items()}
     networks, matchings = _networks_and_matchings(experiment, store)
     identity = result_identity(experiment.name, store, networks, matchings, parts)
@@ -147,7 +148,8 @@ def said_verdict(results: Results) -> str:
     agrees, finding = results["agrees"], results["finding"]
     if agrees is None:
         return finding  # it says so itself
-    return f"{coloured(WORDS[agrees], 'green' if agrees else 'red', sys.stdout)}: {finding}"
+    words = f"{results['claim']} {OPEN_WORDS[agrees].capitalize()}" if results["is_open"] else WORDS[agrees]
+    return f"{coloured(words, 'green' if agrees else 'red', sys.stdout)}: {finding}"
 
 
 def _leave(experiment: Experiment, results: Results, folder: AnyPath) -> None:
@@ -218,7 +220,7 @@ def list_jobs(experiment: Experiment, config: Config) -> Iterator[Job]:
     yield Job(
         experiment.name,
         store,
-        seeds=[store.seed(letter) for letter in letters if letter not in given],
+        trainings=[store.training(letter) for letter in letters if letter not in given],
         given=list(given.values()),
         matchings=_methods(experiment, config) if letters else {},
         combinations=experiment.combinations(config),
@@ -231,6 +233,7 @@ def _title(experiment: Experiment, config: Config, letters: str, with_parts: boo
     width = f", width {config.width}" if with_networks and not experiment.varies_width else ""
     by = f", matched by {config.matcher}" if with_networks and config.matcher not in ("", "weights") else ""
     how = by + (", repaired" if getattr(config, "repair", False) else "")
+    how += f", split {config.split}" if hasattr(config, "split") else ""
     how += f", in {config.dtype}" if with_networks and config.dtype != "float32" else ""
     how += f", {config.pairs} {'triples' if 'C' in letters else 'pairs'}" if config.pairs > 1 else ""
     return f"{SETUPS[config.setup].title}{width}{how}: {experiment.title}"
@@ -242,7 +245,7 @@ def add_verdict(experiment: Experiment, results: Results, folder: AnyPath) -> Re
     if None in figures.values() or read_json(folder / FIGURES) != figures:
         _draw(experiment, results, folder)
     agrees, finding = reach_verdict(experiment, results)
-    verdict = (experiment.claim, experiment.alt, agrees, finding)
+    verdict = (experiment.claim, experiment.alt, agrees, finding, experiment.is_open)
     return results | dict(zip(VERDICT, verdict, strict=True))
 
 

@@ -10,7 +10,7 @@ from mcomb.lab.experiment import Experiment, over_pairs, reach_verdict
 from mcomb.lab.identity import flags_identity
 from mcomb.lab.results import SPLITS, row_files
 from mcomb.lab.store import Store
-from mcomb.lab.verdicts import WORDS
+from mcomb.lab.verdicts import OPEN_WORDS, WORDS
 
 
 class State(NamedTuple):
@@ -37,7 +37,8 @@ def read_state(experiment: Experiment, config: Config) -> State:
             return State("outdated", "results of another version" if results else "results that are damaged")
         agrees, finding = reach_verdict(over_pairs(experiment) if config.pairs > 1 else experiment, results)
         when = datetime.fromtimestamp(modified(path)).astimezone()
-        said = f"{WORDS[agrees].removesuffix(' with the paper')}, {when:%Y-%m-%d %H:%M}"
+        words = (OPEN_WORDS if experiment.is_open else WORDS)[agrees].removesuffix(" with the paper")
+        said = f"{words}, {when:%Y-%m-%d %H:%M}"
         return State("done", said, agrees, finding, when.isoformat("T", "minutes"))
     count = 0
     for rows in row_files(folder):
@@ -45,5 +46,6 @@ def read_state(experiment: Experiment, config: Config) -> State:
         of_these = header.startswith(json.dumps(identity)[:-1])  # networks and all that come after
         count += sum(unseal(line) is not None for line in lines) if of_these else 0
     if count:
-        return State("begun", f"begun: {count:,} of {len(SPLITS) * experiment.combinations(config):,} rows")
+        in_all = len(SPLITS) * experiment.combinations(config)
+        return State("begun", f"begun: {count:,} of {in_all:,} rows" if in_all else f"begun: {count:,} rows")
     return State("not run", "not run")

@@ -24,10 +24,14 @@ CONFIDENCE = 0.99
 
 
 WORDS = {True: "agrees with the paper", False: "does not agree with the paper", None: "no verdict"}
+OPEN_WORDS = {True: "yes", False: "no", None: "no verdict"}  # where the claim is a question that the paper leaves open
 
 
 class Verdict(NamedTuple):
-    """Whether results agree with the paper, None if they cannot tell, and a sentence that says why."""
+    """Whether results agree with the paper, None if they cannot tell, and a sentence that says why.
+
+    Of a question that the paper leaves open, `agrees` is the answer.
+    """
 
     agrees: bool | None
     finding: str

@@ -1,0 +1,343 @@
+"""Merges whose shares are chosen, beside their parents and honest controls: does any beat both parents?
+
+    python -m experiments.merge --setup mlp-digits --split biased           # five minutes on two CPU cores
+    python -m experiments.merge --setup mlp-digits --split none             # the same of ordinary pairs
+    python -m experiments.merge --setup mlp-cifar10 --split biased
+
+The networks of a pair see different images. With the split `biased`, A sees 80 % of the images of one half of the
+classes and 20 % of the other half's (95 and 5 % on digits, where 80 % would be enough to learn all), and B the rest;
+`dirichlet` draws the parts of each class; with `none` both see the same. A fifth of the train images is withheld from
+both: merges and controls are made from these alone, and measured on the test images. Controls are parents whose output
+bias is corrected, a parent fine-tuned with the data, steps and optimizer of the learner, the ensemble (the mean of both
+parents' logits) and C, a network trained on all images. The paper draws shares at random and leaves open which points
+of the cube are better than others.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+
+from mcomb.base import Apply, Array, Inputs, Params, UserError, stream
+from mcomb.combination import mix, uniform
+from mcomb.early_stopping import descend, fine_tune
+from mcomb.evaluation import evaluate, score
+from mcomb.files import AnyPath
+from mcomb.lab.cli import Flag
+from mcomb.lab.config import CHECKPOINT_FLAGS, Config
+from mcomb.lab.data import Split
+from mcomb.lab.experiment import Experiment, main
+from mcomb.lab.figures import COLOURS, STYLE, save
+from mcomb.lab.measure import REPAIR_IMAGES, Run
+from mcomb.lab.pairs import pool, spread
+from mcomb.lab.partition import SPLITS, Subset
+from mcomb.lab.results import METRICS, Results, columns, with_range
+from mcomb.lab.setups import SETUPS
+from mcomb.lab.verdicts import Verdict
+from mcomb.merging import GRANULARITIES, merge
+from mcomb.objectives import cross_entropy
+from mcomb.progress import say
+from mcomb.repair import repaired
+
+BUDGETS = (1.25, 1.5)  # networks' worth of parameters of partial merges
+FINE_TUNING = (1e-2, 1e-3, 1e-4)  # learning rates, of which the best on held-out images is taken
+MEASURED = ("withheld", "test")
+
+
+@dataclass(frozen=True)
+class MergeConfig(Config):
+    """The flags of the merges."""
+
+    pairs: Annotated[int, Flag("independent triples, of --seed and the seeds after it", at_least=1)] = 3
+    split: Annotated[str, Flag("how the parents' train images differ", choices=SPLITS)] = "biased"
+    skew: Annotated[
+        float | None, Flag("A's part of its classes (biased), or the concentration (dirichlet) [setup]", at_least=0)
+    ] = None
+    withheld: Annotated[int | None, Flag("train images that no parent sees (default: a fifth)", at_least=20)] = None
+    candidates: Annotated[int, Flag("random combinations, of which the best is taken", at_least=1)] = 100
+    steps: Annotated[int, Flag("steps of gradient descent that a learner takes at most", at_least=1)] = 400
+
+    def __post_init__(self) -> None:
+        for name in (*CHECKPOINT_FLAGS, "pretrained"):
+            if getattr(self, name):
+                raise UserError(f"--{name.replace('_', '-')} is no network that knows its own images: leave it out")
+        if self.skew is not None and (self.split == "none" or (self.split == "biased" and self.skew > 1)):
+            range_ = "leave it out" if self.split == "none" else "give a part from 0 to 1"
+            raise UserError(f"--skew {self.skew:g} does not go with --split {self.split}: {range_}")
+        if self.split == "dirichlet" and self.skew == 0:
+            raise UserError("--skew 0 is no concentration of --split dirichlet: give more than 0")
+
+    def subset(self, who: str) -> Subset:
+        """The train images of A, of B, or those that are withheld from both."""
+        dataset = SETUPS[self.setup].dataset
+        default = {"biased": 0.95 if dataset.name == "digits" else 0.8, "dirichlet": 0.5, "none": 1.0}[self.split]
+        skew = default if self.skew is None else self.skew
+        return Subset(self.split, skew, self.withheld or dataset.images[0] // 5, self.seed, who)
+
+    def images_of(self, letter: str) -> Subset | None:
+        """The train images of network A or B; C has all."""
+        return None if letter == "C" else self.subset(letter)
+
+
+class Merged(NamedTuple):
+    """A function and its parameters: one network, or whatever else a method makes."""
+
+    apply: Apply
+    params: Any
+
+
+class Pair(NamedTuple):
+    """What a method has: a run with its networks, B aligned to A, and the images that neither has seen."""
+
+    run: Run
+    a: Params
+    b: Params
+    aligned: Params
+    withheld: Split
+
+    @property
+    def apply(self) -> Apply:
+        return self.run.store.apply
+
+    @property
+    def seed(self) -> int:
+        return self.run.config.seed
+
+    @property
+    def learning(self) -> dict[str, Any]:
+        """The options that all learners share."""
+        return {"steps": self.run.config.steps, "seed": self.seed}
+
+    def merge(self, method: str, **options: Any) -> Params:
+        """The merge of A and B, aligned, by one of the library's methods."""
+        return merge(self.run.store.spec, (self.a, self.aligned), self.apply, *self.withheld, method=method, **options)
+
+
+Method = Callable[[Pair], Merged]
+
+
+def network(params: Callable[[Pair], Params]) -> Method:
+    """A method that gives an ordinary network."""
+    return lambda pair: Merged(pair.apply, params(pair))
+
+
+class _Bias(NamedTuple):
+    """A number for each class that is added to a network's logits."""
+
+    def combine(self, numbers: Array, networks: Any) -> Any:
+        return networks[0][0], numbers
+
+
+@cache
+def _with_bias(apply: Apply) -> Apply:
+    def run(params: tuple[Params, Array], inputs: Inputs) -> Array:
+        logits = apply(params[0], inputs)
+        return logits + jnp.broadcast_to(params[1], logits.shape)
+
+    return run
+
+
+def correct_bias(pair: Pair, params: Params) -> Merged:
+    """A network with its output bias fitted to the withheld images: they have all classes in equal parts."""
+    apply, start = _with_bias(pair.apply), jnp.zeros(pair.run.store.setup.dataset.classes)
+    how: Any = {"loss": cross_entropy, "batch_size": 100, "learning_rate": 0.1, "keep": None} | pair.learning
+    how |= {"describe": "correcting a bias"}
+    found = descend(_Bias(), start, [(params, start)], apply, *pair.withheld, **how)
+    return Merged(apply, (params, found.numbers))
+
+
+def best_sample(pair: Pair) -> Params:
+    """The best on the withheld images of combinations whose shares are all drawn from [0, 1]."""
+    draw, both = mix(uniform), (pair.a, pair.aligned)
+    halves = np.full(pair.run.config.candidates, 0.5, np.float32)
+    keys = jax.random.split(stream(pair.seed, "coefficients", "merge"), len(halves))
+    losses = evaluate(pair.apply, draw, both, halves, keys, *pair.withheld, vmap_size=pair.run.config.vmap_size).loss
+    return jax.jit(draw)(keys[losses.argmin()], halves[0], *both)
+
+
+def refit_and_repair(pair: Pair) -> Merged:
+    """The refitted average, repaired: its units vary as much as the parents' do."""
+    fitted, both = pair.merge("refit"), (pair.a, pair.aligned)
+    images = pair.withheld.first(REPAIR_IMAGES).images
+    apply, draw, given = repaired(pair.run.store.spec, pair.apply, _take_parameter, both, images)
+    return Merged(apply, jax.jit(draw)(stream(0), fitted, *given))
+
+
+def _take_parameter(key: Any, parameter: Params, *networks: Params) -> Params:
+    return parameter
+
+
+def fine_tuned(pair: Pair) -> Params:
+    """The better parent on the withheld images, trained further on them, at the best of three learning rates."""
+    parents = [pair.a, pair.b]
+    losses = [score(pair.apply, parent, *pair.withheld).loss for parent in parents]
+    parent = parents[int(np.argmin(losses))]
+    tuned = [fine_tune(pair.apply, parent, *pair.withheld, learning_rate=rate, **pair.learning) for rate in FINE_TUNING]
+    return min(tuned, key=lambda found: found[1])[0]
+
+
+@cache
+def _mean_logits(apply: Apply) -> Apply:
+    def run(networks: tuple[Params, ...], inputs: Inputs) -> Array:
+        return jnp.mean(jnp.stack([apply(params, inputs) for params in networks]), axis=0)
+
+    return run
+
+
+METHODS: Mapping[str, Method] = {
+    "A": network(lambda pair: pair.a),
+    "B": network(lambda pair: pair.b),
+    "A, bias corrected": lambda pair: correct_bias(pair, pair.a),
+    "B, bias corrected": lambda pair: correct_bias(pair, pair.b),
+    "midpoint, naive": network(lambda pair: jax.tree.map(lambda a, b: (a + b) / 2, pair.a, pair.b)),
+    "midpoint, aligned": network(lambda pair: pair.merge("average")),
+    "best sample": network(best_sample),
+    "Fisher": network(lambda pair: pair.merge("fisher")),
+    **{
+        f"learned per {per}": network(lambda pair, per=per: pair.merge("learned", per=per, **pair.learning))  # type: ignore[misc]
+        for per in GRANULARITIES
+    },
+    "refit": network(lambda pair: pair.merge("refit")),
+    "refit + REPAIR": refit_and_repair,
+    "fine-tuned": network(fine_tuned),
+    "ensemble": lambda pair: Merged(_mean_logits(pair.apply), (pair.a, pair.b)),
+    "joint": network(lambda pair: pair.run.networks["C"].params),
+}
+
+PARENTS = ("A", "B", "A, bias corrected", "B, bias corrected")
+CONTROLS = ("fine-tuned", "ensemble", "joint")
+MERGES = tuple(name for name in METHODS if name not in (*PARENTS, *CONTROLS))
+IN_THE_CUBE = tuple(name for name in MERGES if name != "midpoint, naive" and not name.startswith(("refit", "partial")))
+
+
+def measure(run: Run) -> Results:
+    """Loss and accuracy of every method on the withheld images and on the test images."""
+    train = run.store.data.train
+    withheld = train.take(run.config.subset("withheld").rows(train.labels))
+    pair = Pair(run, run.networks["A"].params, run.networks["B"].params, run.align(), withheld)
+    images = {"withheld": withheld, "test": run.splits["test"]}
+    for name, method in METHODS.items():
+        if name not in run.rows:
+            say(f"{name} …")
+            with run.store.timed("merging"):
+                merged = method(pair)
+            with run.store.timed("evaluation"):
+                found = {split: score(*merged, *images[split]) for split in MEASURED}
+            scores = {split: {m: getattr(one, m) for m in METRICS} for split, one in found.items()}
+            run.rows.add([{"name": name, **scores}])
+    counts = {who: len(run.config.subset(who).rows(train.labels)) for who in ("A", "B", "withheld")}
+    return {"methods": {name: {s: run.rows[name][s] for s in MEASURED} for name in METHODS}, "seen": counts}
+
+
+def chosen_merge(results: Results, among: tuple[str, ...] = MERGES) -> str:
+    """The merge with the least loss on the withheld images."""
+    return min(among, key=lambda name: results["methods"][name]["withheld"]["loss"])
+
+
+def closed(results: Results, name: str) -> float:
+    """How much of the way from the aligned midpoint's test accuracy to the ensemble's a method goes."""
+    at = {n: results["methods"][n]["test"]["accuracy"] for n in (name, "midpoint, aligned", "ensemble")}
+    way = at["ensemble"] - at["midpoint, aligned"]
+    return (at[name] - at["midpoint, aligned"]) / way if way > 0 else float(at[name] >= at["ensemble"])
+
+
+def judge(results: Results) -> Verdict:
+    """Whether a merge, chosen without the test images, clearly beats both parents, and learning beats sampling.
+
+    Clearly is by more than two standard errors of an accuracy. With split data it must also go half of the way from
+    the aligned midpoint to the ensemble.
+    """
+    test = {name: by_split["test"] for name, by_split in results["methods"].items()}
+    accuracy = {name: at["accuracy"] for name, at in test.items()}
+    best, inside = chosen_merge(results), chosen_merge(results, IN_THE_CUBE)
+    parent = max(accuracy["A"], accuracy["B"])
+    images = results["guessing"]["test"]["images"]
+    error = (parent * (1 - parent) / images) ** 0.5
+    learned, sampled = test["learned per unit"], test["best sample"]
+    learning_pays = learned["loss"] <= sampled["loss"] and learned["accuracy"] >= sampled["accuracy"] - error
+    is_split = results["config"]["split"] != "none"
+    way = (
+        f" It goes {closed(results, best):.0%} of the way from the aligned midpoint to the ensemble."
+        if is_split
+        else ""
+    )
+    return Verdict(
+        bool(
+            accuracy[best] > parent + 2 * error
+            and accuracy["midpoint, aligned"] > accuracy["midpoint, naive"]
+            and learning_pays
+            and (not is_split or closed(results, best) >= 0.5)
+        ),
+        f"The merge that is best on the withheld images ({best}) has a test accuracy of {accuracy[best]:.1%}, the "
+        f"better parent {parent:.1%}, the midpoint {accuracy['midpoint, aligned']:.1%} aligned and "
+        f"{accuracy['midpoint, naive']:.1%} naive, the ensemble {accuracy['ensemble']:.1%}, a parent fine-tuned on the "
+        f"same images {accuracy['fine-tuned']:.1%}.{way if is_split else ''} Of the points in the cube the best "
+        f"({inside}) has {accuracy[inside]:.1%}; shares learnt per unit reach a test loss of "
+        f"{learned['loss']:.3f}, the best of {results['config']['candidates']} random ones {sampled['loss']:.3f}.",
+    )
+
+
+def table(results: Results) -> str:
+    """A line for each method: test accuracy and loss, and those on the withheld images."""
+    rows = [("", *(f"{split} {metric}" for split in reversed(MEASURED) for metric in reversed(METRICS)))]
+    parts = (results, *spread(results)) if "pairs" in results else (results,)
+    for name in results["methods"]:
+        cells = [
+            [part["methods"][name][split][metric] for part in parts]
+            for split in reversed(MEASURED)
+            for metric in reversed(METRICS)
+        ]
+        rows.append((name, *map(with_range, cells)))
+    return columns(rows)
+
+
+def draw(results: Results, folder: AnyPath) -> None:
+    """Draws test accuracy and loss of every method, with their range over pairs."""
+    methods = results["methods"]
+    at = np.arange(len(methods))[::-1]
+    kinds = {"parents": (PARENTS, "0.35"), "merges": (MERGES, COLOURS["aligned"]), "controls": (CONTROLS, "#D55E00")}
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(7.0, 0.19 * len(methods) + 1.3), layout="constrained")
+        panels = figure.subplots(1, 2, sharey=True)
+        for axes, metric in zip(panels, reversed(METRICS), strict=True):
+            values, low, high = (
+                np.array([part["methods"][name]["test"][metric] for name in methods])
+                for part in (results, *spread(results))
+            )
+            best = (np.max if metric == "accuracy" else np.min)(values[[list(methods).index(x) for x in "AB"]])
+            axes.axvline(best, color="0.35", linewidth=0.8, linestyle=":", label="better parent")
+            for kind, (names, colour) in kinds.items():
+                mine = np.isin(list(methods), names)
+                axes.hlines(at[mine], low[mine], high[mine], color=colour, linewidth=1)
+                axes.plot(values[mine], at[mine], "o", color=colour, markersize=4, label=kind)
+            axes.set_xlabel(f"test {metric}")
+        panels[0].set_yticks(at, list(methods))
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+        figure.suptitle(results["title"], fontsize=9)
+        save(figure, folder, results["experiment"])
+
+
+EXPERIMENT = Experiment(
+    name="merge",
+    title="merges whose shares are chosen",
+    claim="Are well-chosen element-wise combinations better than the networks that they are made of?",
+    is_open=True,
+    alt="Test accuracy and loss of parents, merges and controls, a line each, with the range over pairs.",
+    networks="ABC",
+    config=MergeConfig,
+    measure=measure,
+    draw=draw,
+    judge=judge,
+    judge_together=lambda pairs: f"On average: {judge(pool(pairs) | {'config': pairs[0]['config']}).finding}",
+    table=table,
+)
+
+if __name__ == "__main__":
+    main(EXPERIMENT, __doc__)
