@@ -16,6 +16,7 @@ from experiments import (
     hyperplane,
     linear,
     matchers,
+    merge,
     minmax,
     robustness,
     schematic,
@@ -155,7 +156,18 @@ SWEEP_BREAKS = [
     *(("barriers.naive.test.loss", 0.06), ("barriers.naive.test.accuracy", 0.01)),
     ("barriers.aligned.test.loss", float("nan")),
 ]
+
+
 # Of each experiment: a good run, and single changes that break it.
+def merge_run():
+    at = lambda accuracy, loss: {split: {"accuracy": accuracy, "loss": loss} for split in ("withheld", "test")}  # noqa: E731
+    methods = {name: at(0.90, 0.3) for name in merge.METHODS}
+    methods |= {"midpoint, naive": at(0.5, 1.5), "midpoint, aligned": at(0.93, 0.25), "best sample": at(0.93, 0.24)}
+    methods |= {"learned per unit": at(0.96, 0.12), "ensemble": at(0.96, 0.13), "joint": at(0.98, 0.05)}
+    config = BASE["config"] | {"split": "biased", "candidates": 100}
+    return TRIPLE | {"config": config, "methods": methods}
+
+
 CASES = {
     **{module: (sweep_run, SWEEP_BREAKS) for module in (uniform, subcube, hyperplane, bernoulli, stitching)},
     linear: (
@@ -221,6 +233,14 @@ CASES = {
             *(UNTRAINED, IDENTITY, ("barriers.linear, naive", SMALL)),
             *((f"barriers.uniform, {name}.test.loss", 5.0) for name in MATCHERS),
             ("barriers.linear, ste.test.accuracy", 0.2),
+        ],
+    ),
+    merge: (
+        merge_run,
+        [
+            *(UNTRAINED, IDENTITY, ("methods.A.test.accuracy", 0.958), ("methods.learned per unit.test.accuracy", 0.9)),
+            *(("methods.midpoint, naive.test.accuracy", 0.94), ("methods.best sample.test.loss", 0.1)),
+            ("methods.ensemble.test.accuracy", 0.999),
         ],
     ),
 }

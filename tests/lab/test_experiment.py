@@ -63,6 +63,7 @@ def test_results_are_measured_drawn_kept_and_judged(example, config, calls, caps
         "alt": "A number.",
         "agrees": True,
         "finding": "It is 40.",
+        "is_open": False,
     }
     assert stored["title"] == "MLP on digits: an example"
     flags = f"--setup mlp-digits --width 2 --out {config.out} --seed 3"

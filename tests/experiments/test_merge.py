@@ -1,0 +1,125 @@
+import json
+
+import numpy as np
+import pytest
+
+from experiments import merge
+from mcomb.base import UserError
+from mcomb.lab import cli
+from mcomb.lab.experiment import run
+from mcomb.lab.pairs import pool
+from mcomb.lab.results import Rows
+from mcomb.lab.store import Store
+
+SMALL = ("--pairs", "1", "--steps", "20", "--candidates", "4", "--test-images", "200")
+
+
+@pytest.fixture
+def pair(config_of, tmp_path):
+    """Two small networks of a split, and what methods take."""
+    store = Store(config_of(merge, *SMALL))
+    images = store.data.train
+    withheld = images.take(store.config.subset("withheld").rows(images.labels))
+    networks = store.networks("AB")
+    a, b = (networks[letter].params for letter in "AB")
+    this = merge.Run("merge", store, networks, {}, {}, Rows(tmp_path, {}))
+    return merge.Pair(this, a, b, a, withheld)  # aligned perfectly: to A itself
+
+
+@pytest.mark.slow
+def test_every_method_is_measured_once(results, config_of, draws_pairs, monkeypatch):
+    found = results(merge, *SMALL)
+    assert found["methods"].keys() == merge.METHODS.keys()
+    assert found["seen"]["A"] + found["seen"]["B"] == 1400 - 280
+    for name, letter in (("A", "A"), ("B", "B"), ("joint", "C")):
+        scored = found["methods"][name]["test"]
+        assert scored == pytest.approx(found["models"][letter]["test"])
+    test = {name: at["test"] for name, at in found["methods"].items()}
+    assert test["midpoint, naive"]["loss"] > test["midpoint, aligned"]["loss"] > test["ensemble"]["loss"]
+    assert test["learned per weight"]["loss"] < test["midpoint, aligned"]["loss"]
+    assert test["A, bias corrected"]["loss"] < test["A"]["loss"]
+    assert draws_pairs(merge, found)
+    assert merge.table(found).count("\n") == len(merge.METHODS)
+    monkeypatch.setattr(merge, "score", lambda *args: pytest.fail("it is measured"))
+    assert run(merge.EXPERIMENT, config_of(merge, *SMALL))["methods"] == found["methods"]
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_measures_only_what_is_left(results, config_of, monkeypatch):
+    flags = (*SMALL, "--seed", "1")
+    whole = results(merge, *flags)["methods"]
+    folder = Store(config_of(merge, *flags)).folder("merge")
+    (folder / "results.json").unlink()
+    rows = folder / "samples.jsonl"
+    rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:-2]))
+    measured, real = [], merge.score
+    monkeypatch.setattr(merge, "score", lambda *args: measured.append(args) or real(*args))
+    assert results(merge, *flags)["methods"] == whole
+    assert len(measured) == 2 * len(merge.MEASURED)
+
+
+def test_what_is_merged_with_itself_is_itself(pair):
+    """A aligned to A: every merge of the two has A's logits."""
+    images = pair.withheld.images[:50]
+    logits = np.asarray(pair.apply(pair.a, images))
+    for name in ("midpoint, aligned", "best sample", "learned per unit", "Fisher"):
+        merged = merge.METHODS[name](pair)
+        assert np.allclose(merged.apply(merged.params, images), logits, atol=1e-4 * np.abs(logits).max()), name
+
+
+def test_an_ensemble_has_the_mean_of_its_parents_logits(pair):
+    images = pair.withheld.images[:50]
+    merged = merge.METHODS["ensemble"](pair)
+    each = [np.asarray(pair.apply(params, images)) for params in (pair.a, pair.b)]
+    assert np.allclose(merged.apply(merged.params, images), np.mean(each, axis=0), atol=1e-5 * np.abs(each).max())
+
+
+def test_a_corrected_bias_changes_logits_by_one_number_a_class_and_lowers_the_loss(pair):
+    apply, (params, bias) = merge.correct_bias(pair, pair.a)
+    images = pair.withheld.images[:50]
+    change = np.asarray(apply((params, bias), images)) - np.asarray(pair.apply(pair.a, images))
+    assert np.allclose(change, np.broadcast_to(bias, change.shape), atol=1e-4)
+    before = merge.score(pair.apply, pair.a, *pair.withheld).loss
+    after = merge.score(apply, (params, bias), *pair.withheld).loss
+    assert after < before
+
+
+def test_parents_see_their_own_images_and_the_joint_network_all(config_of):
+    config = config_of(merge, *SMALL)
+    store = Store(config)
+    assert [store.training(letter).images for letter in "ABC"] == [config.subset("A"), config.subset("B"), None]
+    assert config.subset("A").skew == 0.95
+    assert cli.parse(merge.MergeConfig, "", ["--setup", "mlp-cifar10"]).subset("A")[:3] == ("biased", 0.8, 10_000)
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--split", "none", "--skew", "0.5"], r"--skew 0\.5 does not go with --split none: leave it out"),
+        (["--skew", "1.5"], r"--skew 1\.5 does not go with --split biased: give a part from 0 to 1"),
+        (["--split", "dirichlet", "--skew", "0"], r"--skew 0 is no concentration of --split dirichlet"),
+        (["--pretrained"], r"--pretrained is no network that knows its own images: leave it out"),
+        (["--withheld", "3"], r"--withheld: 3 is less than 20"),
+        (["--split", "odd"], r"--split: invalid choice: 'odd'"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_one_clear_line(flags, problem):
+    with pytest.raises(UserError, match=problem):
+        cli.parse(merge.MergeConfig, "", flags)
+
+
+def test_means_over_pairs_are_judged_and_tabled():
+    scored = {name: {s: {"loss": 0.2, "accuracy": 0.9} for s in merge.MEASURED} for name in merge.METHODS}
+    config = {"split": "biased", "candidates": 100, "seed": 0}
+    one = {"methods": scored, "config": config, "guessing": {"test": {"images": 100}}}
+    two = json.loads(json.dumps(one), parse_float=lambda text: float(text) - 0.1)
+    both = pool([one, two])
+    assert "0.8500 (0.8000–0.9000)" in merge.table(both)
+    assert "85.0%" in merge.EXPERIMENT.judge_together([one, two])
+
+
+def test_a_network_of_a_split_is_kept_under_a_name_of_its_own(config_of):
+    flags = ((), ("--skew", "0.7"), ("--split", "none"), ("--withheld", "300"))
+    stores = [Store(config_of(merge, *SMALL, *each)) for each in flags]
+    assert len({store.network_name(letter) for store in stores for letter in "AB"}) == 8
+    assert len({store.network_name("C") for store in stores}) == 1
