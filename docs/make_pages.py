@@ -26,8 +26,9 @@ from mcomb.lab.store import Store
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "experiments"
 WORDS = {True: "This run agrees.", False: "This run does not.", None: ""}
-SMALLER = {  # than the first command of a docstring
+SHOWN = {  # instead of the first command of a docstring
     "decay": "python -m experiments.decay --setup mlp-digits --width 4 --decays 1e-4 1e-3 5e-3 --lengths 5 20",
+    "robustness": "python -m experiments.robustness --setup mlp-digits --by correlation norm fisher variance random",
 }
 REPORT_SIZE = (1000, 1100)  # of the part of the report that is shown
 
@@ -101,7 +102,7 @@ def main() -> None:
         module: Any = importlib.import_module(f"experiments.{name}")
         rest = ""
         if hasattr(module, "EXPERIMENT"):
-            rest = run_and_write(name, module.EXPERIMENT, SMALLER.get(name) or first_command(module), out)
+            rest = run_and_write(name, module.EXPERIMENT, SHOWN.get(name) or first_command(module), out)
         elif name == "report":
             module.main([*shlex.split(first_command(module))[3:], "--out", str(out)])
             rest = picture_report(out)

@@ -1,6 +1,7 @@
-"""How much of a layer's matching matters: its k least correlated pairs are re-matched at random.
+"""How much of a layer's matching matters: its k least important pairs are re-matched at random.
 
     python -m experiments.robustness --setup mlp-digits
+    python -m experiments.robustness --setup mlp-digits --by correlation norm fisher variance random
     python -m experiments.robustness --setup tiny10-cifar10 --width 32     # the paper's, on an accelerator
 
 For each permutation the matched pairs are ordered by the correlation of their activations; a random derangement of
@@ -8,9 +9,16 @@ the k lowest is applied to the aligned B, and the barrier of the line to A is me
 part of each layer can be re-matched, and layers 1, 6, 7 and 8 survive even k = N. It says of a derangement that it
 keeps the magnitude and the distribution of a layer's activations, and supposes that B's weights are distributed like
 A's: both are checked.
+
+--by orders pairs by other measures: the norm of all weights that come into and go out of the two units, their Fisher
+information (how much the networks' own losses depend on these weights, summed), the variance of their activations, or
+at random. The less the barrier grows on average over layers and k < N, the better a measure predicts what may be
+exchanged.
 """
 
+import itertools
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, cast
 
@@ -28,23 +36,77 @@ from mcomb.lab.config import CombinationConfig
 from mcomb.lab.experiment import Experiment, main
 from mcomb.lab.figures import COLOURS, LEVELS, LINES, STYLE, save, wrap
 from mcomb.lab.measure import Run, Task
-from mcomb.lab.pairs import spread
-from mcomb.lab.results import METRICS, SPLITS, Results
+from mcomb.lab.pairs import pool, spread
+from mcomb.lab.results import METRICS, SPLITS, Results, columns, with_range
+from mcomb.lab.results import table as networks_table
 from mcomb.lab.setups import SETUPS
 from mcomb.lab.verdicts import Verdict, same_distribution, works
-from mcomb.matching.activations import correlations
+from mcomb.matching.activations import correlations, variances
+from mcomb.merging import fisher_information
 from mcomb.symmetry.intermediates import list_intermediates, unit_activations
 from mcomb.symmetry.spec import Perms, PermutationSpec
 
 IMAGES = 32  # on which activations are compared
+MEASURING_IMAGES = 1000  # from which variances and the Fisher information are estimated
 VALUES = 100_000  # of a layer's activations or weights, for comparing distributions
 PAPER = {("tiny10-cifar10", 32): ("conv1", "conv6", "conv7", "conv8")}  # layers that survive k = N
+
+
+Scores = dict[str, np.ndarray]
+"""For each permutation, how important each pair of units is."""
+
+
+def by_correlation(run: Run, a: Params, b: Params) -> Scores:
+    """The correlation of each pair's activations on the train images."""
+    return correlations(run.store.spec, a, b, run.store.apply, run.splits["train"].images)
+
+
+def by_norm(run: Run, a: Params, b: Params) -> Scores:
+    """The norm of all weights that come into and go out of a pair's two units."""
+    squares = [run.store.spec.sum_weights(jax.tree.map(np.square, params)) for params in (a, b)]
+    return jax.tree.map(lambda *both: np.sqrt(sum(both)), *squares)
+
+
+def by_fisher(run: Run, a: Params, b: Params) -> Scores:
+    """The diagonal Fisher information of each network about its own weights, summed over those of a pair."""
+    some, apply = run.splits["train"].first(MEASURING_IMAGES), run.store.apply
+    informations = (fisher_information(apply, params, *some) for params in (a, b))
+    return jax.tree.map(lambda *both: sum(both), *map(run.store.spec.sum_weights, informations))
+
+
+def by_variance(run: Run, a: Params, b: Params) -> Scores:
+    """The variance of each pair's activations on train images, summed over the two units."""
+    images = run.splits["train"].first(MEASURING_IMAGES).images
+    return jax.tree.map(
+        lambda *both: sum(both), *(variances(run.store.spec, params, run.store.apply, images) for params in (a, b))
+    )
+
+
+def by_chance(run: Run, a: Params, b: Params) -> Scores:
+    """A random order, the same for the same seed."""
+    return {
+        perm: np.random.default_rng([run.config.seed, zlib.crc32(perm.encode())]).random(units)
+        for perm, units in run.store.spec.sizes.items()
+    }
+
+
+MEASURES: dict[str, Callable[[Run, Params, Params], Scores]] = {
+    "correlation": by_correlation,
+    "norm": by_norm,
+    "fisher": by_fisher,
+    "variance": by_variance,
+    "random": by_chance,
+}
+MEASURE_COLOURS = dict(zip(MEASURES, (COLOURS["aligned"], "#D55E00", "#009E73", "#CC79A7", "0.45"), strict=True))
 
 
 @dataclass(frozen=True)
 class RobustnessConfig(CombinationConfig):
     """The flags of the re-matching."""
 
+    by: Annotated[tuple[str, ...], Flag("what says which pairs matter least", choices=MEASURES.keys())] = (
+        "correlation",
+    )
     counts: Annotated[int, Flag("values of k for each layer, from 2 to all its units", at_least=2)] = 8
     line_points: Annotated[int, Flag("points on each line, end points included", at_least=3)] = 5
 
@@ -70,10 +132,15 @@ def counts(units: int, how_many: int) -> list[int]:
     return [int(k) for k in np.unique(np.linspace(2, units, how_many).round())]
 
 
+def measures(config: RobustnessConfig) -> list[str]:
+    """The measures that are asked for, each once, and the paper's first."""
+    return [name for name in MEASURES if name in config.by]
+
+
 def combinations(config: RobustnessConfig) -> int:
-    """How many networks are evaluated: those of each line of each layer, and those of the line as matched."""
+    """How many networks are evaluated: those of each line of each layer and measure, and of the line as matched."""
     units = SETUPS[config.setup].spec(config.width).sizes.values()
-    return config.line_points * (1 + sum(len(counts(n, config.counts)) for n in units))
+    return config.line_points * (1 + len(measures(config)) * sum(len(counts(n, config.counts)) for n in units))
 
 
 def lines(spec: PermutationSpec) -> tuple[Any, Any]:
@@ -116,46 +183,88 @@ def measure(run: Run) -> Results:
     """For each permutation, the barriers of the line over k, and what a derangement of all its units keeps."""
     config, spec = run.config, run.store.spec
     a, aligned = run.networks["A"].params, run.align()
-    correlation = correlations(spec, a, aligned, run.store.apply, run.splits["train"].images)
+    by = measures(config)
+    scores = {name: MEASURES[name](run, a, aligned) for name in by}
+    correlation = scores["correlation"] if "correlation" in by else by_correlation(run, a, aligned)
 
     shares = np.linspace(0, 1, config.line_points, dtype=np.float32)
-    cases: list[tuple[str, int, Perms]] = [("as matched", 0, spec.identity())]
-    for perm in spec.sizes:
-        for k in counts(spec.sizes[perm], config.counts):
+    ks = {perm: counts(spec.sizes[perm], config.counts) for perm in spec.sizes}
+    cases: dict[tuple[str, str, int], Perms] = {("", "as matched", 0): spec.identity()}
+    for name, perm in itertools.product(by, spec.sizes):
+        for k in ks[perm]:
             rng = np.random.default_rng([config.seed, zlib.crc32(perm.encode()), k])
-            cases.append((perm, k, spec.identity() | {perm: rematch(correlation[perm], k, rng)}))
-    stacked = jax.tree.map(lambda *orders: np.repeat(np.stack(orders), len(shares), axis=0), *(c[2] for c in cases))
+            cases[name, perm, k] = spec.identity() | {perm: rematch(scores[name][perm], k, rng)}
+    stacked = jax.tree.map(lambda *orders: np.repeat(np.stack(orders), len(shares), axis=0), *cases.values())
     draw, ends = lines(spec)
     task = Task(draw, (a, aligned), (np.tile(shares, len(cases)), stacked), ends=ends)
     measured = run.evaluate({"lines": task})["lines"]
     levels = [run.basics["models"][letter] for letter in "AB"]
 
-    def barriers(case: int) -> Results:
+    def line_barrier(case: int, split: str, metric: str) -> float:
         part = slice(case * len(shares), (case + 1) * len(shares))
-        return {
-            split: {m: barrier(m, getattr(measured[split], m)[part], *(at[split][m] for at in levels)) for m in METRICS}
-            for split in SPLITS
-        }
+        return barrier(metric, getattr(measured[split], metric)[part], *(at[split][metric] for at in levels))
 
+    found = {
+        case: {split: {m: line_barrier(i, split, m) for m in METRICS} for split in SPLITS}
+        for i, case in enumerate(cases)
+    }
+    as_matched = found["", "as matched", 0]
     before = layer_activations(run, aligned)
     layers: Results = {}
     for perm in spec.sizes:
-        mine = [i for i, case in enumerate(cases) if case[0] == perm]
-        found = [barriers(i) for i in mine]
-        deranged = spec.apply(cases[mine[-1]][2], aligned)
+        deranged = spec.apply(cases[by[0], perm, ks[perm][-1]], aligned)
+        curves = {
+            name: {split: {m: [found[name, perm, k][split][m] for k in ks[perm]] for m in METRICS} for split in SPLITS}
+            for name in by
+        }
         layers[perm] = {
             "units": spec.sizes[perm],
-            "k": [cases[i][1] for i in mine],
+            "k": ks[perm],
             "correlation": np.sort(correlation[perm]).tolist(),
-            "barriers": {split: {m: [at[split][m] for at in found] for m in METRICS} for split in SPLITS},
+            "barriers": curves[by[0]],
+            "by": curves,
             "activations": compare(before[perm], layer_activations(run, deranged)[perm]),
             "weights": compare(layer_weights(spec, a, perm), layer_weights(spec, deranged, perm)),
         }
-    return {"layers": layers, "unperturbed": barriers(0)}
+
+    def mean_extra(name: str, split: str, metric: str) -> float:
+        curves = [layer["by"][name][split][metric][:-1] for layer in layers.values()]  # k = N is all of them
+        return float(np.mean([np.mean(curve) for curve in curves])) - as_matched[split][metric]
+
+    extra = {name: {split: {m: mean_extra(name, split, m) for m in METRICS} for split in SPLITS} for name in by}
+    return {"layers": layers, "unperturbed": as_matched, "extra": extra}
+
+
+def table(results: Results) -> str:
+    """The networks; of several measures also how much re-matching by each adds to the barriers."""
+    if len(results["extra"]) == 1:
+        return networks_table(results)
+    sides = (results, *(results[side] for side in ("least", "largest") if side in results))
+    rows = [("barrier that is added, by", *(f"{split} {metric}" for metric in METRICS for split in SPLITS))]
+    for name in results["extra"]:
+        of_name = [side["extra"][name] for side in sides]
+        rows.append((name, *(with_range([at[s][m] for at in of_name]) for m in METRICS for s in SPLITS)))
+    return f"{networks_table(results)}\n{columns(rows)}"
+
+
+def rank(results: Results) -> str:
+    """A sentence on which measure predicts best what may be exchanged; nothing of one measure alone."""
+    extra = {name: at["test"] for name, at in results["extra"].items()}
+    if len(extra) == 1:
+        return ""
+    best, *_ = ranked = sorted(extra, key=lambda name: extra[name]["loss"])
+    each = (f"{name} {extra[name]['loss']:.3f} / {extra[name]['accuracy']:.1%}" for name in ranked)
+    return (
+        f"What may be exchanged is predicted best by {best}: re-matching the lowest adds to the test loss / accuracy "
+        f"barrier, on average over layers and k < N, {', '.join(each)}."
+    )
 
 
 def judge(results: Results) -> Verdict:
-    """Whether the matching works, half of each layer can be re-matched, and some layers survive it whole."""
+    """Whether the matching works, half of each layer can be re-matched, and some layers survive it whole.
+
+    The paper's pairs are those of lowest correlation; of others alone there is no verdict.
+    """
     layers, as_matched = results["layers"], results["unperturbed"]["test"]
 
     def extra(layer: Results, k: float) -> dict[str, float]:
@@ -170,56 +279,90 @@ def judge(results: Results) -> Verdict:
                for layer in layers.values())  # fmt: skip
     alike = all(layer["weights"]["alike"] for layer in layers.values())
     worst = max(half, key=lambda name: half[name]["accuracy"])
+    by = next(iter(results["extra"]))
+    before, which = ("", "") if by == "correlation" else ("The paper orders pairs by correlation. ", f", by {by},")
+    agrees = (
+        works(results, as_matched)
+        and all(works(results, cost) for cost in half.values())
+        and set(expected) <= set(survive)
+        and kept
+        and alike
+    )
     return Verdict(
-        bool(
-            works(results, as_matched)
-            and all(works(results, cost) for cost in half.values())
-            and set(expected) <= set(survive)
-            and kept
-            and alike
-        ),
-        f"As matched, the line loses {as_matched['accuracy']:.1%} of test accuracy (loss barrier "
-        f"{as_matched['loss']:.3f}). Re-matching the lower half of a layer's pairs costs at most "
+        bool(agrees) if by == "correlation" else None,
+        f"{before}As matched, the line loses {as_matched['accuracy']:.1%} of test accuracy (loss barrier "
+        f"{as_matched['loss']:.3f}). Re-matching the lower half of a layer's pairs{which} costs at most "
         f"{half[worst]['accuracy']:.1%} more ({worst}); re-matching all of them costs little in {len(survive)} of "
         f"{len(layers)} layers ({', '.join(survive) or 'none'}). A derangement "
         f"{'keeps' if kept else 'does not keep'} the magnitude and distribution of activations; B's weights are "
-        f"{'' if alike else 'not '}distributed like A's, layer by layer.",
+        f"{'' if alike else 'not '}distributed like A's, layer by layer. {rank(results)}".rstrip(),
     )
 
 
 def draw(results: Results, folder: AnyPath) -> None:
-    """Draws, for each layer, loss and accuracy barriers against how many of its pairs are re-matched."""
-    layers = results["layers"]
-    columns = min(4, len(layers))
-    rows = -(-len(layers) // columns)
+    """Draws, for each layer, loss and accuracy barriers against how many of its pairs are re-matched.
+
+    One measure on both splits. Of several, the test set alone, and in a last panel how much each adds on average.
+    """
+    layers, by = results["layers"], list(results["extra"])
+    count, splits = len(layers) + (len(by) > 1), SPLITS if len(by) == 1 else ("test",)
+    columns = min(4, count)
+    rows = -(-count // columns)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(1.75 * columns + 0.6, 3.0 * rows + 1.0), layout="constrained")
         parts = cast(Any, figure.subfigures(2, 1))
         for part, metric in zip(parts, METRICS, strict=True):
-            panels = part.subplots(rows, columns, sharey=True, squeeze=False).ravel()
-            for axes, (name, layer) in zip(panels, layers.items(), strict=False):
-                for split in SPLITS:
+            panels = part.subplots(rows, columns, squeeze=False).ravel()
+            for i, (axes, (layer_name, layer)) in enumerate(zip(panels, layers.items(), strict=False)):
+                for name, split in itertools.product(by, splits):
                     values, low, high = (
-                        part["layers"][name]["barriers"][split][metric] for part in (results, *spread(results))
+                        side["layers"][layer_name]["by"][name][split][metric] for side in (results, *spread(results))
                     )
-                    axes.fill_between(layer["k"], low, high, color=COLOURS["aligned"], alpha=0.15, linewidth=0)
-                    axes.plot(layer["k"], values, LINES[split], color=COLOURS["aligned"], marker=".", label=split)
+                    style: Any = {"color": MEASURE_COLOURS[name], "marker": ".", "label": split}
+                    if len(by) > 1:
+                        style |= {"label": name, "linewidth": 1, "markersize": 4}
+                    axes.fill_between(layer["k"], low, high, color=style["color"], alpha=0.15 / len(by), linewidth=0)
+                    axes.plot(layer["k"], values, LINES[split], **style)
                 level = results["unperturbed"]["test"][metric]
                 axes.axhline(level, color="0.35", linewidth=0.8, linestyle=LEVELS[0], label="as matched, test")
-                axes.set_title(f"{name} (N = {layer['units']})")
+                axes.set_title(f"{layer_name} (N = {layer['units']})")
+                axes.sharey(panels[0])
+                if i % columns:
+                    axes.tick_params(labelleft=False)
             for axes in panels[len(layers) :]:
                 axes.axis("off")
-            part.supylabel(f"{metric} barrier", fontsize=8)
-        parts[1].supxlabel("k: re-matched pairs, those of lowest correlation", fontsize=8)
+            if len(by) > 1:
+                _draw_means(panels[len(layers)], results, metric)
+            part.supylabel(f"{metric} barrier" if len(by) == 1 else f"test {metric} barrier", fontsize=8)
+        of_lowest = f"those of lowest {by[0]}" if len(by) == 1 else "the lowest by each measure"
+        parts[1].supxlabel(f"k: re-matched pairs, {of_lowest}", fontsize=8)
         handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-        figure.suptitle(wrap(results["title"], 70), fontsize=9)
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+        figure.suptitle(wrap(results["title"], 25 * columns), fontsize=9)
         save(figure, folder, results["experiment"])
+
+
+def _draw_means(axes: Any, results: Results, metric: str) -> None:
+    """Draws how much re-matching by each measure adds to a barrier, with the range over pairs."""
+    axes.axis("on")
+    names = list(results["extra"])
+    for at, name in enumerate(reversed(names)):
+        colour = MEASURE_COLOURS[name]
+        for split, face in (("train", "white"), ("test", colour)):
+            value, low, high = (side["extra"][name][split][metric] for side in (results, *spread(results)))
+            axes.hlines(at, low, high, color=colour, linewidth=0.8)
+            axes.plot(value, at, "o", color=colour, markerfacecolor=face, markersize=4, markeredgewidth=0.9)
+    axes.axvline(0, color="0.35", linewidth=0.8, linestyle=LEVELS[0])
+    axes.set_yticks(range(len(names)), names[::-1])
+    axes.set_ylim(-0.6, len(names) - 0.4)
+    axes.yaxis.tick_right()
+    axes.spines["left"].set_visible(False)
+    axes.set_title("added on average, k < N\n(● test, ○ train)")
 
 
 EXPERIMENT = Experiment(
     name="robustness",
-    title="re-matching the least correlated pairs of a layer",
+    title="re-matching the least important pairs of a layer",
     claim="A large part of each layer's matching can be exchanged at random; some layers survive it whole. A "
     "derangement keeps a layer's activations as they are distributed, and B's weights are distributed like A's.",
     alt="For each layer, loss and accuracy barriers against the number of re-matched pairs.",
@@ -228,6 +371,8 @@ EXPERIMENT = Experiment(
     measure=measure,
     draw=draw,
     judge=judge,
+    judge_together=lambda pairs: rank(pool(pairs)),
+    table=table,
 )
 
 if __name__ == "__main__":

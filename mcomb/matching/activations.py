@@ -69,7 +69,8 @@ def match_activations(
     count_examples(inputs)
     require_positive(batch_size=batch_size)
     output_shapes(apply, a, inputs)
-    scores = _scores(spec, a, b, apply, inputs, inner_products=inner_products, batch_size=batch_size)
+    kind = "product" if inner_products else "correlation"
+    scores = _scores(spec, a, b, apply, inputs, kind=kind, batch_size=batch_size)
     perms = _best_permutations(spec, scores)
     inactive = tuple(name for name in spec.sizes if name not in perms)
     if inactive:
@@ -93,7 +94,21 @@ def correlations(
     It is the mean over the arrays in which the unit is active, and over the units inside it. A unit that never
     changes, or that is active nowhere, correlates with nothing.
     """
-    scores = _scores(spec, a, b, apply, inputs, inner_products=False, batch_size=batch_size)
+    return _same_units(spec, _scores(spec, a, b, apply, inputs, kind="correlation", batch_size=batch_size))
+
+
+def variances(
+    spec: PermutationSpec, params: Params, apply: Apply, inputs: Inputs, *, batch_size: int = BATCH
+) -> dict[str, Float[np.ndarray, "..."]]:
+    """The variance of each unit's activations over all inputs and positions.
+
+    It is the mean over the arrays in which the unit is active, and over the units inside it.
+    """
+    return _same_units(spec, _scores(spec, params, params, apply, inputs, kind="covariance", batch_size=batch_size))
+
+
+def _same_units(spec: PermutationSpec, scores: Scores) -> dict[str, Float[np.ndarray, "..."]]:
+    """The score of each unit of A with the same unit of B; zero of units that are active nowhere."""
     result: dict[str, np.ndarray] = {}
     for name in _innermost_first(spec):
         values = [result[other].mean(-1) for other in spec.nested_in(name)]
@@ -177,14 +192,15 @@ def _score_matrices(spec: PermutationSpec, name: str, scores: np.ndarray, perms:
 
 
 def _scores(
-    spec: PermutationSpec, a: Params, b: Params, apply: Apply, inputs: Inputs, *, inner_products: bool, batch_size: int
+    spec: PermutationSpec, a: Params, b: Params, apply: Apply, inputs: Inputs, *, kind: str, batch_size: int
 ) -> Scores:
-    """The scores of all permutations but those whose units are only active with what is inside them."""
+    """The scores of all permutations but those whose units are only active with what is inside them.
+
+    Which `kind` there is, `Moments.score` says.
+    """
     mesh = device_mesh()
     sizes, args = Sizes(1, min(batch_size, -(-count_examples(inputs) // mesh.size))), replicate((a, b, inputs))
-    _, program = compile_to_fit(
-        lambda sizes: _compare.lower(apply, spec, sizes.images, inner_products, mesh, *args), sizes
-    )
+    _, program = compile_to_fit(lambda sizes: _compare.lower(apply, spec, sizes.images, kind, mesh, *args), sizes)
     flat_scores = jax.device_get(program(*args))
     scores = {}
     for name, score in flat_scores.items():
@@ -222,10 +238,12 @@ class Moments(NamedTuple):
         squares = self.squares_a + count * da**2, self.squares_b + count * db**2
         return Moments(mean_a, mean_b, *squares, self.products + count * _outer(da, db))
 
-    def score(self, count: Array, inner_products: bool) -> Float[Array, "batch units units"]:
-        """The correlation, or the mean product, of each unit of A with each of B."""
-        if inner_products:
+    def score(self, count: Array, kind: str) -> Float[Array, "batch units units"]:
+        """The correlation, the covariance or the mean product of each unit of A with each of B."""
+        if kind == "product":
             return self.products / count + _outer(self.mean_a, self.mean_b)
+        if kind == "covariance":
+            return self.products / count
 
         def inverse_norm(mean: Array, squares: Array) -> Array:
             alive = varies(mean, squares / count)
@@ -244,7 +262,7 @@ def _compare(
     apply: Apply,
     spec: PermutationSpec,
     batch_size: int,
-    inner_products: bool,
+    kind: str,
     mesh: Mesh,
     a: Params,
     b: Params,
@@ -297,7 +315,7 @@ def _compare(
         zeros = jax.tree.map(_zero_moments, jax.eval_shape(of_a, a, jax.tree.map(lambda x: x[0], batches[0])))
         (count, moments), _ = jax.lax.scan(add, (jnp.zeros(()), zeros), batches)
         total = jax.lax.psum(count, AXIS)
-        scores = _map_moments(lambda local: over_devices(local).score(total, inner_products), moments)
+        scores = _map_moments(lambda local: over_devices(local).score(total, kind), moments)
         return {name: sum(parts) / len(parts) for name, parts in scores.items()}
 
     batches = in_batches(batch_size * mesh.size, [inputs, jnp.ones(count_examples(inputs))])

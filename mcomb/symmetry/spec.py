@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int, PRNGKeyArray
+from jaxtyping import Float, Int, PRNGKeyArray
 
 from mcomb.base import Array, Params, UserError, map_named, named_leaves
 
@@ -300,6 +300,22 @@ class PermutationSpec:
             for perm, index, stride in self._terms(layout, position, coordinates):
                 total = total if perm is None else total + (stride > 0) * values[perm][index]
         return jnp.broadcast_to(total, shape)
+
+    def sum_weights(self, values: Params) -> dict[str, Float[np.ndarray, "..."]]:
+        """For each unit of each permutation, the sum of the values of all weights that come into it or go out of it.
+
+        `values` is a tree like the parameters. A weight that connects two units counts for both.
+        """
+        self.validate(values)
+        sums = {name: np.zeros(self.shape(name)) for name in self.sizes}
+        for name, leaf in named_leaves(values).items():
+            for labels, part in self.simple_parts(self.axes[name], np.asarray(leaf)):
+                for axis, perm in enumerate(labels):
+                    if isinstance(perm, str) and perm in self.sizes:
+                        front = [*map(labels.index, self.batched_over.get(perm, ())), axis]
+                        units_first = np.moveaxis(part, front, range(len(front)))
+                        sums[perm] += units_first.sum(tuple(range(len(front), part.ndim)), dtype=np.float64)
+        return sums
 
     def _source(self, perms: Perms, layout: Layout, position: np.ndarray, coordinates: dict[str, np.ndarray]) -> Any:
         """Where along an axis the entries at `position` come from; `coordinates` are the positions on named axes."""

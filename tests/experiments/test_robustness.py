@@ -1,11 +1,16 @@
 from collections import Counter
 from itertools import permutations
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from experiments import robustness
-from mcomb.lab.results import SPLITS
+from mcomb.base import UserError
+from mcomb.lab import cli
+from mcomb.lab.pairs import pool
+from mcomb.lab.results import METRICS, SPLITS
+from mcomb.lab.store import Store
 
 
 @pytest.mark.slow
@@ -29,6 +34,93 @@ def test_a_derangement_keeps_the_activations_and_the_distribution_of_the_weights
         assert abs(layer["activations"]["magnitude"] - 1) < 32 * np.finfo(np.float32).eps  # sums over 32 units or more
         assert layer["activations"]["distance"] < 1e-3  # the same values, but for their last bits
         assert layer["weights"]["alike"] is True
+
+
+@pytest.mark.slow
+def test_measures_are_compared_on_the_same_lines(results, draws_pairs):
+    flags = ("--counts", "3", "--line-points", "3")
+    found = results(robustness, *flags, "--by", "random", "variance", "fisher", "norm", "correlation")
+    assert draws_pairs(robustness, found)
+    assert list(found["extra"]) == [*robustness.MEASURES]
+    alone = results(robustness, *flags)
+    for name, layer in found["layers"].items():
+        assert layer["barriers"] == layer["by"]["correlation"] == alone["layers"][name]["barriers"]
+        assert len({tuple(curve["test"]["loss"]) for curve in layer["by"].values()}) == len(robustness.MEASURES)
+    for measure, split in ((measure, split) for measure in robustness.MEASURES for split in SPLITS):
+        for metric in METRICS:
+            below = [layer["by"][measure][split][metric][:-1] for layer in found["layers"].values()]
+            expected = np.mean(below) - found["unperturbed"][split][metric]
+            assert found["extra"][measure][split][metric] == pytest.approx(expected)
+    assert alone["agrees"] == found["agrees"]
+    assert found["finding"].startswith(alone["finding"])
+    assert all(f"{measure} 0." in found["finding"] for measure in robustness.MEASURES)
+    *_, head, _, norm, _, _, _ = robustness.table(found).splitlines()
+    assert head.startswith("barrier that is added, by")
+    assert norm.split() == ["norm", *(f"{found['extra']['norm'][s][m]:.4f}" for m in METRICS for s in SPLITS)]
+
+
+@pytest.fixture(scope="module")
+def a_run():
+    """What the measures need of a run: untrained networks, the third unit of the second layer of which is cut off."""
+    store = Store(cli.parse(robustness.RobustnessConfig, "", ["--setup", "mlp-digits", "--width", "1"]))
+    networks = [store.setup.init(1, seed) for seed in (0, 1)]
+    for params in networks:
+        params["dense2"]["kernel"] = params["dense2"]["kernel"].at[:, 3].set(0)
+        params["dense3"]["kernel"] = params["dense3"]["kernel"].at[3].set(0)
+    run = SimpleNamespace(store=store, config=store.config, splits={"train": store.data.train.first(20)})
+    return run, *networks
+
+
+@pytest.mark.parametrize("measure", [name for name in robustness.MEASURES if name != "random"])
+def test_a_unit_that_does_nothing_matters_least(measure, a_run):
+    scores = robustness.MEASURES[measure](*a_run)
+    assert {perm: len(values) for perm, values in scores.items()} == a_run[0].store.spec.sizes
+    assert scores["dense2"][3] == 0
+    others = np.delete(scores["dense2"], 3)
+    assert measure == "correlation" or (others >= 0).all()
+    assert np.count_nonzero(others) > len(others) / 2
+
+
+def test_a_pair_is_measured_by_both_of_its_units(a_run):
+    run, a, b = a_run
+    for name in ("norm", "fisher", "variance"):
+        both, one, other = (robustness.MEASURES[name](run, *pair)["dense1"] for pair in ((a, b), (a, a), (b, b)))
+        power = 2 if name == "norm" else 1
+        np.testing.assert_allclose(2 * both**power, one**power + other**power, rtol=1e-5)
+
+
+def test_a_random_order_is_that_of_the_seed(a_run):
+    run, *networks = a_run
+    first, again = (robustness.by_chance(run, *networks)["dense1"] for _ in range(2))
+    other = robustness.by_chance(SimpleNamespace(store=run.store, config=SimpleNamespace(seed=1)), *networks)
+    assert (first == again).all()
+    assert (first != other["dense1"]).all()
+    assert not np.array_equal(*(np.argsort(other[layer]) for layer in ("dense1", "dense2")))
+
+
+def test_a_measure_that_does_not_exist_is_refused_and_one_given_twice_counts_once():
+    with pytest.raises(UserError, match="magic"):
+        cli.parse(robustness.RobustnessConfig, "", ["--by", "norm", "magic"])
+    flags = ["--setup", "mlp-digits", "--width", "2"]
+    one, twice, two = (
+        robustness.combinations(cli.parse(robustness.RobustnessConfig, "", [*flags, "--by", *by]))
+        for by in (["norm"], ["norm", "norm"], ["norm", "correlation"])
+    )
+    assert one == twice
+    assert two - one == one - 5  # all lines but that of the matching itself
+
+
+def test_the_finding_names_the_measure_that_adds_least_to_the_barrier():
+    def of(**added):
+        return {"extra": {name: {"test": {"loss": loss, "accuracy": loss / 2}} for name, loss in added.items()}}
+
+    pairs = [of(correlation=0.2, norm=0.1, random=0.3), of(correlation=0.1, norm=0.4, random=0.5)]
+    assert "best by norm" in robustness.rank(pairs[0])
+    assert "norm 0.100 / 5.0%, correlation 0.200 / 10.0%, random 0.300 / 15.0%" in robustness.rank(pairs[0])
+    together = robustness.EXPERIMENT.judge_together(pairs)
+    assert "best by correlation" in together
+    assert together == robustness.rank(pool(pairs))
+    assert robustness.rank(of(norm=0.1)) == ""
 
 
 def test_samples_are_compared_by_magnitude_and_distribution():

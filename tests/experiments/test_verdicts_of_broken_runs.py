@@ -114,13 +114,14 @@ def robustness_run():
 
     def layer(losses, accuracies):
         barriers = {split: {"loss": losses, "accuracy": accuracies} for split in SPLITS}
-        return {"units": 100, "k": [2, 50, 100], "barriers": barriers, "activations": same, "weights": same}
+        barriers = {"barriers": barriers, "by": {"correlation": barriers}}
+        return {"units": 100, "k": [2, 50, 100], **barriers, "activations": same, "weights": same}
 
     layers = {
         "dense1": layer([0.05, 0.1, 1.5], [0.01, 0.02, 0.5]),
         "dense2": layer([0.05, 0.1, 0.2], [0.01, 0.02, 0.03]),
     }
-    return BASE | {"layers": layers, "unperturbed": SMALL}
+    return BASE | {"layers": layers, "unperturbed": SMALL, "extra": {"correlation": SMALL}}
 
 
 def functional_run(differing=600):
@@ -321,6 +322,12 @@ def test_the_papers_surviving_layers_are_compared_with(judge):
     assert judge(robustness, results | {"layers": results["layers"] | {"conv6": first}}) is False
 
 
+def test_pairs_in_another_order_than_the_papers_have_no_verdict(judge):
+    results = robustness_run()
+    assert judge(robustness, results | {"extra": {"correlation": SMALL, "norm": SMALL}}) is True
+    assert judge(robustness, results | {"extra": {"norm": SMALL}}) is None
+
+
 @pytest.mark.parametrize("images", range(-4, 5))
 @pytest.mark.parametrize(("count", "total"), [(4, 397), (1, 397), (600, 10_000), (30, 397), (20, 10_000)])
 def test_four_test_images_do_not_flip_whether_networks_differ(count, total, images, judge):
@@ -349,7 +356,11 @@ def test_few_images_cannot_tell_a_trained_network_from_an_untrained_one(judge):
 
 
 FLAGS = ["--setup", "mlp-digits", "--width", "1", "--train-images", "60", "--test-images", "60"]
-SHORT = {triangle: ["--grid", "2"], robustness: ["--counts", "2", "--line-points", "3"], width: ["--widths", "1"]}
+SHORT = {
+    triangle: ["--grid", "2"],
+    robustness: ["--counts", "2", "--line-points", "3"],
+    width: ["--widths", "1"],
+}
 
 
 # One sampled sweep stands for all: they differ only in what they sample. Matchers take long.

@@ -15,7 +15,7 @@ from zoo import CASES, FEATURES, Shape, random_arrays, spec_of
 from mcomb import PermutationSpec, match_activations, match_weights, permutation_spec
 from mcomb.base import UserError
 from mcomb.lab.models import MLP
-from mcomb.matching.activations import _compare, correlations
+from mcomb.matching.activations import _compare, correlations, variances
 
 
 def add_noise(params, amount, seed=5):
@@ -266,6 +266,14 @@ def test_streamed_correlations_are_those_of_numpy_all_at_once(batch_size):
         params["bias"] += 3  # alive
     expected = np.corrcoef(hidden(a).T, hidden(b).T)[:5, 5:]
     assert_close(all_correlations(spec, a, b, inputs, batch_size), expected, roundings=64, scale=1)
+
+
+def test_streamed_variances_are_those_of_numpy_all_at_once():
+    spec, a, _, inputs, hidden = layers()
+    a["bias"][1] = -1000  # dead
+    expected = hidden(a).var(0)
+    assert_close(variances(spec, a, layer, inputs, batch_size=5)["P"], expected, roundings=64)
+    assert expected[1] == 0
 
 
 def test_a_large_mean_costs_no_precision_and_dead_units_correlate_with_nothing():

@@ -53,6 +53,19 @@ def test_permutations_form_a_group(a, b, c):
     assert_equal(compose(invert(p), p), identity)
 
 
+def test_sums_over_a_units_weights_are_the_transpose_of_values_that_units_give_their_weights():
+    rng, weights = np.random.default_rng(0), leaves()
+    units = {name: rng.normal(size=ATTENTION.shape(name)) for name in ATTENTION.sizes}
+    spread = {name: ATTENTION.add_units(units, name, shape) for name, shape in SHAPES.items()}
+    sums = ATTENTION.sum_weights(weights)
+    size = sum(leaf.size for leaf in weights.values())
+    assert_close(inner_product(sums, units), inner_product(weights, spread), roundings=8, scale=size)
+    assert {name: values.shape for name, values in sums.items()} == {n: ATTENTION.shape(n) for n in ATTENTION.sizes}
+    ones = ATTENTION.sum_weights({name: np.ones_like(leaf) for name, leaf in weights.items()})
+    assert (ones["dims"] == 5 + 5).all()  # of each dimension of each head: a row of the query and one that is fused
+    assert (ones["stream"] == 3 * 8 + 3 * 8 + 3 * 3 + 2 * 5).all()  # of the loop a row and a column
+
+
 def test_a_batched_permutation_moves_with_the_axes_it_is_batched_over():
     x, perms = leaves(), ATTENTION.random(jax.random.key(3))
     moved = ATTENTION.apply(perms, x)
