@@ -10,6 +10,7 @@ For two sets of parameters `a` and `b` of any network that JAX can trace, as `fn
 
 from mcomb.checkpoint import read_checkpoint, write_checkpoint
 from mcomb.combination import bernoulli, centered, combine, hyperplane, linear, mix, subcube, uniform
+from mcomb.early_stopping import fine_tune
 from mcomb.evaluation import Metrics, Score, evaluate, score
 from mcomb.matching import match
 from mcomb.matching.activations import match_activations
@@ -42,6 +43,7 @@ __all__ = [
     "combine",
     "cross_entropy",
     "evaluate",
+    "fine_tune",
     "hyperplane",
     "learn_shares",
     "linear",

@@ -146,6 +146,18 @@ def is_right_alignment(found, spec, networks, **options):
         spec.check_perms(perms)
 
 
+def is_right_merge(found, spec, networks, *rest, **options):
+    params = getattr(found, "params", found)
+    assert jax.tree.structure(params) == jax.tree.structure(networks[0])
+    for leaf, one in zip(*map(jax.tree.leaves, (params, networks[0])), strict=True):
+        assert np.shape(leaf) == np.shape(one)
+
+
+def is_right_training(found, apply, params, *rest, **options):
+    assert jax.tree.structure(found[0]) == jax.tree.structure(params)
+    assert np.isfinite(found[1])
+
+
 def anything(found, *args, **options):
     """That it has come back is enough."""
 
@@ -170,6 +182,13 @@ SIZES = st.sampled_from([1, 4, 7, 0, -1])
 SEED = (0, st.sampled_from([0, 1, 2**32 - 1, 2**32, -1, 2**64]))
 NETWORKS = ((A, TREES), (B, TREES))
 APPLY = (apply, st.just(apply))
+
+DESCENT = {
+    "steps": (1, st.sampled_from([0, 2, -2])),
+    "batch_size": (4, SIZES),
+    "learning_rate": (0.01, NUMBERS),
+    "seed": SEED,
+}
 
 # For each function what its result must be, and for each of its arguments a right value and others, right or wrong.
 CALLS = {
@@ -213,6 +232,26 @@ CALLS = {
         is_right_alignment,
         [(SPEC, SPECS), ([A, B, A], LISTS)],
         {"reference": (0, st.sampled_from([1, 5, -1, None])), "seed": SEED},
+    ),
+    mcomb.merge: (
+        is_right_merge,
+        [(SPEC, SPECS), ((A, B), st.one_of(PAIRS, LISTS)), APPLY, (X, ARRAYS), (Y, LABELS)],
+        {"method": ("average", st.sampled_from(["fisher", "refit", "average", "x", None])), "loss": LOSS},
+    ),
+    mcomb.learn_shares: (
+        is_right_merge,
+        [(SPEC, SPECS), ((A, B), st.one_of(PAIRS, LISTS)), APPLY, (X, ARRAYS), (Y, LABELS)],
+        {
+            "per": ("unit", st.sampled_from(["network", "weight", "x", None])),
+            "beyond": (False, st.booleans()),
+            "loss": LOSS,
+            **DESCENT,
+        },
+    ),
+    mcomb.fine_tune: (
+        is_right_training,
+        [APPLY, (A, TREES), (X, ARRAYS), (Y, LABELS)],
+        {"loss": LOSS, **DESCENT},
     ),
     mcomb.evaluate: (
         is_right_metrics,
