@@ -70,6 +70,8 @@ class MergeConfig(Config):
         if self.skew is not None and (self.split == "none" or (self.split == "biased" and self.skew > 1)):
             range_ = "leave it out" if self.split == "none" else "give a part from 0 to 1"
             raise UserError(f"--skew {self.skew:g} does not go with --split {self.split}: {range_}")
+        if (self.withheld or 0) >= (images := SETUPS[self.setup].dataset.images[0]):
+            raise UserError(f"--withheld {self.withheld} of {images:,} train images leaves none: give less")
         if self.split == "dirichlet" and self.skew == 0:
             raise UserError("--skew 0 is no concentration of --split dirichlet: give more than 0")
 

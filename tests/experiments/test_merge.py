@@ -100,6 +100,10 @@ def test_parents_see_their_own_images_and_the_joint_network_all(config_of):
         (["--split", "dirichlet", "--skew", "0"], r"--skew 0 is no concentration of --split dirichlet"),
         (["--pretrained"], r"--pretrained is no network that knows its own images: leave it out"),
         (["--withheld", "3"], r"--withheld: 3 is less than 20"),
+        (
+            ["--setup", "mlp-digits", "--withheld", "1400"],
+            r"--withheld 1400 of 1,400 train images leaves none: give less",
+        ),
         (["--split", "odd"], r"--split: invalid choice: 'odd'"),
     ],
 )

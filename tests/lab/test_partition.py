@@ -1,9 +1,7 @@
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcomb.base import UserError
 from mcomb.lab.partition import SPLITS, Subset
 
 LABELS = np.random.default_rng(0).integers(0, 10, 1000).astype(np.int32)
@@ -49,9 +47,3 @@ def test_parts_of_a_dirichlet_split_spread_as_its_concentration_says():
 
     assert spread(100.0) < 0.1  # that of the beta distribution is 0.035
     assert spread(0.1) > 0.25  # 0.46
-
-
-@pytest.mark.parametrize("withheld", [0, 1000, 2000])
-def test_as_many_withheld_as_there_are_images_is_an_error(withheld):
-    with pytest.raises(UserError, match=f"--withheld {withheld} of 1000 train images leaves none: give less"):
-        Subset("none", 1.0, withheld, 0, "A").rows(LABELS)
