@@ -274,7 +274,7 @@ def judge(results: Results) -> Verdict:
             accuracy[best] > parent + 2 * error
             and accuracy["midpoint, aligned"] > accuracy["midpoint, naive"]
             and learning_pays
-            and (not is_split or closed(results, best) >= 0.5)
+            and (not is_split or part >= 0.5)
         ),
         f"The merge that is best on the withheld images ({best}) has a test accuracy of {accuracy[best]:.1%}, the "
         f"better parent {parent:.1%}, the midpoint {accuracy['midpoint, aligned']:.1%} aligned and "
