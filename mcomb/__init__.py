@@ -19,7 +19,9 @@ from mcomb.matching.straight_through import match_straight_through
 from mcomb.matching.weights import match_weights
 from mcomb.merging import LearnedShares, learn_shares, merge
 from mcomb.objectives import Objective, accuracy, cross_entropy, squared_error, token_cross_entropy
+from mcomb.partial_merging import PartlyMerged, merge_partly
 from mcomb.repair import repaired
+from mcomb.running_statistics import estimate_statistics
 from mcomb.symmetry.check import check_spec
 from mcomb.symmetry.derive import permutation_spec
 from mcomb.symmetry.spec import Blocks, PermutationSpec, Segments
@@ -31,6 +33,7 @@ __all__ = [
     "Matching",
     "Metrics",
     "Objective",
+    "PartlyMerged",
     "PermutationSpec",
     "Score",
     "Segments",
@@ -41,6 +44,7 @@ __all__ = [
     "check_spec",
     "combine",
     "cross_entropy",
+    "estimate_statistics",
     "evaluate",
     "hyperplane",
     "learn_shares",
@@ -50,6 +54,7 @@ __all__ = [
     "match_straight_through",
     "match_weights",
     "merge",
+    "merge_partly",
     "mix",
     "permutation_spec",
     "read_checkpoint",

@@ -40,6 +40,7 @@ from mcomb.gradient_descent import Loss, fit, initial_state, shuffled_rows, step
 from mcomb.objectives import Objective, add_up, check_objectives, cross_entropy
 from mcomb.progress import progress_bar
 from mcomb.refit import refit
+from mcomb.running_statistics import estimate_statistics, normalise_by_batch, statistics_of
 from mcomb.symmetry.spec import PermutationSpec, axis_names
 
 GRANULARITIES = ("network", "layer", "leaf", "unit", "weight")
@@ -83,7 +84,8 @@ def merge(
       labels, and its option is `ridge`: see `mcomb.refit`.
     - "learned": shares that gradient descent finds. Its options are those of `learn_shares`.
 
-    The data should be none that the networks were trained on.
+    The data should be none that the networks were trained on. Running statistics, as those of a BatchNorm, are
+    estimated anew on the inputs, by whatever method (`estimate_statistics`).
     """
     if method not in METHODS:
         raise UserError(f"there is no method {method!r} to merge by: choose from {', '.join(METHODS)}")
@@ -94,7 +96,10 @@ def merge(
     _check_networks(spec, networks)
     if method in ("average", "refit"):
         mean = jax.tree.map(lambda *leaves: _weigh(leaves, [1 / len(leaves)] * len(leaves)), *networks)
-        return refit(spec, networks, mean, apply, inputs, **options) if method == "refit" else mean
+        mean = estimate_statistics(apply, mean, inputs)
+        if method == "average":
+            return mean
+        return estimate_statistics(apply, refit(spec, networks, mean, apply, inputs, **options), inputs)
     _check_data(apply, networks[0], inputs, labels, loss)
     informations = [fisher_information(apply, network, inputs, labels, loss=loss) for network in networks]
 
@@ -106,7 +111,7 @@ def merge(
             leaves, [jnp.where(total > least, w / jnp.maximum(total, least), 1 / len(leaves)) for w in weights]
         )
 
-    return jax.tree.map(weigh, *networks, *informations)
+    return estimate_statistics(apply, jax.tree.map(weigh, *networks, *informations), inputs)
 
 
 def learn_shares(
@@ -132,6 +137,9 @@ def learn_shares(
 
     A tenth of the data, the last, is held out: the result is whatever had the least loss on it, and where it has not
     fallen for a quarter of the steps, the descent ends.
+
+    Running statistics are those of the minibatch while shares are learnt, and estimated on the other nine tenths of the
+    data where the loss on the last is looked at, and in the result.
     """
     if per not in GRANULARITIES:
         raise UserError(f"there are no shares per {per!r}: choose from {', '.join(GRANULARITIES)}")
@@ -142,6 +150,8 @@ def learn_shares(
         raise UserError(f"{count} examples are too few, for some are held out: give at least two")
     train_count = count - max(1, count // 10)
     given = replicate((tuple(networks), inputs, labels))
+    train_inputs = jax.tree.map(lambda x: x[:train_count], inputs)
+    has_statistics = bool(statistics_of(apply, networks[0], train_inputs))
     held_out = jax.tree.map(lambda x: x[train_count:], given[1:])
     learnt = _Shares(spec, per, beyond)
     numbers = learnt.start(networks)
@@ -159,15 +169,20 @@ def learn_shares(
                 now, rows = np.split(rows, [min(left, per_call)])
                 yield now, given
 
+    def combine(numbers: Any, networks: Sequence[Params]) -> Params:
+        combined = learnt.combine(numbers, networks)
+        return estimate_statistics(apply, combined, train_inputs) if has_statistics else combined
+
     def look(numbers: Any) -> float:
-        found = score(apply, learnt.combine(numbers, given[0]), *held_out, loss=loss).loss
+        found = score(apply, combine(numbers, given[0]), *held_out, loss=loss).loss
         if not np.isfinite(found):
             raise Diverged("the held-out loss of a combination is infinite or not a number: look for such inputs")
         return found
 
     losses, best = [look(numbers)], jax.device_get(numbers)
     optimizer = _adam(learning_rate)
-    fitting = fit(_loss(apply, loss, learnt), initial_state(numbers, optimizer), batches(), optimizer, stream(seed))
+    by_batch = _by_batch(apply) if has_statistics else apply
+    fitting = fit(_loss(by_batch, loss, learnt), initial_state(numbers, optimizer), batches(), optimizer, stream(seed))
     with progress_bar(steps, "step", f"learning shares per {per}") as bar:
         done = 0
         for state, step_losses, _ in fitting:
@@ -186,7 +201,7 @@ def learn_shares(
         for name, leaf in named_leaves(networks[0]).items()
     }
     shares = (map_named(lambda name, leaf, i=i: every_share[name][i], networks[0]) for i in range(len(networks) - 1))
-    return LearnedShares(learnt.combine(best, networks), tuple(shares), min(losses), tuple(losses))
+    return LearnedShares(combine(best, networks), tuple(shares), min(losses), tuple(losses))
 
 
 def fisher_information(
@@ -302,6 +317,12 @@ def _loss(apply: Apply, objective: Objective, learnt: _Shares) -> Loss:
         return total / jnp.where(count == 0, 1, count), None
 
     return loss
+
+
+@cache
+def _by_batch(apply: Apply) -> Apply:
+    """The function that takes the running statistics of each batch."""
+    return lambda params, inputs: normalise_by_batch(apply, params, inputs)[0]
 
 
 @cache
