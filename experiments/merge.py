@@ -15,7 +15,7 @@ of the cube are better than others.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -42,6 +42,7 @@ from mcomb.lab.setups import SETUPS
 from mcomb.lab.verdicts import Verdict
 from mcomb.merging import GRANULARITIES, merge
 from mcomb.objectives import cross_entropy
+from mcomb.partial_merging import merge_partly
 from mcomb.progress import say
 from mcomb.repair import repaired
 
@@ -151,7 +152,7 @@ def correct_bias(pair: Pair, params: Params) -> Merged:
     how: Any = {"loss": cross_entropy, "batch_size": 100, "learning_rate": 0.1, "keep": None} | pair.learning
     how |= {"describe": "correcting a bias"}
     found = descend(_Bias(), start, [(params, start)], apply, *pair.withheld, **how)
-    return Merged(apply, (params, found.numbers))
+    return Merged(apply, found.params)
 
 
 def best_sample(pair: Pair) -> Params:
@@ -169,6 +170,13 @@ def refit_and_repair(pair: Pair) -> Merged:
     images = pair.withheld.first(REPAIR_IMAGES).images
     apply, draw, given = repaired(pair.run.store.spec, pair.apply, _take_parameter, both, images)
     return Merged(apply, jax.jit(draw)(stream(0), fitted, *given))
+
+
+def merge_to_budget(budget: float, pair: Pair) -> Merged:
+    """The merge in which the units that match worst stay apart, as far as so many networks' weights allow."""
+    store = pair.run.store
+    found = merge_partly(store.spec, (pair.a, pair.aligned), pair.apply, pair.withheld.images, budget=budget)
+    return Merged(found.apply, found.params)
 
 
 def _take_parameter(key: Any, parameter: Params, *networks: Params) -> Params:
@@ -207,6 +215,7 @@ METHODS: Mapping[str, Method] = {
     },
     "refit": network(lambda pair: pair.merge("refit")),
     "refit + REPAIR": refit_and_repair,
+    **{f"partial {budget:g}": partial(merge_to_budget, budget) for budget in BUDGETS},
     "fine-tuned": network(fine_tuned),
     "ensemble": lambda pair: Merged(_mean_logits(pair.apply), (pair.a, pair.b)),
     "joint": network(lambda pair: pair.run.networks["C"].params),

@@ -20,7 +20,9 @@ from mcomb.matching.straight_through import match_straight_through
 from mcomb.matching.weights import match_weights
 from mcomb.merging import LearnedShares, learn_shares, merge
 from mcomb.objectives import Objective, accuracy, cross_entropy, squared_error, token_cross_entropy
+from mcomb.partial_merging import PartlyMerged, merge_partly
 from mcomb.repair import repaired
+from mcomb.running_statistics import estimate_statistics
 from mcomb.symmetry.check import check_spec
 from mcomb.symmetry.derive import permutation_spec
 from mcomb.symmetry.spec import Blocks, PermutationSpec, Segments
@@ -32,6 +34,7 @@ __all__ = [
     "Matching",
     "Metrics",
     "Objective",
+    "PartlyMerged",
     "PermutationSpec",
     "Score",
     "Segments",
@@ -42,6 +45,7 @@ __all__ = [
     "check_spec",
     "combine",
     "cross_entropy",
+    "estimate_statistics",
     "evaluate",
     "fine_tune",
     "hyperplane",
@@ -52,6 +56,7 @@ __all__ = [
     "match_straight_through",
     "match_weights",
     "merge",
+    "merge_partly",
     "mix",
     "permutation_spec",
     "read_checkpoint",

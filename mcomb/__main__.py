@@ -51,6 +51,7 @@ from mcomb.matching import MATCHERS, match
 from mcomb.names import Table, read_table, to_theirs
 from mcomb.objectives import Objective, cross_entropy
 from mcomb.progress import show, show_json
+from mcomb.running_statistics import estimate_statistics, names_of_statistics
 from mcomb.symmetry.check import check_spec
 from mcomb.symmetry.derive import permutation_spec
 from mcomb.symmetry.spec import PermutationSpec
@@ -116,6 +117,7 @@ class CombineConfig(Output):
     share: Annotated[float | None, Flag("the mean share of B, of linear, subcube and hyperplane")] = None
     s: Annotated[float | None, Flag("half the width of uniform and centered")] = None
     p: Annotated[float | None, Flag("the probability of B's weight, of bernoulli")] = None
+    model: Annotated[str | None, Flag("on whose inputs running statistics (BatchNorm) are estimated anew")] = None
     seed: Annotated[int, Flag("seed of the shares", at_least=0)] = 0
 
 
@@ -227,11 +229,18 @@ def combine(config: CombineConfig) -> None:
     for name in PARAMETERS:
         if (getattr(config, name) is None) == (name == wanted):
             raise UserError(f"the distribution {config.distribution} is given by --{wanted}: give that, and no other")
-    a = read_network(config.a)
+    model = load_model(config.model) if config.model else None
+    a = read_network(config.a, model=model)
     b = read_checkpoint(config.b, a)
     require_finite(str(config.b), b)
+    if not model and (names := names_of_statistics(a)):
+        raise UserError(
+            f"{config.a} has running statistics, as {names[0]}, of which the combination needs its own: give the "
+            "--model on whose inputs to estimate them"
+        )
     parameter = jnp.float32(getattr(config, wanted))
-    write_checkpoint(config.to, jax.jit(mix(distribution))(stream(config.seed, "combine"), parameter, a, b))
+    combination = jax.jit(mix(distribution))(stream(config.seed, "combine"), parameter, a, b)
+    write_checkpoint(config.to, estimate_statistics(model.apply, combination, model.inputs) if model else combination)
     show(str(absolute(config.to)))
     show_json({"path": str(absolute(config.to))})
 

@@ -126,9 +126,14 @@ def map_named(function: Callable[..., Any], tree: Params, *rest: Params) -> Para
 
 def all_equations(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> Iterator[core.JaxprEqn]:
     """Yields the equations of a jaxpr and of all that are inside it."""
-    kinds = core.Jaxpr, core.ClosedJaxpr
     for eqn in jaxpr.eqns:
         yield eqn
-        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda value: isinstance(value, kinds)):
-            if isinstance(inner, kinds):
-                yield from all_equations(inner)
+        yield from inner_equations(eqn)
+
+
+def inner_equations(eqn: core.JaxprEqn) -> Iterator[core.JaxprEqn]:
+    """Yields the equations of all jaxprs inside an equation."""
+    kinds = core.Jaxpr, core.ClosedJaxpr
+    for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda value: isinstance(value, kinds)):
+        if isinstance(inner, kinds):
+            yield from all_equations(inner)

@@ -75,9 +75,10 @@ def fingerprint_entry(params: Params) -> dict[str, str]:
 def read_checkpoint(path: str | os.PathLike[str], target: Params | None = None, names: Table | None = None) -> Params:
     """The parameters in a file of a known ending, or in an orbax folder: a saved tree, or a training run's newest.
 
-    Of a tree with a `params` entry, that entry. With a table of `names`, weights have other names and layouts in the
-    file, and the result those that the table says. With `target`, a tree of arrays or shapes, the result has its
-    structure and dtypes, and a difference is an error that names the leaf.
+    Of a tree with a `params` entry, that entry; with Flax's `batch_stats` beside it, these two. With a table of
+    `names`, weights have other names and layouts in the file, and the result those that the table says. With `target`,
+    a tree of arrays or shapes, the result has its structure and dtypes, and a difference is an error that names the
+    leaf.
     """
     path = as_path(path)
     if path.suffix in FILES:
@@ -86,7 +87,8 @@ def read_checkpoint(path: str | os.PathLike[str], target: Params | None = None, 
         tree_folder = _find_tree(path)
         tree = reading(path, lambda: _restore_whole(tree_folder))
     if isinstance(tree, dict) and "params" in tree:
-        tree = tree["params"]
+        has_statistics = "batch_stats" in tree
+        tree = {name: tree[name] for name in ("params", "batch_stats")} if has_statistics else tree["params"]
     if names is not None:
         tree = _as_tree(path, to_ours(names, {name: np.asarray(leaf) for name, leaf in named_leaves(tree).items()}))
     if target is None:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mcomb.base import Array, UserError, all_equations
+from mcomb.base import Array, UserError, all_equations, count_examples, require_positive
 from mcomb.processes import from_first
 
 AXIS = "device"  # the name of the mesh's only axis
@@ -136,6 +136,18 @@ def in_batches(batch_size: int, tree: Any) -> Any:
         return jnp.pad(x, ((0, pad), *((0, 0),) * (x.ndim - 1))).reshape(-1, batch_size, *x.shape[1:])
 
     return jax.tree.map(reshape, tree)
+
+
+def equal_batches(tree: Any, batch_size: int) -> Any:
+    """A tree of arrays of n rows, each reshaped into equal batches of at most that many; a few rows are left out.
+
+    equal_batches(x, 2) with x = [1, 2, 3] is [[1], [2]], and with batch_size=3 it is [[1, 2, 3]].
+    """
+    require_positive(batch_size=batch_size)
+    examples = count_examples(tree)
+    count = -(-examples // batch_size)
+    size = examples // count
+    return jax.tree.map(lambda x: jnp.asarray(x)[: count * size].reshape(count, size, *x.shape[1:]), tree)
 
 
 class Sizes(NamedTuple):

@@ -40,6 +40,7 @@ from mcomb.gradient_descent import Loss, State, fit, initial_state, shuffled_row
 from mcomb.objectives import Objective, add_up, check_objectives, cross_entropy
 from mcomb.processes import from_first
 from mcomb.progress import progress_bar, warn
+from mcomb.running_statistics import estimate_statistics, normalise_by_batch, statistics_of
 
 CHECKS = 20  # how often in a descent the held-out loss is looked at
 PATIENCE = 5  # looks without a better one, after which it ends
@@ -58,9 +59,13 @@ class Learnt(Hashable, Protocol):
 
 
 class Descent(NamedTuple):
-    """The numbers with the least loss on held-out data, and all losses: at the start, and then every few steps."""
+    """The numbers with the least loss on held-out data, the network that they give, and all losses.
+
+    These are of the start, and then of every few steps.
+    """
 
     numbers: Any
+    params: Params
     losses: tuple[float, ...]
 
 
@@ -82,7 +87,8 @@ def descend(
 ) -> Descent:
     """The best of the numbers that gradient descent comes by, starting from those given.
 
-    How far it has come is kept, after each look at the held-out loss, in the file `keep`. The same call goes on from
+    Running statistics are those of each minibatch on the way; where the loss is looked at, and in the result, they are
+    estimated on all examples that are learnt from. How far it has come is kept, after each look at the held-out loss, in the file `keep`. The same call goes on from
     there; a file of another call, or a damaged one, is not used.
     """
     require_positive(steps=steps, batch_size=batch_size, learning_rate=learning_rate)
@@ -92,6 +98,8 @@ def descend(
     train_count = count - max(1, count // 10)
     given = replicate((tuple(networks), inputs, labels))
     held_out = jax.tree.map(lambda x: x[train_count:], given[1:])
+    train_inputs = jax.tree.map(lambda x: x[:train_count], inputs)
+    has_statistics = bool(statistics_of(apply, networks[0], train_inputs))
     optimizer = _adam(learning_rate)
     every = max(1, steps // CHECKS)
     per_call = steps_per_call(networks[0], every)
@@ -109,8 +117,12 @@ def descend(
                     yield now, given
                 done -= len(now)
 
+    def combine(numbers: Any, networks: Sequence[Params]) -> Params:
+        combined = learnt.combine(numbers, networks)
+        return estimate_statistics(apply, combined, train_inputs) if has_statistics else combined
+
     def look(numbers: Any) -> float:
-        found = score(apply, learnt.combine(numbers, given[0]), *held_out, loss=loss).loss
+        found = score(apply, combine(numbers, given[0]), *held_out, loss=loss).loss
         if not np.isfinite(found):
             raise Diverged("the held-out loss of a combination is infinite or not a number: look for such inputs")
         return found
@@ -121,7 +133,8 @@ def descend(
     kept = _Kept(None if keep is None else as_path(keep), hashlib.blake2b(repr(call).encode()).hexdigest())
     state, best, losses = kept.read(start) or (start, jax.device_get(numbers), [look(numbers)])
     done = int(state.step)
-    fitting = fit(_loss(apply, loss, learnt), state, batches(done), optimizer, stream(seed))
+    step_loss = _loss(_by_batch(apply) if has_statistics else apply, loss, learnt)
+    fitting = fit(step_loss, state, batches(done), optimizer, stream(seed))
     with progress_bar(steps, "step", describe, done) as bar:
         while done < steps and min(losses[-PATIENCE:]) <= min(losses):
             state, step_losses, _ = next(fitting)
@@ -134,7 +147,7 @@ def descend(
                 best = jax.device_get(state.params)
             kept.write(state, best, losses)
             bar.set_postfix(loss=f"{step_losses.mean():.4f}", best=f"{min(losses):.4f}", refresh=False)
-    return Descent(best, tuple(losses))
+    return Descent(best, combine(best, networks), tuple(losses))
 
 
 class _Weights(NamedTuple):
@@ -161,7 +174,7 @@ def fine_tune(
     numbers = {name: leaf for name, leaf in named_leaves(params).items() if is_inexact(leaf)}
     how: Any = {"loss": loss, "steps": steps, "batch_size": batch_size, "learning_rate": learning_rate, "seed": seed}
     found = descend(_Weights(), numbers, [params], apply, inputs, labels, **how, keep=keep, describe="fine-tuning")
-    return _Weights().combine(found.numbers, [params]), min(found.losses)
+    return found.params, min(found.losses)
 
 
 def check_data(apply: Apply, params: Params, inputs: Inputs, labels: Labels, loss: Objective) -> int:
@@ -218,6 +231,12 @@ def _loss(apply: Apply, objective: Objective, learnt: Learnt) -> Loss:
         return total / jnp.where(count == 0, 1, count), None
 
     return loss
+
+
+@cache
+def _by_batch(apply: Apply) -> Apply:
+    """The function that takes the running statistics of each batch."""
+    return lambda params, inputs: normalise_by_batch(apply, params, inputs)[0]
 
 
 @cache

@@ -31,6 +31,7 @@ from mcomb.devices import (
     IMAGES,
     Sizes,
     compile_to_fit,
+    equal_batches,
     in_batches,
     is_out_of_memory,
     on_each_device,
@@ -40,6 +41,7 @@ from mcomb.devices import (
 from mcomb.objectives import Objective, add_up, check_objectives, classify, cross_entropy
 from mcomb.processes import are_several
 from mcomb.progress import say
+from mcomb.running_statistics import draw_with_statistics, statistics_of
 
 AGREES_WITH = ("A only", "B only", "both", "neither")
 
@@ -87,6 +89,7 @@ def evaluate(
     metrics: Mapping[str, Objective] | None = None,
     references: Int[Array, "2 n"] | None = None,
     temperatures: tuple[float, ...] | None = None,
+    statistics_from: Inputs | None = None,
     batch_size: int = BATCH,
     vmap_size: int | None = None,
     report: Callable[[Metrics], None] = lambda metrics: None,
@@ -102,6 +105,9 @@ def evaluate(
     classifiers, and with it `references` are the labels that A and B predict (without them `agreement` has all inputs
     under "neither"), and `temperatures` those of `tempered` (by default 1).
 
+    Running statistics, as those of a BatchNorm, have no average: where the function has some, `statistics_from` are the
+    inputs on which each combination's are estimated anew (`estimate_statistics`), those of A and B themselves as well.
+
     `report` is given the metrics of the combinations of each compiled call, as they are measured.
     """
     k, count = len(keys), count_examples(inputs, labels)
@@ -113,6 +119,15 @@ def evaluate(
     require_finite("the parameters", parameters)
     combination = output_shapes(draw, keys[0], jax.tree.map(lambda x: jnp.asarray(x)[0], parameters), *networks)
     _check_fit(task, apply, combination, inputs, labels, min(batch_size, count))
+    if names := statistics_of(apply, combination, jax.tree.map(lambda x: x[: min(batch_size, count)], inputs)):
+        if statistics_from is not None:
+            draw = draw_with_statistics(apply, draw)
+            networks = (*networks, equal_batches(statistics_from, batch_size))
+        elif len(networks) > 1:
+            raise UserError(
+                f"the networks have running statistics, as {names[0]}, of which combinations need their own: give "
+                "inputs to estimate them on as statistics_from"
+            )
     mesh = two_axis_mesh(k)
     rows, columns = mesh.devices.shape
     if references is None and task.temperatures:

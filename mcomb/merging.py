@@ -33,6 +33,7 @@ from mcomb.early_stopping import check_data, descend
 from mcomb.files import AnyPath
 from mcomb.objectives import Objective, add_up, cross_entropy
 from mcomb.refit import refit
+from mcomb.running_statistics import estimate_statistics
 from mcomb.symmetry.spec import PermutationSpec, axis_names
 
 GRANULARITIES = ("network", "layer", "leaf", "unit", "weight")
@@ -74,7 +75,8 @@ def merge(
       labels, and its option is `ridge`: see `mcomb.refit`.
     - "learned": shares that gradient descent finds. Its options are those of `learn_shares`.
 
-    The data should be none that the networks were trained on.
+    The data should be none that the networks were trained on. Running statistics, as those of a BatchNorm, are
+    estimated anew on the inputs, by whatever method (`estimate_statistics`).
     """
     if method not in METHODS:
         raise UserError(f"there is no method {method!r} to merge by: choose from {', '.join(METHODS)}")
@@ -85,7 +87,10 @@ def merge(
     _check_networks(spec, networks)
     if method in ("average", "refit"):
         mean = jax.tree.map(lambda *leaves: _weigh(leaves, [1 / len(leaves)] * len(leaves)), *networks)
-        return refit(spec, networks, mean, apply, inputs, **options) if method == "refit" else mean
+        mean = estimate_statistics(apply, mean, inputs)
+        if method == "average":
+            return mean
+        return estimate_statistics(apply, refit(spec, networks, mean, apply, inputs, **options), inputs)
     check_data(apply, networks[0], inputs, labels, loss)
     informations = [fisher_information(apply, network, inputs, labels, loss=loss) for network in networks]
 
@@ -97,7 +102,7 @@ def merge(
             leaves, [jnp.where(total > least, w / jnp.maximum(total, least), 1 / len(leaves)) for w in weights]
         )
 
-    return jax.tree.map(weigh, *networks, *informations)
+    return estimate_statistics(apply, jax.tree.map(weigh, *networks, *informations), inputs)
 
 
 def learn_shares(
@@ -125,6 +130,9 @@ def learn_shares(
     A tenth of the data, the last, is held out: the result is whatever had the least loss on it, and where it has not
     fallen for a quarter of the steps, the descent ends. In the file `keep` it keeps how far it has come, and the same
     call goes on from there.
+
+    Running statistics are those of the minibatch while shares are learnt, and estimated on the other nine tenths of the
+    data where the loss on the last is looked at, and in the result.
     """
     if per not in GRANULARITIES:
         raise UserError(f"there are no shares per {per!r}: choose from {', '.join(GRANULARITIES)}")
@@ -132,13 +140,13 @@ def learn_shares(
     learnt = _Shares(spec, per, beyond)
     how: Any = {"loss": loss, "steps": steps, "batch_size": batch_size, "learning_rate": learning_rate, "seed": seed}
     how |= {"keep": keep, "describe": f"learning shares per {per}"}
-    best, losses = descend(learnt, learnt.start(networks), networks, apply, inputs, labels, **how)
+    found = descend(learnt, learnt.start(networks), networks, apply, inputs, labels, **how)
     every_share = {
-        name: np.asarray(learnt.shares(best, name, leaf)) if is_inexact(leaf) else np.zeros(len(networks) - 1)
+        name: np.asarray(learnt.shares(found.numbers, name, leaf)) if is_inexact(leaf) else np.zeros(len(networks) - 1)
         for name, leaf in named_leaves(networks[0]).items()
     }
     shares = (map_named(lambda name, leaf, i=i: every_share[name][i], networks[0]) for i in range(len(networks) - 1))
-    return LearnedShares(learnt.combine(best, networks), tuple(shares), min(losses), losses)
+    return LearnedShares(found.params, tuple(shares), min(found.losses), found.losses)
 
 
 def fisher_information(

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, PRNGKeyArray
 
-from mcomb.base import Apply, Array, Inputs, Params, UserError, count_examples, output_shapes, require_positive
+from mcomb.base import Apply, Array, Inputs, Params, UserError, output_shapes
 from mcomb.combination import Draw
 from mcomb.dead_units import varies
-from mcomb.devices import BATCH, replicate
+from mcomb.devices import BATCH, equal_batches, replicate
 from mcomb.symmetry.intermediates import ArrayId, Intermediates, list_intermediates, list_linear_maps
 from mcomb.symmetry.spec import PermutationSpec, axis_names
 
@@ -99,14 +99,10 @@ def repaired(
     Where a draw changes networks before it combines them, `ends(parameter, *networks)` are those that it combines;
     their statistics are then taken for each combination.
     """
-    require_positive(batch_size=batch_size)
-    examples = count_examples(inputs)
+    batches = equal_batches(inputs, batch_size)
     for network in networks:
         spec.validate(network)
         output_shapes(apply, network, inputs)
-    count = -(-examples // batch_size)
-    size = examples // count
-    batches = jax.tree.map(lambda x: jnp.asarray(x)[: count * size].reshape(count, size, *x.shape[1:]), inputs)
     networks, batches = replicate((networks, batches))
     moments = _network_moments(spec, apply, networks, batches)
     means = [layer.mean[0, 0] for layer in moments]

@@ -31,6 +31,12 @@ def regression():
     return *model()[:2], jnp.zeros((40, 3)), mcomb.squared_error
 def wrong():
     return 3
+def normed():
+    x = jax.random.normal(jax.random.key(0), (40, 6))
+    def apply(variables, x):
+        mean, var = (variables["batch_stats"][name][None] for name in ("mean", "var"))
+        return (x @ variables["params"]["w"] - mean) * jax.lax.rsqrt(var + 1e-5)
+    return apply, x, x[:, :3].argmax(1)
 """
 
 
@@ -116,6 +122,32 @@ def test_networks_of_ones_own_function_are_evaluated(capsys, tmp_path, monkeypat
     for model, problem in (("without_labels", "no labels"), ("wrong", "gives no model"), ("none", "gives no model")):
         with pytest.raises(UserError, match=problem):
             main(["evaluate", "a.npz", "--model", f"mine_in_a_test:{model}"])
+
+
+def test_running_statistics_are_estimated_on_the_model_s_inputs_and_never_averaged(capsys, tmp_path, monkeypatch):
+    (tmp_path / "normed_in_a_test.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    a, b = (
+        {
+            "params": {"w": rng.normal(size=(6, 3)).astype(np.float32)},
+            "batch_stats": {"mean": np.full(3, i, np.float32), "var": np.full(3, 9, np.float32)},
+        }
+        for i in range(2)
+    )
+    write_checkpoint("a.npz", a)
+    write_checkpoint("b.npz", b)
+    words = ["combine", "a.npz", "b.npz", "c.npz", "--share", "0.5"]
+    with pytest.raises(UserError, match=r"a\.npz has running statistics, as batch_stats/mean"):
+        main(words)
+    assert not (tmp_path / "c.npz").exists()
+    said(capsys, *words, "--model", "normed_in_a_test:normed")
+    found = read_checkpoint("c.npz")
+    w = (a["params"]["w"] + b["params"]["w"]) / 2
+    outputs = np.asarray(jax.random.normal(jax.random.key(0), (40, 6))) @ w
+    np.testing.assert_allclose(found["params"]["w"], w, rtol=1e-6)
+    np.testing.assert_allclose(found["batch_stats"]["mean"], outputs.mean(0), rtol=1e-4)
+    np.testing.assert_allclose(found["batch_stats"]["var"], outputs.var(0), rtol=1e-4)
 
 
 def test_an_experiment_is_a_command_too(capsys):

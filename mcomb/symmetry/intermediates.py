@@ -24,6 +24,8 @@ from mcomb.symmetry.rules.common import split_scan
 from mcomb.symmetry.rules.control import call, inner_jaxpr
 from mcomb.symmetry.spec import Blocks, Layout, PermutationSpec, Segments, axis_names
 
+PRODUCTS = ("dot_general", "conv_general_dilated")
+
 
 class ArrayId(NamedTuple):
     """An array inside a trace: ArrayId((4, 1), 0) is the first result of live equation 1 inside live equation 4.
@@ -62,6 +64,18 @@ class Equation:
     eqn: core.JaxprEqn
     operands: Sequence[Intermediate | None]
     results: Sequence[Intermediate]
+
+    @property
+    def params_only(self) -> list[Intermediate]:
+        """The operands that depend on parameters and not on inputs."""
+        operands = [operand for operand in self.operands if operand is not None]
+        return [operand for operand in operands if operand.depends_on_params and not operand.depends_on_inputs]
+
+    @property
+    def loops(self) -> int:
+        """How many scans the equation is inside of."""
+        pairs = zip(self.results, self.eqn.outvars, strict=True)
+        return max((len(result.layouts) - len(var.aval.shape) for result, var in pairs), default=0)  # type: ignore[attr-defined]
 
     @property
     def contracted(self) -> Iterator[tuple[Intermediate, set[str]]]:
@@ -103,16 +117,39 @@ class Intermediates:
         """
 
         def run(*args: Any) -> tuple[Any, dict[ArrayId, Any]]:
-            leaves = jax.tree.leaves(args)
-            for leaf, aval in zip(leaves, self.traced.in_avals, strict=True):
-                if (jnp.shape(leaf), jnp.result_type(leaf)) != (aval.shape, aval.dtype):
-                    given = jax.typeof(leaf).str_short()
-                    raise ValueError(f"an argument is {given} where {aval.str_short()} was traced: trace it anew")
-            results, found = evaluator.evaluate(self.traced.jaxpr, self.traced.consts, leaves, ())
+            results, found = evaluator.evaluate(self.traced.jaxpr, self.traced.consts, self._leaves(args), ())
             return jax.tree.unflatten(jax.tree.structure(self.result_shapes), results), found
 
         evaluator = _Evaluator(frozenset(wanted), edits)
         return run
+
+    def tap_together(
+        self, edits: Mapping[ArrayId, Callable[[tuple[Any, ...]], tuple[Any, ...]]]
+    ) -> Callable[..., list[Any]]:
+        """The function of several tuples of arguments that returns what the traced one does for each of them.
+
+        They are evaluated in lockstep: an edit is given an array of all of them, in their order, and may mix them. What
+        is the same array for all is computed once.
+        """
+
+        def run(*each: tuple[Any, ...]) -> list[Any]:
+            evaluator = _Lockstep(len(each), edits)
+            consts = list(map(evaluator.constant, self.traced.consts))
+            leaves = list(zip(*map(self._leaves, each), strict=True))
+            results, _ = evaluator.evaluate(self.traced.jaxpr, consts, leaves, ())
+            structure = jax.tree.structure(self.result_shapes)
+            return [jax.tree.unflatten(structure, [result[i] for result in results]) for i in range(len(each))]
+
+        return run
+
+    def _leaves(self, args: tuple[Any, ...]) -> list[Any]:
+        """The leaves of arguments; an error unless they are such as were traced."""
+        leaves = jax.tree.leaves(args)
+        for leaf, aval in zip(leaves, self.traced.in_avals, strict=True):
+            if (jnp.shape(leaf), jnp.result_type(leaf)) != (aval.shape, aval.dtype):
+                given = jax.typeof(leaf).str_short()
+                raise ValueError(f"an argument is {given} where {aval.str_short()} was traced: trace it anew")
+        return leaves
 
 
 def list_intermediates(spec: PermutationSpec, fn: Callable[..., Any], params: Params, *inputs: Any) -> Intermediates:
@@ -185,24 +222,20 @@ def list_linear_maps(intermediates: Intermediates) -> Iterator[LinearMap]:
         for operand in filter(None, equation.operands):
             uses.setdefault(operand.id, []).append(equation)
     for equation in intermediates.equations:
-        weights = _params_only(equation)
-        if equation.eqn.primitive.name not in ("dot_general", "conv_general_dilated") or not weights:
+        if not is_linear_map(equation) or equation.loops:
             continue
-        (output,) = equation.results
-        in_scan = len(output.layouts) > len(equation.eqn.outvars[0].aval.shape)  # type: ignore[attr-defined]
-        if in_scan or not output.depends_on_inputs:
-            continue
+        (output,), (weights, *_) = equation.results, equation.params_only
         match uses.get(output.id):
-            case [use] if use.eqn.primitive.name == "add" and (bias := _params_only(use)):
-                yield LinearMap(equation, weights[0], bias[0], use.results[0])
+            case [use] if use.eqn.primitive.name == "add" and (bias := use.params_only):
+                yield LinearMap(equation, weights, bias[0], use.results[0])
             case _:
-                yield LinearMap(equation, weights[0], None, output)
+                yield LinearMap(equation, weights, None, output)
 
 
-def _params_only(equation: Equation) -> list[Intermediate]:
-    """The operands of an equation that depend on parameters and not on inputs."""
-    operands = [operand for operand in equation.operands if operand is not None]
-    return [operand for operand in operands if operand.depends_on_params and not operand.depends_on_inputs]
+def is_linear_map(equation: Equation) -> bool:
+    """Whether it is a matrix product or convolution of what depends on the inputs with weights that do not."""
+    product = equation.eqn.primitive.name in PRODUCTS and equation.results[0].depends_on_inputs
+    return product and bool(equation.params_only)
 
 
 class _Evaluator:
@@ -229,17 +262,17 @@ class _Evaluator:
         env |= zip(jaxpr.invars, edit((*path, ARGUMENTS), args), strict=True)
 
         def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, core.Literal) else env[atom]
+            return self.constant(atom.val) if isinstance(atom, core.Literal) else env[atom]
 
         for index, eqn in enumerate(live_equations(jaxpr)):
             eqn_path, operands = (*path, index), list(map(read, eqn.invars))
             inner: dict[ArrayId, Any] = {}
             if eqn_path not in self.entered:
-                results = _evaluate_equation(jaxpr, eqn, operands)
+                results = self.equation(jaxpr, eqn, operands)
             elif eqn.primitive.name == "scan":
                 results, inner = self._scan(eqn, operands, eqn_path)
             else:  # a call is inlined: custom derivatives are lost
-                results, inner = self.evaluate(*inner_jaxpr(eqn), operands, eqn_path)
+                results, inner = self.evaluate(*self._inner(eqn), operands, eqn_path)
             found |= inner
             env |= zip(eqn.outvars, edit(eqn_path, results), strict=True)
         return [read(atom) for atom in jaxpr.outvars], found
@@ -249,11 +282,42 @@ class _Evaluator:
         consts, init, xs = split_scan(eqn, operands)
 
         def step(carry: list[Any], x: list[Any]) -> tuple[list, tuple[list, dict]]:
-            results, found = self.evaluate(*inner_jaxpr(eqn), [*consts, *carry, *x], path)
+            results, found = self.evaluate(*self._inner(eqn), [*consts, *carry, *x], path)
             return results[: len(carry)], (results[len(carry) :], found)
 
         last, (ys, found) = jax.lax.scan(step, init, xs, p["length"], p["reverse"], p["unroll"])
         return [*last, *ys], found
+
+    def _inner(self, eqn: core.JaxprEqn) -> tuple[core.Jaxpr, list[Any]]:
+        jaxpr, consts = inner_jaxpr(eqn)
+        return jaxpr, list(map(self.constant, consts))
+
+    def constant(self, value: Any) -> Any:
+        """What stands for a constant of the jaxpr."""
+        return value
+
+    def equation(self, jaxpr: core.Jaxpr, eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+        """The results of one equation of a jaxpr."""
+        return _evaluate_equation(jaxpr, eqn, operands)
+
+
+class _Lockstep(_Evaluator):
+    """Evaluates a jaxpr for several lists of arguments at once: a tuple of arrays stands for each array."""
+
+    def __init__(self, count: int, edits: Mapping[ArrayId, Callable[[Any], Any]]) -> None:
+        super().__init__((), edits)
+        self.count = count
+
+    def constant(self, value: Any) -> tuple[Any, ...]:
+        """The constant, for each of them."""
+        return (value,) * self.count
+
+    def equation(self, jaxpr: core.Jaxpr, eqn: core.JaxprEqn, operands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """The results of one equation of a jaxpr, of each of them."""
+        if all(value is values[0] for values in operands for value in values):
+            return list(map(self.constant, _evaluate_equation(jaxpr, eqn, [values[0] for values in operands])))
+        each = [_evaluate_equation(jaxpr, eqn, [values[i] for values in operands]) for i in range(self.count)]
+        return list(zip(*each, strict=True))
 
 
 def _evaluate_equation(jaxpr: core.Jaxpr, eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:

@@ -286,19 +286,30 @@ class PermutationSpec:
             leaf = xp.take(leaf, source.ravel(), axis)
         return leaf
 
+    def units_of(
+        self, layouts: tuple[Layout, ...], shape: tuple[int, ...]
+    ) -> Iterator[tuple[str, tuple[Any, ...], Any]]:
+        """The units at each position of an array, axis by axis.
+
+        Each is a permutation's name, the indices into its index array, and at which positions there is a unit at all.
+        """
+        positions = np.ogrid[tuple(slice(size) for size in shape)]
+        coordinates: dict[str, np.ndarray] = {}
+        for layout, position in zip(layouts, positions, strict=True):
+            coordinates |= self._coordinates(layout, position)
+        for layout, position in zip(layouts, positions, strict=True):
+            for perm, index, stride in self._terms(layout, position, coordinates):
+                if perm is not None:
+                    yield perm, index, stride > 0
+
     def add_units(self, values: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Any:
         """For each weight of a leaf, the sum of the values of the units that it connects; 0 where there are none.
 
         `values` has an array of the shape of each permutation that is named by the leaf's axes.
         """
-        positions = np.ogrid[tuple(slice(size) for size in shape)]
-        coordinates: dict[str, np.ndarray] = {}
-        for layout, position in zip(self.axes[name], positions, strict=True):
-            coordinates |= self._coordinates(layout, position)
         total: Any = jnp.zeros(())
-        for layout, position in zip(self.axes[name], positions, strict=True):
-            for perm, index, stride in self._terms(layout, position, coordinates):
-                total = total if perm is None else total + (stride > 0) * values[perm][index]
+        for perm, index, is_unit in self.units_of(self.axes[name], shape):
+            total = total + is_unit * values[perm][index]
         return jnp.broadcast_to(total, shape)
 
     def sum_weights(self, values: Params) -> dict[str, Float[np.ndarray, "..."]]:

@@ -1,0 +1,232 @@
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numerics import assert_close, assert_equal, assert_never_falls
+from zoo import CASES, random_arrays
+
+import mcomb
+from mcomb import merge, merge_partly
+from mcomb.base import UserError, is_inexact, map_named, named_leaves
+from mcomb.partial_merging import apply_partly_merged
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(50, 5)).astype(np.float32)
+
+
+def apply(params, x):
+    for layer in params[:-1]:
+        x = jax.nn.relu(x @ layer["w"] + layer["b"][None])
+    return x @ params[-1]["w"] + params[-1]["b"][None]
+
+
+def network(seed, sizes=(5, 8, 6, 3)):
+    rng = np.random.default_rng(seed)
+    layers = itertools.pairwise(sizes)
+    return [{"w": normal(rng, i, o), "b": normal(rng, o)} for i, o in layers]
+
+
+def normal(rng, *shape):
+    return rng.normal(size=shape).astype(np.float32)
+
+
+A, B, C = (network(seed) for seed in (1, 2, 3))
+SPEC = mcomb.permutation_spec(apply, A, X)
+FIRST, SECOND = SPEC.sizes  # the permutations of both hidden layers
+
+
+def size(tree):
+    return sum(leaf.size for leaf in jax.tree.leaves(tree) if is_inexact(leaf))
+
+
+def mean_output(fn, networks, x):
+    return sum(fn(network, x) for network in networks) / len(networks)
+
+
+def nonzero(merged):
+    return sum(np.count_nonzero(leaf) for part in ("shared", "own") for leaf in floats(merged.params[part]))
+
+
+def floats(tree):
+    return [leaf for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
+
+
+@pytest.mark.parametrize(("networks", "per"), [((A, B), "layer"), ((A, B, C), "unit")], ids=["layers", "units"])
+def test_from_the_average_network_to_the_mean_of_the_outputs(networks, per):
+    budgets = np.linspace(1, len(networks), 4)
+    every = [merge_partly(SPEC, networks, apply, X, budget=budget, per=per) for budget in budgets]
+    average = merge(SPEC, networks, apply, X, method="average")
+    assert_equal(every[0].params["shared"], average)
+    assert_equal(every[0].apply(every[0].params, X), apply(average, X))
+    assert_close(every[-1].apply(every[-1].params, X), mean_output(apply, networks, X), roundings=16)
+    assert_never_falls([merged.weights for merged in every])
+    for budget, merged in zip(budgets, every, strict=True):
+        assert merged.weights == nonzero(merged) <= budget * size(A)
+        parts = [np.unique(apart) for apart in merged.params["apart"].values()]
+        assert per == "unit" or all(len(part) == 1 for part in parts)
+        if per == "unit":  # one unit more would be too many
+            most = (len(networks) - 1) * (8 + 1 + 6)
+            assert merged.weights > budget * size(A) - most
+    for fewer, more in itertools.pairwise(every):
+        for name in SPEC.sizes:
+            assert not (fewer.params["apart"][name] & ~more.params["apart"][name]).any()
+
+
+def test_a_merged_unit_is_the_mean_of_what_the_networks_give_it():
+    merged = merge_partly(SPEC, (A, B), apply, X, budget=1.5)
+    first, second = (merged.params["apart"][name] for name in (FIRST, SECOND))
+    assert 0 < first.sum() < len(first)
+    assert 0 < second.sum() < len(second)
+
+    def mix(both, apart):
+        mean = (both[0] + both[1]) / 2
+        return [np.where(apart, own, mean) for own in both]
+
+    average = merge(SPEC, (A, B), apply, X, method="average")
+    streams = [X.astype(np.float64)] * 2
+    into = np.zeros(5, bool)
+    for i, apart in enumerate((first, second, np.zeros(3, bool))):
+        is_own = into[:, None] | apart[None]
+        bias_is_own = apart if i < 2 else np.full(3, bool(np.any(merged.params["own"][2]["b"])))
+        streams = [
+            x @ np.where(is_own, own[i]["w"], average[i]["w"]) + np.where(bias_is_own, own[i]["b"], average[i]["b"])
+            for x, own in zip(streams, (A, B), strict=True)
+        ]
+        if i < 2:
+            streams = [np.maximum(x, 0) for x in mix(streams, apart)]
+        into = apart
+    assert_close(merged.apply(merged.params, X), (streams[0] + streams[1]) / 2, roundings=64)
+
+
+def test_units_that_do_not_match_are_those_that_stay_apart():
+    a = network(1, (5, 12, 3))
+    b = jax.tree.map(np.copy, a)
+    planted = np.isin(np.arange(12), [2, 7, 11])
+    b[0]["w"][:, planted], b[1]["w"][planted] = normal(RNG, 5, 3), normal(RNG, 3, 3)
+    spec = mcomb.permutation_spec(apply, a, X)
+    budget = 1 + 3 * (5 + 1 + 3) / size(a)
+    merged = merge_partly(spec, (a, b), apply, X, budget=budget)
+    (apart,) = merged.params["apart"].values()
+    assert_equal(apart, planted)
+    goal = mean_output(apply, (a, b), X)
+    assert_close(merged.apply(merged.params, X), goal, roundings=64)
+    average = merge(spec, (a, b), apply, X, method="average")
+    assert np.abs(apply(average, X) - goal).max() > 0.1
+
+
+def test_units_that_never_change_are_merged_and_those_that_do_in_one_network_only_are_not():
+    rng = np.random.default_rng(4)
+    dead = jax.tree.map(np.copy, A), jax.tree.map(lambda leaf: leaf + normal(rng, *leaf.shape) / 10, A)
+    for own in dead:
+        own[0]["b"][:2] = -100
+    dead[1][0]["b"][2] = -100
+    parts = [
+        merge_partly(SPEC, dead, apply, X, budget=budget).params["apart"][FIRST]
+        for budget in (1 + 13 / size(A), 2 - 11 / size(A))
+    ]
+    assert_equal(parts[0], np.arange(8) == 2)
+    assert_equal(parts[1], np.arange(8) >= 2)
+
+
+QUICK = ["query, key and value in one", "grouped convolution"]
+OTHERS = [
+    *(
+        "VGG",
+        "LSTM",
+        "transformer encoder",
+        "scanned transformer",
+        "decoder with tied embeddings",
+        "mixer",
+        "Equinox",
+        "NNX",
+        "GRU",
+    ),
+    *("tied autoencoder", "BatchNorm ResNet", "inverted residual", "DenseNet", "untied over positions"),
+]
+ARCHITECTURES = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_any_architecture_is_merged_partly(name):
+    case = CASES[name]()
+    x = random_arrays(jax.ShapeDtypeStruct((8, *case.input.shape[1:]), case.input.dtype), 3)
+    a, b = (mcomb.estimate_statistics(case.fn, random_arrays(case.params, seed), x) for seed in (1, 2))
+    spec = mcomb.permutation_spec(case.fn, a, x)
+    assert spec.sizes
+    fn = jax.jit(case.fn)
+    half, every = (merge_partly(spec, (a, b), case.fn, x, budget=budget) for budget in (1.5, 2))
+    assert_close(jax.jit(every.apply)(every.params, x), mean_output(fn, (a, b), x), roundings=2**10)
+    assert size(a) < half.weights == nonzero(half) <= 1.5 * size(a)
+    # A network merged with itself is itself, whatever is apart.
+    own = named_leaves(half.params["own"])
+    is_own = {name: both[0] != 0 for name, both in own.items()}
+    shared = map_named(lambda name, leaf: jnp.where(is_own[name], 0, leaf) if name in is_own else leaf, a)
+    leaves = named_leaves(a)
+    own = {name: jnp.stack([jnp.where(one, leaves[name], 0)] * 2) for name, one in is_own.items()}
+    same = half.params | {"shared": shared, "own": own}
+    assert_close(jax.jit(half.apply)(same, x), fn(a, x), roundings=2**10)
+
+
+def test_it_is_measured_and_written_as_any_network(tmp_path):
+    merged = merge_partly(SPEC, (A, B), apply, X, budget=1.5)
+    labels = RNG.integers(0, 3, len(X))
+    found = mcomb.score(merged.apply, merged.params, X, labels)
+    assert_equal(found.predicted, np.argmax(merged.apply(merged.params, X), axis=1))
+    for path in (tmp_path / "folder", tmp_path / "file.safetensors", tmp_path / "file.npz"):
+        mcomb.write_checkpoint(path, merged.params)
+        read = mcomb.read_checkpoint(path)
+        read["shared"] = jax.tree.unflatten(jax.tree.structure(A), jax.tree.leaves(read["shared"]))
+        assert_equal(apply_partly_merged(SPEC, apply)(read, X), merged.apply(merged.params, X))
+
+
+def test_a_function_without_permutations_is_merged_leaf_by_leaf():
+    def fixed(params, x):
+        return jnp.cumsum(x @ params["w"], axis=1) * params["s"][None]
+
+    a, b = ({"w": normal(RNG, 5, 4), "s": normal(RNG, 4), "steps": np.int32(i)} for i in (1, 2))
+    b["w"] = a["w"]  # so that these are apart last
+    spec = mcomb.permutation_spec(fixed, a, X)
+    assert not spec.sizes
+    merged = merge_partly(spec, (a, b), fixed, X, budget=1.5)
+    assert {*named_leaves(merged.params["own"])} == {"s"}
+    assert merged.params["shared"]["steps"] == 1
+    assert_close(merged.apply(merged.params, X), mean_output(fixed, (a, b), X), roundings=16)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"budget": 0.9}, r"the budget is 0\.9: give one from 1 to 2, the number of networks"),
+        ({"budget": 2.5}, r"the budget is 2\.5"),
+        ({"budget": np.nan}, "the budget is nan"),
+        ({"per": "weight"}, "there is no merging per 'weight': choose from unit, layer"),
+        ({"networks": (A,)}, "fewer than two networks"),
+        ({"apply": lambda params, x: apply(params, x).argmax(1)}, "no floats, which have no mean"),
+    ],
+)
+def test_what_cannot_be_merged_is_said(change, words):
+    given = {"networks": (A, B), "apply": apply, "inputs": X, "budget": 1.5} | change
+    with pytest.raises(UserError, match=words):
+        merge_partly(SPEC, **given)
+
+
+def test_units_that_cannot_be_seen_are_named():
+    def branched(params, x):
+        hidden = jnp.tanh(x @ params["up"])
+        return jax.lax.cond(x.sum() > 0, lambda h: h @ params["down"], lambda h: -h @ params["down"], hidden)
+
+    def stacked(params, x):
+        for i in range(2):
+            x = x + jnp.tanh(x @ params["up"][i]) @ params["down"][i]
+        return x
+
+    for fn, shapes, words in (
+        (branched, ((5, 4), (4, 3)), "units of up are used inside a cond, where nothing is averaged"),
+        (stacked, ((2, 5, 4), (2, 4, 5)), "units of up are in entries of a stack that are read one by one"),
+    ):
+        a, b = ({"up": normal(RNG, *shapes[0]), "down": normal(RNG, *shapes[1])} for _ in range(2))
+        spec = mcomb.permutation_spec(fn, a, X)
+        with pytest.raises(UserError, match=words):
+            merge_partly(spec, (a, b), fn, X, budget=1.5)
