@@ -224,7 +224,8 @@ METHODS: Mapping[str, Method] = {
 PARENTS = ("A", "B", "A, bias corrected", "B, bias corrected")
 CONTROLS = ("fine-tuned", "ensemble", "joint")
 MERGES = tuple(name for name in METHODS if name not in (*PARENTS, *CONTROLS))
-IN_THE_CUBE = tuple(name for name in MERGES if name != "midpoint, naive" and not name.startswith(("refit", "partial")))
+ONE_NETWORK = tuple(name for name in MERGES if not name.startswith("partial"))
+IN_THE_CUBE = tuple(name for name in ONE_NETWORK if name != "midpoint, naive" and not name.startswith("refit"))
 
 
 def measure(run: Run) -> Results:
@@ -246,7 +247,7 @@ def measure(run: Run) -> Results:
     return {"methods": {name: {s: run.rows[name][s] for s in MEASURED} for name in METHODS}, "seen": counts}
 
 
-def chosen_merge(results: Results, among: tuple[str, ...] = MERGES) -> str:
+def chosen_merge(results: Results, among: tuple[str, ...] = ONE_NETWORK) -> str:
     """The merge with the least loss on the withheld images."""
     return min(among, key=lambda name: results["methods"][name]["withheld"]["loss"])
 
@@ -273,11 +274,8 @@ def judge(results: Results) -> Verdict:
     learned, sampled = test["learned per unit"], test["best sample"]
     learning_pays = learned["loss"] <= sampled["loss"] and learned["accuracy"] >= sampled["accuracy"] - error
     is_split = results["config"]["split"] != "none"
-    way = (
-        f" It goes {closed(results, best):.0%} of the way from the aligned midpoint to the ensemble."
-        if is_split
-        else ""
-    )
+    part = closed(results, best)
+    way = f" It goes {f'{part:.0%}' if part <= 1 else 'more than all'} of the way from the aligned midpoint to the ensemble."
     return Verdict(
         bool(
             accuracy[best] > parent + 2 * error

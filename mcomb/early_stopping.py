@@ -88,8 +88,8 @@ def descend(
     """The best of the numbers that gradient descent comes by, starting from those given.
 
     Running statistics are those of each minibatch on the way; where the loss is looked at, and in the result, they are
-    estimated on all examples that are learnt from. How far it has come is kept, after each look at the held-out loss, in the file `keep`. The same call goes on from
-    there; a file of another call, or a damaged one, is not used.
+    estimated on all examples that are learnt from. How far it has come is kept, after each look, in the file `keep`.
+    The same call goes on from there; a file of another call, or a damaged one, is not used.
     """
     require_positive(steps=steps, batch_size=batch_size, learning_rate=learning_rate)
     count = check_data(apply, networks[0], inputs, labels, loss)
