@@ -275,7 +275,8 @@ def judge(results: Results) -> Verdict:
     learning_pays = learned["loss"] <= sampled["loss"] and learned["accuracy"] >= sampled["accuracy"] - error
     is_split = results["config"]["split"] != "none"
     part = closed(results, best)
-    way = f" It goes {f'{part:.0%}' if part <= 1 else 'more than all'} of the way from the aligned midpoint to the ensemble."
+    far = f"{part:.0%}" if part <= 1 else "more than all"
+    way = f" It goes {far} of the way from the aligned midpoint to the ensemble." if is_split else ""
     return Verdict(
         bool(
             accuracy[best] > parent + 2 * error
@@ -286,7 +287,7 @@ def judge(results: Results) -> Verdict:
         f"The merge that is best on the withheld images ({best}) has a test accuracy of {accuracy[best]:.1%}, the "
         f"better parent {parent:.1%}, the midpoint {accuracy['midpoint, aligned']:.1%} aligned and "
         f"{accuracy['midpoint, naive']:.1%} naive, the ensemble {accuracy['ensemble']:.1%}, a parent fine-tuned on the "
-        f"same images {accuracy['fine-tuned']:.1%}.{way if is_split else ''} Of the points in the cube the best "
+        f"same images {accuracy['fine-tuned']:.1%}.{way} Of the points in the cube the best "
         f"({inside}) has {accuracy[inside]:.1%}; shares learnt per unit reach a test loss of "
         f"{learned['loss']:.3f}, the best of {results['config']['candidates']} random ones {sampled['loss']:.3f}.",
     )
