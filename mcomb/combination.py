@@ -26,7 +26,8 @@ def combine(a: Params, b: Params, v: Params) -> Params:
     """The combination Θ_v = v ⊙ Θ_A + (1 − v) ⊙ Θ_B.
 
     `v` is a tree like A, or has one coefficient for a whole branch: with {"conv1": 1.0, "conv2": 0.5}, conv1 is A's and
-    conv2 is the mean of A's and B's. Leaves that are no floats, such as counters and random keys, are A's.
+    conv2 is the mean of A's and B's. Leaves that are no floats, such as counters and random keys, are A's. Nothing is
+    known of the function: running statistics are combined as weights are, until `estimate_statistics` gives better.
     """
 
     def combine_leaf(v: Any, a: Array, b: Array) -> Array:
