@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from mcomb.base import Apply, Array, Inputs, Params, UserError, all_equations, map_named, named_leaves
+from mcomb.base import Apply, Array, Inputs, Params, UserError, all_equations, map_named, named_leaves, output_shapes
 from mcomb.combination import Draw
 from mcomb.devices import BATCH, equal_batches, replicate
 from mcomb.symmetry.intermediates import ArrayId, Equation, Intermediate, Intermediates, list_intermediates
@@ -63,7 +63,9 @@ def estimate_statistics(apply: Apply, params: Params, inputs: Inputs, *, batch_s
     leaves; a bias has no second one. Statistics inside scans are an error; branches and while loops are not entered.
     """
     batches = equal_batches(inputs, batch_size)
-    if not statistics_of(apply, params, jax.tree.map(lambda x: x[0], batches)):
+    first = jax.tree.map(lambda x: x[0], batches)
+    output_shapes(apply, params, first)
+    if not statistics_of(apply, params, first):
         return params
     return _estimate(apply, *replicate((params, batches)))
 
