@@ -83,8 +83,8 @@ def over_pairs(experiment: Experiment) -> Experiment:
         return {f"seed {seed}": (experiment, replace(config, seed=seed, pairs=1)) for seed in seeds}
 
     def judge_pairs(results: Results) -> Verdict:
-        pairs = results["pairs"]
-        return judge_all([reach_verdict(experiment, pair) for pair in pairs], results, experiment.judge_together(pairs))
+        verdicts = [reach_verdict(experiment, pair) for pair in results["pairs"]]
+        return judge_all(verdicts, results, experiment.judge_together(results["pairs"]), experiment.is_open)
 
     return replace(
         experiment,

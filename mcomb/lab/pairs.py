@@ -38,13 +38,15 @@ def spread(results: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, 
     return results.get("least", results), results.get("largest", results)
 
 
-def judge_all(verdicts: Sequence[Verdict], results: Results, more: str) -> Verdict:
-    """Agreement if every pair agrees, and the range of barriers; None if there is a pair that cannot tell."""
+def judge_all(verdicts: Sequence[Verdict], results: Results, more: str, is_open: bool = False) -> Verdict:
+    """Agreement if every pair agrees, and the range of barriers; None if there is a pair that cannot tell.
+
+    With `is_open`, agreement is with a question that the paper leaves open.
+    """
     outcomes = [verdict.agrees for verdict in verdicts]
     agrees = None if None in outcomes else all(outcomes)
-    sentences = (
-        [f"{outcomes.count(True)} of {len(outcomes)} agree with the paper."] if {True, False} & {*outcomes} else []
-    )
+    words = "say yes" if is_open else "agree with the paper"
+    sentences = [f"{outcomes.count(True)} of {len(outcomes)} {words}."] if {True, False} & {*outcomes} else []
     sentences += [more] if more else []
     for variant in results.get("barriers", {}):
         mean, least, largest = (part["barriers"][variant]["test"] for part in (results, *spread(results)))

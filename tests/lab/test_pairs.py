@@ -46,3 +46,9 @@ def test_all_must_agree_and_the_one_that_decides_is_quoted(outcomes, agrees, sho
     assert found.finding.startswith(f"{outcomes.count(True)} of {len(outcomes)} agree with the paper. And more.")
     assert "Aligned test barriers are 0." in found.finding
     assert found.finding.endswith(shown)
+
+
+def test_of_an_open_question_pairs_say_yes():
+    verdicts = [Verdict(True, "finding 0"), Verdict(False, "finding 1")]
+    results = pool([pair(0.1) | {"config": {"seed": i}} for i in range(2)])
+    assert judge_all(verdicts, results, "", is_open=True).finding.startswith("1 of 2 say yes.")
