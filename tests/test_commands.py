@@ -162,7 +162,7 @@ def test_an_experiment_is_a_command_too(capsys):
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["merge"], "no command merge"),
+        (["blend"], "no command blend"),
         (["pretrained"], "no command pretrained"),  # it writes into a clone
         (["inspect"], "network"),
         (["inspect", "A", "--graph", "g.png"], "--model"),
