@@ -28,6 +28,7 @@ from . import (
     edges,
     functional,
     hyperplane,
+    landscape,
     linear,
     matchers,
     merge,
@@ -45,7 +46,8 @@ from .report_page import Entry, Missing, render
 
 ORDER = (
     *(schematic, uniform, subcube, hyperplane, bernoulli, stitching, linear),
-    *(linear, centered, minmax, transitivity, triangle, functional, edges, robustness, matchers, width, merge),
+    *(linear, centered, minmax, transitivity, triangle, functional, edges, robustness, matchers, width),
+    *(landscape, merge),
 )  # the line twice: between the networks and beyond them
 BEYOND = (-1.0, 2.0)
 

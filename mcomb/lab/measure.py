@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import Key
 
-from mcomb.base import Apply, Params, stream
+from mcomb.base import Apply, Array, Params, stream
 from mcomb.combination import Draw
 from mcomb.devices import BATCH, replicate
 from mcomb.evaluation import Metrics, Score, evaluate, score
@@ -135,13 +136,17 @@ class Run:
             for name in tasks
         }
 
+    def keys(self, task: Task, these: Any = None) -> Key[Array, "k"]:
+        """The random keys of the combinations of a task, of `these` or of all."""
+        root = stream(self.config.seed, "coefficients", task.rng_name or self.experiment)
+        return jax.vmap(jax.random.fold_in, (None, 0))(root, np.arange(len(task)) if these is None else these)
+
     def _add_rows(
         self, task: Task, names: list[str], missing: list[int], split: str, references: np.ndarray, bar: Any
     ) -> None:
         """Evaluates the missing combinations of a task, and keeps them under their names call by call."""
         # Not fewer than devices, if the task has more: so what is measured again is measured in the same way.
         these = np.resize(missing, max(len(missing), min(len(task), len(jax.devices()))))
-        root = stream(self.config.seed, "coefficients", task.rng_name or self.experiment)
         left = iter([names[i] for i in missing])
 
         def keep(metrics: Metrics) -> None:
@@ -154,7 +159,7 @@ class Run:
         evaluate(
             *self._repair_if_asked(task),
             jax.tree.map(lambda values: values[these], task.parameters),
-            jax.vmap(jax.random.fold_in, (None, 0))(root, these),
+            self.keys(task, these),
             *self.splits[split],
             references=references,
             temperatures=TEMPERATURES,

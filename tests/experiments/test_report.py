@@ -25,7 +25,7 @@ def test_the_report_gathers_what_has_been_run(page, tmp_path):
     said, text = page()
     assert "0 experiments in the report" in said
     assert said.splitlines()[-1] == f"report: {tmp_path / 'mlp-digits' / 'width-2' / 'report.html'}"
-    assert "17 not run yet (--run runs them)" in said
+    assert "19 not run yet (--run runs them)" in said
     assert "data:image" not in text
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".html"]
     schematic_config = cli.parse(schematic.EXPERIMENT.config, "", [*FLAGS, "--out", str(tmp_path)])
@@ -51,8 +51,8 @@ def test_the_report_runs_what_is_missing_if_asked(page, monkeypatch):
 def test_the_report_plans_every_experiment_of_the_paper():
     jobs = report.plan(cli.parse(report.ReportConfig, "", ["--width", "8", "--points", "7"]))
     names = [job.experiment.name for job in jobs]
-    assert len(names) == len({job.name for job in jobs}) == 17
-    assert len(set(names)) == 16
+    assert len(names) == len({job.name for job in jobs}) == 19
+    assert len(set(names)) == 18
     assert all(job.config.width == 8 for job in jobs)
     assert all(type(job.config) is job.experiment.config for job in jobs)
     assert {job.config.points for job in jobs if hasattr(job.config, "points")} == {7}
@@ -63,7 +63,7 @@ def test_the_report_plans_every_experiment_of_the_paper():
 def test_a_report_of_several_setups_and_widths_repeats_nothing(tmp_path, capsys):
     flags = ["--setup", "mlp-digits", "mlp-cifar10", "--width", "2", "4", "2", "--out", str(tmp_path), "--json"]
     jobs = report.plan(cli.parse(report.ReportConfig, "", flags))
-    assert len({(job.experiment.name, job.config) for job in jobs}) == len(jobs) == 4 * 15 + 2 + 1
+    assert len({(job.experiment.name, job.config) for job in jobs}) == len(jobs) == 4 * 17 + 2 + 1
     places = [f"MLP on {data}, width {width}" for data in ("digits", "CIFAR-10") for width in (2, 4)]
     assert list(dict.fromkeys(job.place for job in jobs)) == places
     report.main(flags)

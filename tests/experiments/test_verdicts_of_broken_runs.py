@@ -14,6 +14,7 @@ from experiments import (
     edges,
     functional,
     hyperplane,
+    landscape,
     linear,
     matchers,
     merge,
@@ -124,6 +125,14 @@ def robustness_run():
     return BASE | {"layers": layers, "unperturbed": SMALL, "extra": {"correlation": SMALL}}
 
 
+def landscape_run():
+    names = ("midpoint", "best uniform", "best random point", "best corner", "best on the slice")
+    found = {"learned": both(0.05, 0.96)} | dict.fromkeys(names, both(0.12, 0.94))
+    found |= {"naive midpoint": both(1.6, 0.45), "naive learned": both(0.15, 0.93)}
+    config = BASE["config"] | {"per": "weight", "scatter": 25}
+    return BASE | {"config": config, "found": found, "deviation": 0.2}
+
+
 def functional_run(differing=600):
     both_right = IMAGES - differing
     counts = [
@@ -218,6 +227,16 @@ CASES = {
             *(("layers.dense1.barriers.test.loss.1", 1.2), ("layers.dense1.barriers.test.accuracy.1", 0.4)),
             *(("layers.dense1.activations.alike", False), ("layers.dense1.activations.magnitude", 0.5)),
             ("layers.dense2.weights.alike", False),
+        ],
+    ),
+    landscape: (
+        landscape_run,
+        [
+            *(UNTRAINED, IDENTITY, ("found.learned", both(0.12, 0.94)), ("found.learned.test.loss", float("nan"))),
+            *(("found.learned.test.accuracy", 0.5), ("found.learned.test.loss", 0.13)),
+            *(("found.midpoint.test.loss", 5.0), ("found.midpoint.test.loss", 0.05), ("found.midpoint", LARGE)),
+            *(("found.best uniform.test.loss", 0.05), ("found.naive learned.test.loss", 0.05)),
+            ("found.naive midpoint", both(0.12, 0.94)),
         ],
     ),
     functional: (functional_run, [UNTRAINED, IDENTITY]),
@@ -358,19 +377,23 @@ def test_few_images_cannot_tell_a_trained_network_from_an_untrained_one(judge):
 FLAGS = ["--setup", "mlp-digits", "--width", "1", "--train-images", "60", "--test-images", "60"]
 SHORT = {
     triangle: ["--grid", "2"],
+    landscape: ["--grid", "2", "--scatter", "2"],
     robustness: ["--counts", "2", "--line-points", "3"],
     width: ["--widths", "1"],
 }
 
 
-# One sampled sweep stands for all: they differ only in what they sample. Matchers take long.
+# One sampled sweep stands for all: they differ only in what they sample. Matchers take long, learning some time.
 LIKE_UNIFORM = (bernoulli, hyperplane, subcube)
 
 
 @pytest.mark.parametrize(
     "module",
-    [module for module in CASES if module not in (matchers, *LIKE_UNIFORM)],
-    ids=lambda module: module.EXPERIMENT.name,
+    [
+        pytest.param(module, marks=[pytest.mark.slow] if module is landscape else [], id=module.EXPERIMENT.name)
+        for module in CASES
+        if module not in (matchers, *LIKE_UNIFORM)
+    ],
 )
 def test_untrained_networks_have_no_verdict(module, tmp_path_factory):
     out = tmp_path_factory.getbasetemp() / "untrained"  # shared: networks are made once

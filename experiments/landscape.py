@@ -1,0 +1,350 @@
+"""Where in the cube is it good? Learnt shares, random points and corners on one slice through A and B.
+
+    python -m experiments.landscape --setup mlp-digits
+    python -m experiments.landscape --setup mlp-digits --per unit
+    python -m experiments.landscape --width 32                       # on an accelerator
+
+The paper samples the cube of all shares and leaves open which of its points are better than others. Here gradient
+descent looks for a good one from the midpoint on (`mcomb.learn_shares`): on nine tenths of the train images, while the
+last tenth says when to stop. A and B were trained on all of these; nothing has seen the test images.
+
+The slice is the plane of the shares x + y·(learnt − ½). A is at (0, 0), B at (1, 0), the midpoint at (½, 0) and the
+learnt shares are at (½, 1). Random points (each share uniform on an interval) and corners (each share 0 or 1) are off
+the slice and are measured where they are: their shares are drawn with those of the slice as means, and the figure has
+them at their projections. Beside them, shares uniform on [0, 1], as in the paper, know nothing of what was learnt; they
+all project onto the midpoint. Shares learnt for a pair that is not matched (naive) are the control: one share for each
+weight is nearly as free as training. Expect on digits a test loss of 0.02; A and B have 0.04, the midpoint has 0.07.
+"""
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import scipy  # its `stats`, which are slow to import, are once they are needed
+from jaxtyping import Float, PRNGKeyArray
+from matplotlib.colors import LogNorm, Normalize
+from matplotlib.figure import Figure
+
+from mcomb.base import Array, Params, fold_name, map_named
+from mcomb.combination import Draw, blend, combine
+from mcomb.files import AnyPath
+from mcomb.lab.barriers import barrier
+from mcomb.lab.cli import Flag
+from mcomb.lab.config import CombinationConfig
+from mcomb.lab.experiment import Experiment, main
+from mcomb.lab.figures import COLOURS, LEVELS, LINES, STYLE, save
+from mcomb.lab.measure import Run, Task
+from mcomb.lab.pairs import spread
+from mcomb.lab.results import METRICS, SPLITS, VARIANTS, Results, columns, with_range
+from mcomb.lab.verdicts import Verdict, clearly_less, works
+from mcomb.merging import LearnedShares, learn_shares
+from mcomb.threefry import unrolled
+
+# The more shares there are, the smaller: on CIFAR-10, 0.1 for each weight finds nothing better than the midpoint.
+LEARNING_RATES = {"layer": 0.1, "leaf": 0.1, "unit": 0.03, "weight": 0.01}
+MARKS = {"midpoint": (0.5, 0.0), "learned": (0.5, 1.0)}  # where they are on the slice
+
+
+@dataclass(frozen=True)
+class LandscapeConfig(CombinationConfig):
+    """The flags of the slice."""
+
+    per: Annotated[str, Flag("what has a share of its own", choices=LEARNING_RATES.keys())] = "weight"
+    grid: Annotated[int, Flag("steps from A to the midpoint, and from there to the learned shares", at_least=2)] = 6
+    scatter: Annotated[int, Flag("random points, and as many corners, around the slice", at_least=1)] = 25
+
+
+def slice_axes(steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """The grid of the slice: x from before A to beyond B, y from opposite the learned shares to beyond them."""
+    half = steps // 2
+    x = np.arange(-half, 2 * steps + half + 1) / (2 * steps)
+    return x, np.arange(-half, steps + half + 1) / steps
+
+
+def as_shares(places: np.ndarray) -> Float[np.ndarray, "k 2"]:
+    """The shares of B and of the learned network, as `blend` takes them, at places (x, y) on the slice.
+
+    A + x·(B − A) + y·(learned − (A + B) / 2) has the share x − y/2 of B and y of the learned network.
+    """
+    x, y = np.asarray(places, np.float32).T
+    return np.stack([x - y / 2, y], axis=1)
+
+
+def even_places(count: int) -> np.ndarray:
+    """Places spread evenly over the part of the slice that is drawn: a Halton sequence."""
+    return scipy.stats.qmc.Halton(2, scramble=False).random(count) * (1.0, 2.0) + (0.0, -0.5)
+
+
+def point(u: Array, mean: Array) -> Array:
+    """Shares with this mean, uniform on [0, 2·mean] or [2·mean − 1, 1], from numbers that are uniform on [0, 1]."""
+    low, high = jnp.maximum(0, 2 * mean - 1), jnp.minimum(1, 2 * mean)
+    return low + u * (high - low)
+
+
+def corner(u: Array, mean: Array) -> Array:
+    """Shares of 0 and 1 with this mean, from numbers that are uniform on [0, 1]."""
+    return (u < mean).astype(mean.dtype)
+
+
+KINDS = {"uniform": point, "random point": point, "corner": corner}
+SCATTERED = ("random point", "corner")  # those that are not all in one place
+
+
+@cache  # the same function for the same argument, so that it is compiled only once
+def random_shares(kind: Callable[[Array, Array], Array]) -> Callable[..., Params]:
+    """The function (key, place, learned shares) that draws shares whose means are those of a place on the slice."""
+
+    def draw(key: PRNGKeyArray, place: Float[Array, "2"], learned: Params) -> Params:
+        key = unrolled(key)
+
+        def draw_leaf(name: str, share: Array) -> Array:
+            mean = jnp.clip(place[0] + place[1] * (share - 0.5), 0, 1)
+            return kind(jax.random.uniform(fold_name(key, name), share.shape, share.dtype), mean)
+
+        return map_named(draw_leaf, learned)
+
+    return draw
+
+
+@cache
+def random_network(kind: Callable[[Array, Array], Array]) -> Draw:
+    """The draw of a combination of A and B with random shares around a place on the slice."""
+
+    def draw(key: PRNGKeyArray, place: Float[Array, "2"], a: Params, b: Params, learned: Params) -> Params:
+        shares = random_shares(kind)(key, place, learned)
+        return combine(a, b, jax.tree.map(lambda share: 1 - share, shares))
+
+    return draw
+
+
+def project(shares: Callable[..., Params], keys: Array, places: np.ndarray, learned: Params) -> np.ndarray:
+    """Where on the slice the nearest points to some drawn shares are."""
+
+    def mean(*trees: Params) -> Array:
+        """The mean over all weights of the product of trees."""
+        products = [math.prod(leaves).sum() for leaves in zip(*map(jax.tree.leaves, trees), strict=True)]
+        return sum(products) / sum(leaf.size for leaf in jax.tree.leaves(trees[0]))
+
+    @jax.jit
+    def inner_products(keys: Array, places: Array, learned: Params) -> Any:
+        direction = jax.tree.map(lambda share: share - 0.5, learned)
+
+        def of_one(drawn: tuple[Array, Array]) -> Array:
+            found = shares(*drawn, learned)
+            return jnp.stack([mean(found), mean(found, direction)])
+
+        along = mean(direction)
+        gram = jnp.stack([jnp.ones_like(along), along, along, mean(direction, direction)]).reshape(2, 2)
+        return gram, jax.lax.map(of_one, (keys, places))
+
+    gram, products = jax.device_get(inner_products(keys, jnp.asarray(places), learned))
+    return products @ np.linalg.pinv(gram, hermitian=True)  # its inverse, unless nothing was learned
+
+
+def learn(run: Run, b: Params) -> LearnedShares:
+    """The shares of B that are learned on train images."""
+    store, per, networks = run.store, run.config.per, (run.networks["A"].params, b)
+    how: Any = {"per": per, "learning_rate": LEARNING_RATES[per], "seed": run.config.seed}
+    with store.timed("learning"):
+        return learn_shares(store.spec, networks, store.apply, *store.data.train, **how)
+
+
+def measure(run: Run) -> Results:
+    """The metrics on the slice, of random points and corners, and on the way to the shares learned without matching."""
+    config, a = run.config, run.networks["A"].params
+    pairs = {"naive": run.networks["B"].params, "aligned": run.align()}
+    learned = {variant: learn(run, b) for variant, b in pairs.items()}
+    corners = {variant: (a, b, learned[variant].params) for variant, b in pairs.items()}
+    shares = jax.tree.map(lambda share, leaf: np.broadcast_to(share, np.shape(leaf)), learned["aligned"].shares[0], a)
+    x, y = slice_axes(config.grid)
+    grid = np.stack(np.meshgrid(x, y), axis=-1)
+    path = np.stack([np.full(len(y), 0.5), y], axis=1)
+    tasks = {
+        "slice": Task(blend, corners["aligned"], as_shares(grid.reshape(-1, 2))),
+        "naive": Task(blend, corners["naive"], as_shares(path)),
+    }
+    centre = np.full((config.scatter, 2), MARKS["midpoint"])
+    around = dict(zip(KINDS, (centre, *np.split(even_places(2 * config.scatter), 2)), strict=True))
+    for name, kind in KINDS.items():
+        given = (a, pairs["aligned"], shares), around[name].astype(np.float32)
+        tasks[name] = Task(random_network(kind), *given, rng_name=name, ends=lambda at, a, b, shares: (a, b))
+    measured = {
+        name: {split: {m: getattr(metrics, m) for m in METRICS} for split, metrics in by_split.items()}
+        for name, by_split in run.evaluate(tasks).items()
+    }
+    samples = {
+        name: {"places": project(random_shares(kind), run.keys(tasks[name]), tasks[name].parameters, shares).tolist()}
+        | _as_lists(measured[name])
+        for name, kind in KINDS.items()
+    }
+    found: Results = {}
+    for mark, (at_x, at_y) in MARKS.items():
+        column, row = np.flatnonzero(x == at_x)[0], np.flatnonzero(y == at_y)[0]
+        found[mark] = _at(measured["slice"], row * len(x) + column)
+        found[f"naive {mark}"] = _at(measured["naive"], row)
+    for name in ("slice", *KINDS):
+        best = int(np.argmin(measured[name]["train"]["loss"]))
+        found["best on the slice" if name == "slice" else f"best {name}"] = _at(measured[name], best)
+    deviations = np.concatenate([np.ravel(share) - 0.5 for share in jax.tree.leaves(shares)])
+    return {
+        "found": found,
+        "slice": {"x": x.tolist(), "y": y.tolist()} | _as_lists(measured["slice"], (len(y), len(x))),
+        "naive": _as_lists(measured["naive"]),
+        "samples": samples,
+        "deviation": float(np.sqrt(np.mean(np.square(deviations, dtype=np.float64)))),
+        "held_out_losses": {variant: list(it.losses) for variant, it in learned.items()},
+    }
+
+
+def _as_lists(measured: Results, shape: tuple[int, ...] = (-1,)) -> Results:
+    return {split: {m: at[m].reshape(shape).tolist() for m in METRICS} for split, at in measured.items()}
+
+
+def _at(measured: Results, i: int) -> Results:
+    return {split: {m: float(at[m][i]) for m in METRICS} for split, at in measured.items()}
+
+
+def table(results: Results) -> str:
+    """The networks, and what has been found between them."""
+    sides = (results, *(results[side] for side in ("least", "largest") if side in results))
+    rows = [("", *(f"{split} {metric}" for metric in METRICS for split in SPLITS))]
+    for kind, name in [("models", name) for name in results["models"]] + [("found", name) for name in results["found"]]:
+        cells = [side[kind][name] for side in sides]
+        label = f"network {name}" if kind == "models" else name
+        rows.append((label, *(with_range([at[split][m] for at in cells]) for m in METRICS for split in SPLITS)))
+    return columns(rows)
+
+
+def judge(results: Results) -> Verdict:
+    """Whether the learned shares are better than the midpoint, uniform ones and those learned without matching.
+
+    On the test set; and they must work, and matching must have brought the midpoint closer to the networks.
+    """
+    ends = [results["models"][letter]["test"] for letter in "AB"]
+    found = {name: at["test"] for name, at in results["found"].items()}
+    lost = {name: {m: barrier(m, at[m], *(end[m] for end in ends)) for m in METRICS} for name, at in found.items()}
+    others = ("midpoint", "best uniform", "naive learned")
+    better = all(found["learned"]["loss"] < found[name]["loss"] for name in others)
+    matched = clearly_less(lost["midpoint"], lost["naive midpoint"])
+    config, count = results["config"], results["config"]["scatter"]
+
+    def said(at: Results) -> str:
+        return f"{at['loss']:.3f} / {at['accuracy']:.1%}"
+
+    beaten = [letter for letter, end in zip("AB", ends, strict=True) if found["learned"]["loss"] < end["loss"]]
+    return Verdict(
+        better and matched and works(results, lost["learned"]),
+        f"Shares learned per {config['per']} have a test loss / accuracy of {said(found['learned'])}, the "
+        f"midpoint {said(found['midpoint'])}, A {said(ends[0])} and B {said(ends[1])}: a lower loss than "
+        f"{' and '.join(beaten) or 'neither network'}. The best on the train set of {count} uniform points has "
+        f"{said(found['best uniform'])}, of {count} random points around the slice {said(found['best random point'])}, "
+        f"of {count} corners {said(found['best corner'])}. The learned shares differ from ½ by "
+        f"{results['deviation']:.2f} (root mean square). Without matching, the midpoint has "
+        f"{said(found['naive midpoint'])} and learned shares {said(found['naive learned'])}.",
+    )
+
+
+def judge_together(pairs: list[Results]) -> str:
+    """How often the learned shares are better than both networks."""
+    counts = []
+    for metric, sign in zip(METRICS, (1, -1), strict=True):
+        better = [
+            all(sign * at["found"]["learned"]["test"][metric] < sign * at["models"][x]["test"][metric] for x in "AB")
+            for at in pairs
+        ]
+        counts.append(f"in test {metric} {sum(better)} of {len(pairs)} times")
+    return f"The learned shares are better than both networks {' and '.join(counts)}."
+
+
+def draw(results: Results, folder: AnyPath) -> None:
+    """Draws test loss and accuracy on the slice, and both on the way from the midpoint to the learned shares."""
+    with matplotlib.rc_context(STYLE | {"axes.grid": False}):
+        figure = Figure(figsize=(7.4, 5.6), layout="constrained")
+        panels = figure.subplots(2, 2, width_ratios=(3, 2))
+        for (left, right), metric in zip(panels, METRICS, strict=True):
+            _draw_slice(figure, left, results, metric)
+            _draw_path(right, results, metric)
+        panels[1, 0].set_xlabel("x: share of B, A at 0 and B at 1")
+        panels[1, 1].set_xlabel("y: midpoint at 0, learned shares at 1")
+        panels[0, 0].set_title("on the slice")
+        panels[0, 1].set_title("from the midpoint to the learned shares")
+        handles, labels = panels[0, 0].get_legend_handles_labels()
+        panels[1, 0].legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, frameon=False)
+        handles, labels = panels[0, 1].get_legend_handles_labels()
+        panels[1, 1].legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, frameon=False)
+        figure.suptitle(results["title"], fontsize=9)
+        save(figure, folder, results["experiment"])
+
+
+def _draw_slice(figure: Figure, axes: Any, results: Results, metric: str) -> None:
+    """Draws contours over the slice, and in the same colours the random points and corners around it."""
+    x, y = results["slice"]["x"], results["slice"]["y"]
+    values = np.array(results["slice"]["test"][metric])
+    samples = [np.array(results["samples"][name]["test"][metric]) for name in SCATTERED]
+    every = np.concatenate([values.ravel(), *samples])
+    low, high = every[np.isfinite(every)].min(), every[np.isfinite(every)].max()
+    norm: Any = Normalize(low, max(high, low + 0.01))
+    if metric == "loss":
+        norm = LogNorm(max(low, 1e-6), max(high, 1.01 * low, 1e-5))
+    levels = norm.inverse(np.linspace(0, 1, 13))
+    colours: Any = {"cmap": "viridis_r" if metric == "loss" else "viridis", "norm": norm}
+    shades = axes.contourf(x, y, values, levels, **colours)
+    axes.contour(x, y, values, levels, colors="white", linewidths=0.3)
+    figure.colorbar(shades, ax=axes, label=f"test {metric}", format="%.3g", ticks=levels[::2])
+    for name, own, marker in zip(SCATTERED, samples, "os", strict=True):
+        places = np.array(results["samples"][name]["places"])
+        style: Any = {"marker": marker, "s": 16, "edgecolors": "black", "linewidths": 0.5}
+        axes.scatter(*places.T, c=own, label=f"{name}s (projected)", **style, **colours)
+    box = {"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 1}
+    for name, place in {"A": (0, 0), "B": (1, 0), **MARKS}.items():
+        axes.plot(*place, "*" if name == "learned" else "X", color="white", markeredgecolor="black", markersize=8)
+        axes.annotate(name, place, (0, 7), textcoords="offset points", ha="center").set_bbox(box)
+    axes.set_ylabel("y: learned shares at 1")
+
+
+def _draw_path(axes: Any, results: Results, metric: str) -> None:
+    """Draws the values from the midpoint to the learned shares and a little beyond, naive and aligned."""
+    y = results["slice"]["y"]
+    for letter, dashes in zip("AB", LEVELS, strict=True):
+        level = results["models"][letter]["test"][metric]
+        axes.axhline(level, color="0.35", linewidth=0.8, linestyle=dashes, label=f"network {letter}, test")
+    for variant, split in itertools.product(VARIANTS, SPLITS):
+        sides = [np.array((side["naive"] if variant == "naive" else side["slice"])[split][metric])
+                 for side in (results, *spread(results))]  # fmt: skip
+        values, low, high = (side if variant == "naive" else side[:, len(side[0]) // 2] for side in sides)  # x = ½
+        axes.fill_between(y, low, high, color=COLOURS[variant], alpha=0.2, linewidth=0)
+        axes.plot(y, values, LINES[split], color=COLOURS[variant], label=f"{variant}, {split}")
+    for place in (0, 1):
+        axes.axvline(place, color="0.8", linewidth=0.6, zorder=0)
+    if metric == "loss":
+        axes.set_yscale("log")
+    axes.set_ylabel(metric)
+
+
+EXPERIMENT = Experiment(
+    name="landscape",
+    title="where in the cube it is good",
+    claim="Are some points of the cube better than others, and can they be found?",
+    is_open=True,
+    alt="Contours of test loss and accuracy on the plane through A, B and the learned shares, random points and "
+    "corners as dots; beside it both along the way from the midpoint to the learned shares.",
+    config=LandscapeConfig,
+    combinations=lambda config: (
+        math.prod(map(len, slice_axes(config.grid))) + len(slice_axes(config.grid)[1]) + len(KINDS) * config.scatter
+    ),
+    measure=measure,
+    draw=draw,
+    judge=judge,
+    judge_together=judge_together,
+    table=table,
+)
+
+if __name__ == "__main__":
+    main(EXPERIMENT, __doc__)
