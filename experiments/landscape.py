@@ -44,11 +44,9 @@ from mcomb.lab.measure import Run, Task
 from mcomb.lab.pairs import spread
 from mcomb.lab.results import METRICS, SPLITS, VARIANTS, Results, columns, with_range
 from mcomb.lab.verdicts import Verdict, clearly_less, works
-from mcomb.merging import LearnedShares, learn_shares
+from mcomb.merging import GRANULARITIES, LearnedShares, learn_shares
 from mcomb.threefry import unrolled
 
-# The more shares there are, the smaller: on CIFAR-10, 0.1 for each weight finds nothing better than the midpoint.
-LEARNING_RATES = {"layer": 0.1, "leaf": 0.1, "unit": 0.03, "weight": 0.01}
 MARKS = {"midpoint": (0.5, 0.0), "learned": (0.5, 1.0)}  # where they are on the slice
 
 
@@ -56,7 +54,7 @@ MARKS = {"midpoint": (0.5, 0.0), "learned": (0.5, 1.0)}  # where they are on the
 class LandscapeConfig(CombinationConfig):
     """The flags of the slice."""
 
-    per: Annotated[str, Flag("what has a share of its own", choices=LEARNING_RATES.keys())] = "weight"
+    per: Annotated[str, Flag("what has a share of its own", choices=GRANULARITIES[1:])] = "weight"
     grid: Annotated[int, Flag("steps from A to the midpoint, and from there to the learned shares", at_least=2)] = 6
     scatter: Annotated[int, Flag("random points, and as many corners, around the slice", at_least=1)] = 25
 
@@ -151,9 +149,8 @@ def project(shares: Callable[..., Params], keys: Array, places: np.ndarray, lear
 def learn(run: Run, b: Params) -> LearnedShares:
     """The shares of B that are learned on train images."""
     store, per, networks = run.store, run.config.per, (run.networks["A"].params, b)
-    how: Any = {"per": per, "learning_rate": LEARNING_RATES[per], "seed": run.config.seed}
     with store.timed("learning"):
-        return learn_shares(store.spec, networks, store.apply, *store.data.train, **how)
+        return learn_shares(store.spec, networks, store.apply, *store.data.train, per=per, seed=run.config.seed)
 
 
 def measure(run: Run) -> Results:
