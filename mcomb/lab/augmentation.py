@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Float32, PRNGKeyArray, Shaped
 
 from mcomb.base import Array
+from mcomb.threefry import unrolled
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Augmentation:
 
 def augment(key: PRNGKeyArray, images: Shaped[Array, "n h w c"], how: Augmentation) -> Float32[Array, "n h w c"]:
     """Each image under a random map of its own: resize, crop, flip and rotation in one bilinear resampling."""
-    return jax.vmap(partial(_augment_one, how=how))(jax.random.split(key, len(images)), images)
+    return jax.vmap(partial(_augment_one, how=how))(jax.random.split(unrolled(key), len(images)), images)
 
 
 def _augment_one(key: PRNGKeyArray, image: Shaped[Array, "h w c"], how: Augmentation) -> Float32[Array, "h w c"]:

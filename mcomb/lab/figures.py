@@ -4,9 +4,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-import matplotlib
 import numpy as np
-from matplotlib.figure import Figure
 
 from mcomb.files import AnyPath, atomic
 from mcomb.lab.pairs import spread
@@ -36,7 +34,7 @@ STYLE: Any = {
 }
 
 
-def save(figure: Figure, folder: AnyPath, name: str) -> None:
+def save(figure: Any, folder: AnyPath, name: str) -> None:
     """Writes a figure as PNG and as PDF, each whole or not at all and the same bytes every time."""
     for suffix, metadata in (("png", {"Software": None}), ("pdf", {"CreationDate": None})):
         with atomic(folder / f"{name}.{suffix}") as temporary:
@@ -49,6 +47,9 @@ def sweep(results: Mapping[str, Any], folder: AnyPath) -> None:
 
     Points only of one pair. A thin line is the loss at each network's best temperature.
     """
+    import matplotlib  # which takes half a second: no work waits for it that draws nothing
+    from matplotlib.figure import Figure
+
     values = np.array(results["parameter"]["values"])
     least, largest = spread(results)
     with matplotlib.rc_context(STYLE):

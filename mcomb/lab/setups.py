@@ -1,10 +1,12 @@
 """Setups: a model, a dataset and a training recipe under one name."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PRNGKeyArray
 
 from mcomb.base import Apply, Params, stream
 from mcomb.lab.augmentation import Augmentation
@@ -13,6 +15,7 @@ from mcomb.lab.models import MLP, Classifier, ResNet20, Tiny10, classifier
 from mcomb.lab.training import Recipe
 from mcomb.symmetry.derive import permutation_spec
 from mcomb.symmetry.spec import PermutationSpec
+from mcomb.threefry import unrolled
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,13 @@ class Setup:
 
     def init(self, width: int, seed: int) -> Params:
         """A new network's parameters."""
-        images = jnp.zeros((1, *self.dataset.image))
-        return jax.jit(self.module(width).init)(stream(seed, "init"), images)["params"]
+        return self._compiled_init(width)(stream(seed, "init"))
+
+    @cache  # noqa: B019 (there are as many setups as names)
+    def _compiled_init(self, width: int) -> Callable[[PRNGKeyArray], Params]:
+        """The parameters for any key, compiled once for all seeds."""
+        model, shape = self.module(width), (1, *self.dataset.image)
+        return jax.jit(lambda key: model.init(unrolled(key), jnp.zeros(shape))["params"])
 
     def shapes(self, width: int) -> Params:
         """The shapes of a network's parameters."""

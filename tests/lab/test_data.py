@@ -34,6 +34,15 @@ def test_digits_are_the_same_real_images_every_time(digits):
     np.testing.assert_array_equal(digits.test.images, again.test.images)
 
 
+def test_digits_are_those_that_scikit_learn_loads(digits):
+    from sklearn.datasets import load_digits
+
+    theirs = load_digits()
+    order = np.random.RandomState(0).permutation(len(theirs.target))
+    for ours, expected in zip(zip(*digits, strict=True), (theirs.images[..., None], theirs.target), strict=True):
+        np.testing.assert_array_equal(np.concatenate(ours), expected[order])
+
+
 def test_digits_split_shares_no_image(digits):
     rows = {row.tobytes() for row in digits.train.images}
     assert not any(row.tobytes() in rows for row in digits.test.images)
