@@ -18,11 +18,13 @@ from mcomb.lab.data import DATA_VARIABLE, DIGITS
 from mcomb.lab.figures import STYLE
 from mcomb.lab.setups import SETUPS
 from mcomb.progress import set_mode
+from mcomb.symmetry import axes
 
 DEVICES = os.environ.setdefault("MCOMB_TESTS_DEVICES", "2")
 # These programs are tiny and run once: compiling them thoroughly would take most of the time. Flags that are set
 # already come last and win, such as --xla_cpu_max_isa=AVX2 for the arithmetic of an older CPU.
 QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+QUICK += " --xla_cpu_parallel_codegen_split_count=1"
 if jax.__version_info__ < (0, 11):  # a flag that XLA does not know ends the process
     QUICK += " --xla_cpu_use_fusion_emitters=false"
 if "MCOMB_TESTS_COMPILED" not in os.environ:  # set by the first process, and inherited by pytest's workers
@@ -35,10 +37,17 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 jax.config.update("jax_compilation_cache_dir", os.environ["MCOMB_TESTS_COMPILED"])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 gc.set_threshold(200_000, 20, 100)  # traces are many small objects: the default looks through all of them too often
+axes.find.__no_type_check__ = True  # it is called so often that its checks would take longer than anything else
+jax.config.update("jax_traceback_in_locations_limit", 0)  # no compiled operation says where it was written
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", int(DEVICES))
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "standard")
+
+
+def pytest_collection_finish():
+    """What all tests have imported stays: it is not looked through when garbage is collected."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -80,9 +89,9 @@ def cifar_archive():
 
 
 def each_model():
-    """The name of a setup of each model; what is compiled for ResNet-20 takes long."""
+    """The name of a setup of each model; what is compiled for convolutional networks takes long."""
     names = {setup.model: name for name, setup in SETUPS.items()}.values()
-    return [pytest.param(name, marks=pytest.mark.slow if "resnet" in name else ()) for name in names]
+    return [pytest.param(name, marks=() if "mlp" in name else pytest.mark.slow) for name in names]
 
 
 @pytest.fixture(params=each_model())

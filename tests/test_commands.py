@@ -40,10 +40,11 @@ def normed():
 """
 
 
-@pytest.fixture
-def networks(tmp_path):
+@pytest.fixture(scope="module")
+def networks(tmp_path_factory):
     """Two networks and one of them with its units in another order."""
-    paths = [tmp_path / name for name in ("a.safetensors", "b.npz", "shuffled.msgpack")]
+    folder = tmp_path_factory.mktemp("networks")
+    paths = [folder / name for name in ("a.safetensors", "b.npz", "shuffled.msgpack")]
     a, b = (SETUP.init(2, seed) for seed in (0, 1))
     spec = SETUP.spec(2)
     for path, params in zip(paths, (a, b, spec.apply(spec.random(jax.random.key(3)), a)), strict=True):

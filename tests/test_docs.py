@@ -41,6 +41,7 @@ def recipes():
         table.update(before)
 
 
+@pytest.mark.slow
 def test_an_experiment_of_ones_own_runs_on_ones_own_model_and_dataset(recipes, tmp_path, capsys):
     experiment = recipes["experiment"]["EXPERIMENT"]
     sizes = ["--width", "1", "--epochs", "0", "--points", "2", "--samples", "1", "--matcher", "luck"]

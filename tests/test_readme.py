@@ -29,6 +29,7 @@ def test_the_example_aligns_and_combines_a_network_of_ones_own(capsys):
     assert moved["Dense_1"]["kernel"]  # the inside of a block
 
 
+@pytest.mark.slow
 def test_the_examples_of_other_tasks_are_right(capsys):
     language, regression = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tasks.md").read_text(), re.S)
     scope: dict = {}
@@ -45,6 +46,7 @@ def test_the_examples_of_other_tasks_are_right(capsys):
     assert len(scope["learnt"].losses) == 11
 
 
+@pytest.mark.slow
 def test_the_example_of_merging_learns_and_fits(capsys):
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "merging.md").read_text(), re.S)
     scope: dict = {}

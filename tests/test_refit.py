@@ -63,7 +63,9 @@ def test_a_network_refitted_to_itself_stays_as_it_is():
     assert_equal(merge(SPEC, (A, A), apply, X, method="refit"), A)
 
 
-@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in MAPS[3:5] else ()) for name in MAPS]
+)
 def test_weights_that_were_changed_are_found_again(name):
     """Each kind of map sees its inputs in the order of its weights: the least squares are exact."""
     noise = np.random.default_rng(2)

@@ -85,7 +85,10 @@ def test_half_way_units_have_the_mean_statistics_of_the_networks(network):
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("mixer", 7), ("grouped convolution", 3), ("untied over positions", 1), ("transformer encoder", 12)],
+    [
+        *(("grouped convolution", 3), ("untied over positions", 1), ("mixer", 7)),
+        pytest.param("transformer encoder", 12, marks=pytest.mark.slow),
+    ],
 )
 def test_other_architectures_are_repaired_too(name, count):
     with jax.numpy_rank_promotion("allow"):

@@ -10,7 +10,10 @@ from mcomb.lab.results import METRICS
 FEW = ("--points", "3", "--samples", "2")
 
 
-@pytest.mark.parametrize("module", [subcube, hyperplane, bernoulli])
+# They differ only in what they sample, which is tested without networks too.
+@pytest.mark.parametrize(
+    "module", [subcube, *(pytest.param(module, marks=pytest.mark.slow) for module in (hyperplane, bernoulli))]
+)
 def test_sampled_sweeps_run_from_a_to_b(module, results, curve, is_score):
     found = results(module, *FEW)
     for variant in ("naive", "aligned"):

@@ -28,13 +28,13 @@ def results_in(out):
 def finished(tmp_path_factory):
     """The folder that one whole shrunken run leaves."""
     out = tmp_path_factory.mktemp("runs")
-    run("--epochs", "60", out=out)
+    run("--epochs", "40", out=out)
     return out
 
 
 def test_it_leaves_results_a_figure_and_what_they_depend_on(finished):
     home = finished / "mlp-digits" / "width-2"
-    folder = home / "uniform,epochs=60,train-images=50,points=3,samples=2"
+    folder = home / "uniform,epochs=40,train-images=50,points=3,samples=2"
     assert {path.name for path in folder.iterdir() if path.name != ".lock"} == {
         ".figures.json",
         "results.json",
@@ -42,14 +42,14 @@ def test_it_leaves_results_a_figure_and_what_they_depend_on(finished):
         "uniform.png",
         "uniform.pdf",
     }
-    assert (home / "networks" / "seed-0,epochs=60" / "60").is_dir()
-    assert (home / "matchings" / "seed-1,epochs=60-to-seed-0,epochs=60.npz").is_file()
+    assert (home / "networks" / "seed-0,epochs=40" / "40").is_dir()
+    assert (home / "matchings" / "seed-1,epochs=40-to-seed-0,epochs=40.npz").is_file()
     results = results_in(finished)
     assert results["experiment"] == "uniform"
     assert results["parameter"]["name"] == "s"
     assert results["parameter"]["values"] == [0, 0.25, 0.5]
     assert results["config"]["width"] == 2
-    assert results["config"]["recipe"]["epochs"] == 60
+    assert results["config"]["recipe"]["epochs"] == 40
     assert results["environment"]["packages"]["jax"]
     assert results["paper"] is None
     assert results["seconds"] > 0
@@ -85,7 +85,7 @@ def test_a_second_run_trains_matches_and_evaluates_nothing(finished, monkeypatch
 
     for module, name in ((store, "train"), (store, "match"), (measure, "evaluate"), (measure, "score")):
         monkeypatch.setattr(module, name, never)
-    run("--epochs", "60", out=finished)
+    run("--epochs", "40", out=finished)
     assert results_in(finished) == before
     assert "aligned barrier" in capsys.readouterr().out
 
@@ -99,7 +99,7 @@ def test_another_matching_is_measured_anew(finished, tmp_path):
     with np.load(matching) as file:
         kept = dict(file)
     np.savez(matching, **{name: np.sort(value) if name.startswith("perms/") else value for name, value in kept.items()})
-    run("--epochs", "60", out=copy)
+    run("--epochs", "40", out=copy)
     after = results_in(copy)
     assert after["curves"]["naive"] == before["curves"]["naive"]
     assert after["barriers"]["aligned"]["test"] == pytest.approx(after["barriers"]["naive"]["test"])
@@ -108,7 +108,7 @@ def test_another_matching_is_measured_anew(finished, tmp_path):
 
 def test_a_flag_that_says_what_the_recipe_says_changes_nothing(finished):
     before = results_in(finished)
-    run("--epochs", "60", "--batch-size", "100", out=finished)
+    run("--epochs", "40", "--batch-size", "100", out=finished)
     assert results_in(finished) == before
 
 
@@ -124,8 +124,8 @@ def test_another_seed_is_another_pair_of_networks_and_untrained_ones_are_allowed
 def test_networks_are_taken_from_given_checkpoints(finished, tmp_path):
     networks = finished / "mlp-digits" / "width-2" / "networks"
     run(
-        *("--checkpoint-a", str(networks / "seed-0,epochs=60")),
-        *("--checkpoint-b", str(networks / "seed-1,epochs=60" / "60" / "params")),
+        *("--checkpoint-a", str(networks / "seed-0,epochs=40")),
+        *("--checkpoint-b", str(networks / "seed-1,epochs=40" / "40" / "params")),
         out=tmp_path,
     )
     assert not list(tmp_path.rglob("networks"))
@@ -171,7 +171,7 @@ def test_an_unwritable_output_folder_is_one_clear_line(tmp_path, capsys):
 
 
 def test_a_checkpoint_of_another_width_is_one_clear_line(finished, tmp_path, capsys):
-    other = finished / "mlp-digits" / "width-2" / "networks" / "seed-0,epochs=60"
+    other = finished / "mlp-digits" / "width-2" / "networks" / "seed-0,epochs=40"
     with pytest.raises(SystemExit) as stopped:
         run("--width", "3", "--checkpoint-a", str(other), out=tmp_path)
     assert stopped.value.code == 2

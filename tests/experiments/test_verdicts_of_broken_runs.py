@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -383,14 +384,16 @@ SHORT = {
 }
 
 
-# One sampled sweep stands for all: they differ only in what they sample. Matchers take long, learning some time.
+# One sampled sweep stands for all: they differ only in what they sample. Matchers take long. A sweep and one that is
+# none are enough for every day.
 LIKE_UNIFORM = (bernoulli, hyperplane, subcube)
+OF_EVERY_DAY = (uniform, edges)
 
 
 @pytest.mark.parametrize(
     "module",
     [
-        pytest.param(module, marks=[pytest.mark.slow] if module is landscape else [], id=module.EXPERIMENT.name)
+        pytest.param(module, marks=() if module in OF_EVERY_DAY else pytest.mark.slow, id=module.EXPERIMENT.name)
         for module in CASES
         if module not in (matchers, *LIKE_UNIFORM)
     ],
@@ -406,9 +409,11 @@ def test_untrained_networks_have_no_verdict(module, tmp_path_factory):
     assert "not trained" in results["finding"]
 
 
-def test_a_matching_replaced_by_the_identity_is_measured_anew_and_has_no_verdict(tmp_path):
-    flags = ["--setup", "mlp-digits", "--width", "4", "--epochs", "30", "--test-images", "100", "--train-images", "100"]
-    config = cli.parse(edges.EXPERIMENT.config, "", [*flags, "--out", str(tmp_path)])
+def test_a_matching_replaced_by_the_identity_is_measured_anew_and_has_no_verdict(results, config_of, tmp_path):
+    results(edges)  # with the networks of all experiments, of which a copy is taken
+    config = config_of(edges)
+    shutil.copytree(Store(config).home / "networks", tmp_path / "mlp-digits" / "width-2" / "networks")
+    config = dataclasses.replace(config, out=tmp_path)
     before = run(edges.EXPERIMENT, config)
     assert "No verdict" not in before["finding"]
     (path,) = Store(config).home.glob("matchings/*.npz")

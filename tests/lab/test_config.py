@@ -60,7 +60,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=10)
 @given(data=st.data())
 def test_the_command_gives_the_config_back(kind, data):
     names = sorted(VALUES.keys() & {field.name for field in dataclasses.fields(kind)})

@@ -147,7 +147,7 @@ def test_what_is_not_cifar10_is_one_clear_line_and_leaves_nothing(serve, archive
     serve(lambda handler: send(handler, archive))  # the same command again, and all is well
     assert len(data.CIFAR10.load(None).test.labels) == 2
     del raised
-    gc.collect()  # here, and not in somebody else's test
+    gc.collect(1)  # here, and not in somebody else's test
 
 
 def test_without_a_network_one_line_says_what_to_do(serve, archive, monkeypatch):

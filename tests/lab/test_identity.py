@@ -23,11 +23,20 @@ from mcomb.lab.training_checkpoints import TrainingCheckpoints
 CONFIG = linear.LinearConfig(setup="mlp-digits", width=1, epochs=2, points=3, train_images=50, test_images=50)
 
 
+def draw(results, folder):
+    """A figure of no time."""
+    for kind in ("png", "pdf"):
+        (folder / f"linear.{kind}").write_text("a figure")
+
+
+LINE = dataclasses.replace(linear.EXPERIMENT, draw=draw)
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A run folder with the line's results, never changed."""
     out = tmp_path_factory.mktemp("finished")
-    run(linear.EXPERIMENT, dataclasses.replace(CONFIG, out=out))
+    run(LINE, dataclasses.replace(CONFIG, out=out))
     return out
 
 
@@ -59,18 +68,18 @@ def change_network(config, seed):
 
 def test_what_is_the_same_is_not_measured_again(config, capsys):
     before = stored(config)
-    after = run(linear.EXPERIMENT, config)
+    after = run(LINE, config)
     assert stored(config) == before
     assert after["seconds"] == before["seconds"]
     assert "anew" not in capsys.readouterr().err
-    assert read_results(linear.EXPERIMENT, config)["curves"] == before["curves"]
+    assert read_results(LINE, config)["curves"] == before["curves"]
 
 
 def test_another_network_makes_another_result(config, capsys):
     before = stored(config)
     change_network(config, 1)
-    assert read_results(linear.EXPERIMENT, config) is None
-    after = run(linear.EXPERIMENT, config)
+    assert read_results(LINE, config) is None
+    after = run(LINE, config)
     assert after["curves"] != before["curves"]
     assert after["networks"]["A"] == before["networks"]["A"]
     assert after["networks"]["B"] != before["networks"]["B"]
@@ -83,8 +92,8 @@ def test_another_matching_makes_another_result(config, capsys):
     with np.load(path) as file:
         kept = dict(file)
     np.savez(path, **kept | {name: value[::-1] for name, value in kept.items() if name.startswith("perms/")})
-    assert read_results(linear.EXPERIMENT, config) is None
-    after = run(linear.EXPERIMENT, config)
+    assert read_results(LINE, config) is None
+    after = run(LINE, config)
     assert after["curves"]["aligned"] != before["curves"]["aligned"]
     assert after["curves"]["naive"] == before["curves"]["naive"]
     assert "was made from other matchings: measuring anew" in capsys.readouterr().err
@@ -99,8 +108,8 @@ def test_another_number_of_devices_makes_another_result_of_the_same_networks(con
         monkeypatch.setattr(jax, "devices", lambda: first)
     else:
         monkeypatch.setattr("mcomb.lab.identity.describe_devices", lambda: "2 × cpu")
-    assert read_results(linear.EXPERIMENT, config) is None
-    after = run(linear.EXPERIMENT, config)
+    assert read_results(LINE, config) is None
+    after = run(LINE, config)
     assert after["devices"] != before["devices"]
     assert after["networks"] == before["networks"]
     out = capsys.readouterr()
@@ -116,8 +125,8 @@ def test_other_data_make_another_result(config, monkeypatch, capsys):
     monkeypatch.setitem(SETUPS, "mlp-digits", other)
     stores.load_data.cache_clear()
     try:
-        assert read_results(linear.EXPERIMENT, config) is None
-        run(linear.EXPERIMENT, config)
+        assert read_results(LINE, config) is None
+        run(LINE, config)
     finally:
         stores.load_data.cache_clear()
     assert "was made from other data: measuring anew" in capsys.readouterr().err
@@ -130,15 +139,15 @@ def test_other_data_make_another_result(config, monkeypatch, capsys):
 def test_a_newer_algorithm_makes_its_own(name, said, config, monkeypatch, capsys):
     monkeypatch.setattr(versions, name, getattr(versions, name) + 1)
     if name == "MEASUREMENT":
-        assert read_results(linear.EXPERIMENT, config) is None
-    run(linear.EXPERIMENT, config)
+        assert read_results(LINE, config) is None
+    run(LINE, config)
     assert said in capsys.readouterr().err
 
 
 def test_a_network_of_an_older_training_algorithm_is_refused_with_the_remedy(config, monkeypatch):
     monkeypatch.setattr(versions, "TRAINING", 2)
     with pytest.raises(UserError, match=r"seed-0.* was trained by version 1 .* version 2: move it away"):
-        run(linear.EXPERIMENT, config)
+        run(LINE, config)
 
 
 def test_results_from_before_they_had_digests_are_named_as_old(config, capsys):
@@ -146,7 +155,7 @@ def test_results_from_before_they_had_digests_are_named_as_old(config, capsys):
     old = stored(config)
     del old["digest"]
     path.write_text(json.dumps(old))
-    run(linear.EXPERIMENT, config)
+    run(LINE, config)
     assert capsys.readouterr().err.count("is damaged, or older than digests: measuring anew") == 1
     assert stored(config)["version"] == versions.MEASUREMENT
 
@@ -177,8 +186,8 @@ def test_checkpoints_of_one_name_never_share_a_folder(config, tmp_path):
         write_checkpoint(folder, jax.tree.map(lambda leaf, scale=scale: scale * leaf, params))
     with_a, with_b = (dataclasses.replace(config, checkpoint_a=folder) for folder in folders)
     assert Store(with_a).folder("linear") != Store(with_b).folder("linear")
-    first = run(linear.EXPERIMENT, with_a)
-    second = run(linear.EXPERIMENT, with_b)
+    first = run(LINE, with_a)
+    second = run(LINE, with_b)
     assert first["networks"]["A"] != second["networks"]["A"]
     assert stored(with_a)["curves"] == first["curves"]
     both = dataclasses.replace(config, checkpoint_a=folders[0], checkpoint_b=folders[1])

@@ -69,6 +69,7 @@ def test_a_setup_knows_its_images_before_they_are_loaded(name, tmp_path):
     assert shapes.shape == (1, setup.dataset.classes)
 
 
+@pytest.mark.slow
 def test_measured_rates_are_those_of_real_work(tmp_path):
     store = Store(config_of(linear, tmp_path))
     rates = plan.measure_rates(store, plan.work_of(store))

@@ -12,8 +12,10 @@ from mcomb.lab.models import MLP, ResNet20, Tiny10
 from mcomb.lab.setups import SETUPS
 from mcomb.lab.training import initial_state, train
 
+EACH = [pytest.param(name, marks=pytest.mark.slow if "resnet" in name else ()) for name in SETUPS]
 
-@pytest.fixture(params=SETUPS)
+
+@pytest.fixture(params=EACH)
 def unloaded(request):
     """Each setup with a dataset that must not be loaded."""
     setup = SETUPS[request.param]
@@ -81,7 +83,7 @@ def test_a_dataset_of_seven_classes_is_trained_matched_and_scored(digits):
     check_spec(apply, b, spec, data.test.images[:50], perms=perms)
 
 
-@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize("name", EACH)
 def test_every_model_takes_seven_classes(name):
     setup = SETUPS[name]
     seven = dataclasses.replace(setup, dataset=dataclasses.replace(setup.dataset, classes=7))

@@ -48,7 +48,9 @@ def check_recovered(spec, params, fn, inputs, **options):
     assert matching.objective == matching.trace[-1] > matching.trace[0]
 
 
-@pytest.mark.parametrize("name", ["decoder with tied embeddings", "scanned transformer", "mixer"])
+@pytest.mark.parametrize(
+    "name", ["decoder with tied embeddings", "scanned transformer", pytest.param("mixer", marks=pytest.mark.slow)]
+)
 def test_a_planted_permutation_of_all_kinds_of_units_is_recovered(name):
     with jax.numpy_rank_promotion("allow"):
         case = CASES[name]()

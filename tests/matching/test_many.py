@@ -46,7 +46,7 @@ def unrelated_networks(family, count):
     return spec, networks
 
 
-@pytest.mark.parametrize("reference", [0, 2, None])
+@pytest.mark.parametrize("reference", [pytest.param(0, marks=pytest.mark.slow), 2, None])
 @pytest.mark.parametrize("family", ["scanned transformer", "grouped convolution", "NNX"])
 def test_noisy_copies_are_brought_into_one_order(family, reference):
     spec, networks, planted = noisy_copies(family, 4, 0.3)

@@ -29,6 +29,15 @@ FAMILIES = (
     "NNX",  # leaves that are not floats
 )
 FAMILIES_WITH_GRADIENTS = FAMILIES[0], FAMILIES[3]  # compiling gradients of all families takes long
+SLOW = {"weights": (), "activations": FAMILIES[1:4] + FAMILIES[5:7] + FAMILIES[9:], "ste": FAMILIES[3:4]}
+
+
+def each_matcher_and_family():
+    return [
+        pytest.param(matcher, family, marks=pytest.mark.slow if family in SLOW[matcher] else ())
+        for matcher in matching.MATCHERS
+        for family in (FAMILIES_WITH_GRADIENTS if matcher == "ste" else FAMILIES)
+    ]
 
 
 def add_noise(params, amount, seed=5):
@@ -80,10 +89,7 @@ def run_matcher(matcher, spec, a, b, fn, inputs, labels):
     return found
 
 
-@pytest.mark.parametrize(
-    ("matcher", "family"),
-    [(m, f) for m in matching.MATCHERS for f in (FAMILIES_WITH_GRADIENTS if m == "ste" else FAMILIES)],
-)
+@pytest.mark.parametrize(("matcher", "family"), each_matcher_and_family())
 def test_a_planted_permutation_is_recovered_in_spite_of_noise(matcher, family):
     spec, fn, a, inputs, labels, planted = planted_problem(family)
     b = add_noise(spec.apply(planted, a), NOISE[matcher])

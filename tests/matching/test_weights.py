@@ -73,7 +73,7 @@ LAYOUTS = [None, "P", "Q", "R", Blocks((2, "P")), Blocks(("Q", 2)), Segments(("P
 leaf_layouts = st.lists(st.sampled_from(LAYOUTS), min_size=1, max_size=3)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(leaf_layouts, min_size=1, max_size=5), st.integers(0, 2**32), st.integers(0, 3))
 def test_the_end_is_a_local_optimum_of_every_permutation(leaves, weights, seed):
     """Brute force over all values of one permutation, with the others held, finds nothing better."""
@@ -248,7 +248,7 @@ def test_complex_weights_are_matched_as_pairs_of_reals():
     assert_close(matching.objective, norm, roundings=8)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6))])
 def test_the_second_restart_undoes_a_permutation_of_grouped_queries(seed):
     rng = np.random.default_rng(seed)
     a = jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape, np.float32), grouped_query_shapes())
