@@ -94,7 +94,13 @@ class Dataset:
 def load_digits(data_dir: Path | None = None) -> Splits:
     """Scikit-learn's bundled 8×8 digits, always split into the same 1,400 for training and 397 for testing."""
     place: Any = importlib.util.find_spec("sklearn")  # importing it, with most of scipy, takes more than a second
-    rows = np.loadtxt(Path(place.origin).parent / "datasets" / "data" / "digits.csv.gz", np.uint8, delimiter=",")
+    file = Path(place.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    if file.is_file():
+        rows = np.loadtxt(file, np.uint8, delimiter=",")
+    else:  # another version has it elsewhere
+        from sklearn.datasets import load_digits
+
+        rows = np.column_stack(load_digits(return_X_y=True)).astype(np.uint8)
     rows = rows[np.random.RandomState(0).permutation(len(rows))]
     images, labels = rows[:, :64].reshape(-1, 8, 8, 1), rows[:, 64].astype(np.int32)
     return Splits(Split(images[:1400], labels[:1400]), Split(images[1400:], labels[1400:]))
