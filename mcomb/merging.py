@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from mcomb.base import (
     Apply,
@@ -28,7 +30,7 @@ from mcomb.base import (
     require_alike,
     require_finite,
 )
-from mcomb.devices import replicate
+from mcomb.devices import AXIS, device_mesh, on_each_device, replicate, share_out
 from mcomb.early_stopping import check_data, descend
 from mcomb.files import AnyPath
 from mcomb.objectives import Objective, add_up, cross_entropy
@@ -162,39 +164,47 @@ def fisher_information(
     Leaves that are no floats have zeros.
     """
     count = count_examples(inputs, labels)
-    size = min(TOGETHER, count)
-    rows = np.pad(np.arange(count), (0, -count % size), constant_values=-1).reshape(-1, size)
-    params, inputs, labels = replicate((params, inputs, labels))
-    sums = jax.device_get(_squared_gradients(apply, loss, params, rows, inputs, labels))  # networks may be anywhere
+    mesh, size = device_mesh(), min(TOGETHER, count)
+    rows = np.pad(np.arange(count), (0, -count % (size * mesh.size)), constant_values=-1).reshape(-1, size)
+    args = share_out(rows, mesh, P(AXIS)), *replicate((params, inputs, labels), mesh)
+    sums = jax.device_get(_squared_gradients(apply, loss, mesh, *args))  # wherever the networks are
     return jax.tree.map(lambda total: total / count, sums)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@partial(jax.jit, static_argnums=(0, 1, 2))
 def _squared_gradients(
-    apply: Apply, objective: Objective, params: Params, rows: Array, inputs: Inputs, labels: Labels
+    apply: Apply, objective: Objective, mesh: Mesh, rows: Array, params: Params, inputs: Inputs, labels: Labels
 ) -> Params:
-    """The sum over the examples in `rows` of the squared gradient of each one's loss; -1 is no example."""
+    """The sum over the examples in `rows` of the squared gradient of each one's loss; -1 is no example.
+
+    The rows are shared out among the devices.
+    """
     is_learnable = jax.tree.map(is_inexact, params)
 
-    def loss(learnable: Params, row: Array) -> Array:
-        x, y = jax.tree.map(lambda leaf: leaf[row][None], (inputs, labels))
-        whole = jax.tree.map(lambda own, leaf, ours: own if ours else leaf, learnable, params, is_learnable)
-        total, count = add_up(objective, apply(whole, x), y, jnp.ones(1, bool))
-        return total / jnp.where(count == 0, 1, count)
+    def on_device(rows: Array, params: Params, inputs: Inputs, labels: Labels) -> Params:
+        def loss(learnable: Params, row: Array) -> Array:
+            x, y = jax.tree.map(lambda leaf: leaf[row][None], (inputs, labels))
+            whole = jax.tree.map(lambda own, leaf, ours: own if ours else leaf, learnable, params, is_learnable)
+            total, count = add_up(objective, apply(whole, x), y, jnp.ones(1, bool))
+            return total / jnp.where(count == 0, 1, count)
 
-    start = jax.tree.map(lambda leaf, ours: leaf if ours else jnp.zeros(()), params, is_learnable)
+        start = jax.tree.map(lambda leaf, ours: leaf if ours else jnp.zeros(()), params, is_learnable)
 
-    def add(sums: Params, rows: Any) -> tuple[Params, None]:
-        gradients = jax.vmap(jax.grad(loss), (None, 0))(start, rows)
+        def add(sums: Params, rows: Any) -> tuple[Params, None]:
+            gradients = jax.vmap(jax.grad(loss), (None, 0))(start, rows)
 
-        def square(gradient: Array) -> Array:
-            each = jnp.square(jnp.abs(gradient))
-            return jnp.sum(each, axis=0, where=(rows >= 0).reshape(-1, *[1] * (each.ndim - 1)))
+            def square(gradient: Array) -> Array:
+                each = jnp.square(jnp.abs(gradient))
+                return jnp.sum(each, axis=0, where=(rows >= 0).reshape(-1, *[1] * (each.ndim - 1)))
 
-        return jax.tree.map(lambda total, gradient: total + square(gradient), sums, gradients), None
+            return jax.tree.map(lambda total, gradient: total + square(gradient), sums, gradients), None
 
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(jnp.shape(leaf), jnp.abs(leaf).dtype), start)
-    return jax.lax.scan(add, zeros, rows)[0]
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(jnp.shape(leaf), jnp.abs(leaf).dtype), start)
+        return jax.lax.psum(jax.lax.scan(add, zeros, rows)[0], AXIS)
+
+    traced = jax.make_jaxpr(apply)(params, jax.tree.map(lambda x: x[:1], inputs))
+    sharded = on_each_device(on_device, mesh, (P(AXIS), P(), P(), P()), P(), traced)
+    return sharded(rows, params, inputs, labels)
 
 
 class _Shares(NamedTuple):
