@@ -47,10 +47,19 @@ def test_the_examples_of_other_tasks_are_right(capsys):
 
 
 @pytest.mark.slow
-def test_the_example_of_merging_learns_and_fits(capsys):
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "merging.md").read_text(), re.S)
+def test_the_examples_of_merging_learn_fit_and_estimate(capsys):
+    merging, partial_merging, statistics = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "merging.md").read_text(), re.S
+    )
     scope: dict = {}
-    exec(code, scope)
+    exec(merging + partial_merging, scope)
+    weights = sum(leaf.size for leaf in jax.tree.leaves(scope["a"]))
+    assert weights < scope["partly"].weights <= 1.5 * weights
+    exec(statistics, scope)
+    for network in ("merged", "middle"):
+        means = scope[network]["batch_stats"]["BatchNorm_0"]["mean"]
+        assert np.abs(means).max() > 0  # those of new networks are zero
+    assert len(scope["metrics"].loss) == 5
     assert scope["found"].loss < scope["found"].losses[0]
     assert scope["found"].shares[0]["Dense_0"]["bias"].shape == (32,)
     assert 0 <= float(capsys.readouterr().out.split()[0]) <= 1
