@@ -82,7 +82,14 @@ def _as_numpy(leaf: Any) -> Any:
     is_constant = isinstance(leaf, np.ndarray) and leaf.flags.c_contiguous and not leaf.flags.writeable
     if is_constant and leaf.ctypes.data % 64 == 0 and leaf.dtype == jnp.result_type(leaf):
         return leaf
-    return np.asarray(jnp.asarray(leaf))
+    if isinstance(leaf, jax.Array):
+        return np.asarray(leaf)
+    values = np.asarray(leaf, jnp.result_type(leaf))
+    memory = np.empty(values.nbytes + 64, np.uint8)  # jnp.asarray would compile a program for each shape
+    own = memory[-memory.ctypes.data % 64 :][: values.nbytes].view(values.dtype).reshape(values.shape)
+    own[...] = values
+    own.flags.writeable = False
+    return own
 
 
 def on_each_device(

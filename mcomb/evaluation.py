@@ -117,7 +117,7 @@ def evaluate(
         if jnp.shape(leaf)[:1] != (k,):
             raise UserError(f"there are {k} keys and parameters of shape {jnp.shape(leaf)}: give as many of both")
     require_finite("the parameters", parameters)
-    combination = output_shapes(draw, keys[0], jax.tree.map(lambda x: jnp.asarray(x)[0], parameters), *networks)
+    combination = output_shapes(draw, keys[0], _rows(parameters, 0), *networks)
     _check_fit(task, apply, combination, inputs, labels, min(batch_size, count))
     if names := statistics_of(apply, combination, jax.tree.map(lambda x: x[: min(batch_size, count)], inputs)):
         if statistics_from is not None:
@@ -141,8 +141,7 @@ def evaluate(
     def arguments(sizes: Sizes) -> tuple[Any, ...]:
         """Those of the next call, which repeats the last combination until devices divide them."""
         these = np.minimum(np.arange(done, done + rows * sizes.combinations), k - 1)
-        of_these = jax.tree.map(lambda x: jnp.asarray(x)[these], (parameters, keys))
-        return *shared, *share_out(of_these, mesh, P(COMBINATIONS))
+        return *shared, *share_out(_rows((parameters, keys), these), mesh, P(COMBINATIONS))
 
     def lower(sizes: Sizes) -> jax.stages.Lowered:
         return _evaluate.lower(apply, draw, sizes.images, mesh, task, *arguments(sizes))
@@ -168,6 +167,11 @@ def evaluate(
         report(measured[-1])
         done += rows * sizes.combinations
     return jax.tree.map(lambda *values: np.concatenate(values), *measured)
+
+
+def _rows(tree: Any, rows: Any) -> Any:
+    """The tree with these rows of each array, or one; what is not on a device is not put there for it."""
+    return jax.tree.map(lambda x: (x if isinstance(x, jax.Array) else np.asarray(x))[rows], tree)
 
 
 class Score(NamedTuple):

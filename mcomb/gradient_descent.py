@@ -12,7 +12,7 @@
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -64,7 +64,7 @@ def fit(
     mesh = mesh or device_mesh()
     update = _compiled_update(_is_convolutional_on_cpu(state.params) and _can_be_tuned())
     # Copies, so that donating the state never eats the caller's arrays.
-    state = jax.jit(partial(jax.tree.map, jnp.copy))(replicate(state, mesh))
+    state = _copy(replicate(state, mesh))
     key = replicate(key, mesh)
     for rows, given in batches:
         padded = np.pad(rows, ((0, 0), (0, -rows.shape[1] % mesh.size)), constant_values=-1)
@@ -76,6 +76,11 @@ def fit(
             step = int(state.step) - len(losses) + int(np.isfinite(losses).argmin()) + 1
             raise Diverged(f"the loss became infinite or not a number in step {step}")
         yield state, losses, report
+
+
+@jax.jit
+def _copy(state: State) -> State:
+    return jax.tree.map(jnp.copy, state)
 
 
 ON_CPU = {"xla_cpu_experimental_ynn_fusion_type": "", "xla_disable_hlo_passes": "cse_barrier_expander"}

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Bool, Float, Int
 
@@ -105,7 +106,8 @@ def check_objectives(objectives: Mapping[str, Objective], outputs: Any, labels: 
 
 def _check_range(labels: Array, classes: int, padded: bool) -> None:
     """Raises an error if a label is no index of a class: it would be taken for another, or for none."""
-    least, largest = int(jnp.min(jnp.asarray(labels))), int(jnp.max(jnp.asarray(labels)))
+    values = np.asarray(labels)
+    least, largest = int(values.min()), int(values.max())
     if (least < 0 and not padded) or largest >= classes:
         raise UserError(f"there are labels from {least} to {largest} and {classes} logits: give labels from 0 on")
 

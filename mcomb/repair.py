@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Float, PRNGKeyArray
 
 from mcomb.base import Apply, Array, Inputs, Params, UserError, output_shapes
@@ -105,8 +106,8 @@ def repaired(
         output_shapes(apply, network, inputs)
     networks, batches = replicate((networks, batches))
     moments = _network_moments(spec, apply, networks, batches)
-    means = [layer.mean[0, 0] for layer in moments]
-    unchanged = [Correction(jnp.ones_like(mean), jnp.zeros_like(mean)) for mean in means]
+    units = [jax.ShapeDtypeStruct(layer.mean.shape[2:], layer.mean.dtype) for layer in moments]
+    unchanged = [Correction(np.ones(of.shape, of.dtype), np.zeros(of.shape, of.dtype)) for of in units]
     repaired_networks = [RepairedNetwork(params, unchanged) for params in networks]
     return Repaired(
         _repaired_apply(spec, apply),
