@@ -100,7 +100,7 @@ def descend(
     held_out = jax.tree.map(lambda x: x[train_count:], given[1:])
     train_inputs = jax.tree.map(lambda x: x[:train_count], inputs)
     has_statistics = bool(statistics_of(apply, networks[0], train_inputs))
-    optimizer = _adam(learning_rate)
+    optimizer, compiled_combine = _adam(learning_rate), jax.jit(learnt.combine)
     every = max(1, steps // CHECKS)
     per_call = steps_per_call(networks[0], every)
 
@@ -117,12 +117,11 @@ def descend(
                     yield now, given
                 done -= len(now)
 
-    def combine(numbers: Any, networks: Sequence[Params]) -> Params:
-        combined = learnt.combine(numbers, networks)
+    def finish(combined: Params) -> Params:
         return estimate_statistics(apply, combined, train_inputs) if has_statistics else combined
 
     def look(numbers: Any) -> float:
-        found = score(apply, combine(numbers, given[0]), *held_out, loss=loss).loss
+        found = score(apply, finish(compiled_combine(numbers, given[0])), *held_out, loss=loss).loss
         if not np.isfinite(found):
             raise Diverged("the held-out loss of a combination is infinite or not a number: look for such inputs")
         return found
@@ -147,7 +146,7 @@ def descend(
                 best = jax.device_get(state.params)
             kept.write(state, best, losses)
             bar.set_postfix(loss=f"{step_losses.mean():.4f}", best=f"{min(losses):.4f}", refresh=False)
-    return Descent(best, combine(best, networks), tuple(losses))
+    return Descent(best, finish(learnt.combine(best, networks)), tuple(losses))
 
 
 class _Weights(NamedTuple):
