@@ -45,6 +45,11 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "standard")
 
 
+def pytest_collection_modifyitems(items):
+    """The file that takes longest is first: no worker waits for it at the end."""
+    items.sort(key=lambda item: item.path.name != "test_robustness.py")
+
+
 def pytest_collection_finish():
     """What all tests have imported stays: it is not looked through when garbage is collected."""
     gc.freeze()

@@ -47,7 +47,7 @@ def holder(tmp_path):
         yield start
 
 
-@pytest.mark.parametrize("end", ["finished", "killed"])
+@pytest.mark.parametrize("end", [pytest.param("finished", marks=pytest.mark.slow), "killed"])
 def test_a_second_process_says_once_that_it_waits_and_goes_on_when_the_first_has(end, holder):
     first = holder()
     assert first.stdout.readline() == "holds it\n"

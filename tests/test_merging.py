@@ -80,6 +80,7 @@ def test_shares_are_as_many_as_the_granularity_says():
     assert_equal(shares["unit"]["last"]["kernel"], np.broadcast_to(bias[:, None], (8, 3)))
 
 
+@pytest.mark.slow
 def test_where_one_network_is_right_and_the_other_noise_its_share_is_learnt():
     right = learn_shares(SPEC, (A, B), apply, INPUTS, LABELS, beyond=True, steps=200, learning_rate=0.03).params
     noise = network(9, scale=5.0)
@@ -87,6 +88,7 @@ def test_where_one_network_is_right_and_the_other_noise_its_share_is_learnt():
     assert float(found.shares[0]["first"]["kernel"]) > 0.9
 
 
+@pytest.mark.slow
 def test_beyond_the_cube_the_loss_on_the_data_it_learns_from_is_lower():
     inside, beyond = (
         learn_shares(SPEC, (A, B), apply, INPUTS, LABELS, beyond=beyond, steps=200, batch_size=540, learning_rate=0.03)

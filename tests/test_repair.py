@@ -86,7 +86,8 @@ def test_half_way_units_have_the_mean_statistics_of_the_networks(network):
 @pytest.mark.parametrize(
     ("name", "count"),
     [
-        *(("grouped convolution", 3), ("untied over positions", 1), ("mixer", 7)),
+        *(("grouped convolution", 3), ("untied over positions", 1)),
+        pytest.param("mixer", 7, marks=pytest.mark.slow),
         pytest.param("transformer encoder", 12, marks=pytest.mark.slow),
     ],
 )

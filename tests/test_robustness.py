@@ -98,16 +98,19 @@ def assert_goes_on(warm, out, expected):
     assert not list(out.rglob("damaged-*")), said  # no kill damages a checkpoint
 
 
-def test_killed_again_and_again_at_every_stage_it_ends_as_if_it_had_not_been(warm, finished, tmp_path):
+STAGES = [
+    (signal.SIGKILL, "os.rename 2.orbax-checkpoint-tmp/params"),
+    (signal.SIGTERM, "os.mkdir 2.orbax-checkpoint-tmp/params"),
+    (signal.SIGINT, "open matchings/. .npz"),
+    (signal.SIGKILL, "open /samples.jsonl"),
+    (signal.SIGKILL, "os.rename .png"),
+    (signal.SIGTERM, "os.rename results.json"),
+]
+
+
+@pytest.mark.parametrize("stages", [STAGES[::5], pytest.param(STAGES, marks=pytest.mark.slow)], ids=["two", "every"])
+def test_killed_again_and_again_it_ends_as_if_it_had_not_been(stages, warm, finished, tmp_path):
     out = tmp_path / "killed"
-    stages = [
-        (signal.SIGKILL, "os.rename 2.orbax-checkpoint-tmp/params"),
-        (signal.SIGTERM, "os.mkdir 2.orbax-checkpoint-tmp/params"),
-        (signal.SIGINT, "open matchings/. .npz"),
-        (signal.SIGKILL, "open /samples.jsonl"),
-        (signal.SIGKILL, "os.rename .png"),
-        (signal.SIGTERM, "os.rename results.json"),
-    ]
     for number, stage in stages:
         assert_ended_by(number, *warm.run(UNIFORM, out, at=stage, number=number))
         assert not list(out.rglob("results.json"))
@@ -264,6 +267,7 @@ def assert_equal_together(count, warm, finished, tmp_path):
     assert outcome(out) == outcome(finished[0])
 
 
+@pytest.mark.slow
 def test_of_three_processes_started_at_once_one_trains_and_all_find_the_same(warm, finished, tmp_path):
     assert_equal_together(3, warm, finished, tmp_path)
 

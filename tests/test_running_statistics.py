@@ -138,6 +138,7 @@ def test_statistics_are_never_averaged_silently():
         evaluate(*given)
 
 
+@pytest.mark.slow
 def test_repaired_combinations_have_statistics_of_their_own():
     draw, shares, keys = mcomb.mix(mcomb.linear), jnp.zeros(1), jax.random.split(jax.random.key(0), 1)
     repaired = mcomb.repaired(SPEC, apply, draw, (A, B), X)
@@ -154,6 +155,7 @@ def test_one_network_is_measured_as_it_is():
     assert_close(found.loss[0], mcomb.score(apply, A, X, Y).loss, roundings=16)
 
 
+@pytest.mark.slow
 def test_partly_merged_networks_have_statistics_of_their_own():
     some, every = (mcomb.merge_partly(SPEC, (A, B), apply, X, budget=budget) for budget in (1.5, 2))
     assert_close(every.apply(every.params, X), (apply(A, X) + apply(B, X)) / 2, roundings=2**8)

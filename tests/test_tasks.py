@@ -105,6 +105,7 @@ def test_more_padding_changes_nothing():
     assert_close(found.loss, in_float64(networks[0], inputs, labels)[0], roundings=ROUNDINGS)
 
 
+@pytest.mark.slow
 def test_a_token_model_is_matched_and_repaired():
     """Its inputs are a dict of integers, and its loss is not that of a classifier."""
     networks, inputs, labels = sequences(40)

@@ -23,7 +23,13 @@ DRAWS = {
 }
 
 
-@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS.keys())
+OF_EVERY_DAY = ("uniform", "none", "bernoulli", "normal", "split")
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [pytest.param(DRAWS[name], marks=() if name in OF_EVERY_DAY else pytest.mark.slow, id=name) for name in DRAWS],
+)
 def test_the_numbers_are_those_of_jax_bit_for_bit(draw):
     for key in KEYS:
         assert_equal(draw(unrolled(key)), draw(key))

@@ -1,8 +1,10 @@
 import numpy as np
+import pytest
 
 from experiments import functional
 
 
+@pytest.mark.slow
 def test_labels_are_counted_for_five_sweeps(results, draws_pairs):
     found = results(functional, "--points", "3", "--samples", "2")
     assert draws_pairs(functional, found)

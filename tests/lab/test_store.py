@@ -98,6 +98,7 @@ def test_a_matching_is_named_by_the_dtype_where_its_matcher_computes_something()
     assert other.matching_path("A", "B", "ste").name == "B-to-A,matcher=ste,dtype=bfloat16.npz"
 
 
+@pytest.mark.slow
 def test_a_network_that_is_trained_in_bfloat16_is_another_one_and_says_so(tmp_path):
     stores = [Store(dataclasses.replace(CONFIG, epochs=1, out=tmp_path, dtype=d)) for d in ("float32", "bfloat16")]
     plain, other = (store.networks("A")["A"] for store in stores)
@@ -350,6 +351,7 @@ def test_a_network_does_not_depend_on_who_is_trained_beside_it(tmp_path):
             assert_equal(networks[seed].params, others[seed].params)
 
 
+@pytest.mark.slow
 def test_a_training_that_is_gone_on_with_alone_keeps_the_devices_it_had_beside_others(tmp_path, monkeypatch):
     config = Config(setup="mlp-digits", width=1, epochs=4, checkpoint_every=1, out=tmp_path / "stopped")
     real, whole = stores.train, train(Store(dataclasses.replace(config, out=tmp_path / "whole")), 0, 1)

@@ -145,6 +145,7 @@ def test_short_trainings_have_a_learning_rate(schedule, epochs):
     assert max(rates) > 0
 
 
+@pytest.mark.slow
 def test_the_loss_holds_what_convolutions_read_on_cpu_alone_and_its_gradient_stays_the_same(digits, monkeypatch):
     apply, state = start(digits, model=Tiny10(1, 10))
     args = state.params, jnp.arange(10), tuple(map(jnp.asarray, digits.train.first(10))), jax.random.key(0)

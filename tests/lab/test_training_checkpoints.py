@@ -78,7 +78,9 @@ def weights_file(folder):
 
 # Orbax leaves coroutines of the failed read behind, whose complaints are not ours to mend.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
-@pytest.mark.parametrize("item", ["params", "optimizer", "config"])
+@pytest.mark.parametrize(
+    "item", ["params", *(pytest.param(it, marks=pytest.mark.slow) for it in ("optimizer", "config"))]
+)
 def test_where_the_newest_checkpoint_is_damaged_the_one_before_it_is_restored_and_nothing_is_deleted(
     item, tmp_path, capsys
 ):

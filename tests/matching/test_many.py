@@ -58,7 +58,7 @@ def test_noisy_copies_are_brought_into_one_order(family, reference):
 
 
 @pytest.mark.parametrize("reference", [1, None])
-@pytest.mark.parametrize("family", ["scanned transformer", "grouped convolution"])
+@pytest.mark.parametrize("family", [pytest.param("scanned transformer", marks=pytest.mark.slow), "grouped convolution"])
 def test_permutations_between_networks_are_transitive(family, reference):
     """Also for networks that do not fit, and for permutations that are nested in others."""
     spec, networks = unrelated_networks(family, 3)

@@ -132,6 +132,7 @@ def test_each_matching_starts_from_the_last_one(pair, monkeypatch):
     assert all(start is end for start, end in zip(starts[1:], ends, strict=False))
 
 
+@pytest.mark.slow
 def test_one_device_finds_what_all_find(pair, request):
     """Most numbers of devices do not divide a minibatch of seven, and its padding must count for nothing."""
     on_all = match_straight_through(*pair, **OPTIONS, batch_size=7)

@@ -347,15 +347,23 @@ def count_calls(problem):
     return count
 
 
-@pytest.mark.parametrize("problem", [growing_concatenation, recurrence, layers_of_a_stack])
+@pytest.mark.parametrize(
+    "problem",
+    [
+        growing_concatenation,
+        *(pytest.param(other, marks=pytest.mark.slow) for other in (recurrence, layers_of_a_stack)),
+    ],
+)
 def test_what_a_derivation_costs_grows_with_the_number_of_steps(problem):
     assert count_calls(problem(80)) < 2.3 * count_calls(problem(40))
 
 
+@pytest.mark.slow
 def test_what_a_dense_block_costs_grows_with_the_size_of_its_spec():
     assert count_calls(dense_block(40)) < 4.2 * count_calls(dense_block(20))  # twice as many leaves of twice the parts
 
 
+@pytest.mark.slow
 def test_a_long_recurrence_does_not_exhaust_recursion():
     assert len(permutation_spec(*recurrence(600)).sizes) == 1
     assert index_shapes(permutation_spec(*layers_of_a_stack(100))) == [(100, 4)]
