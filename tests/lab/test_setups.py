@@ -5,8 +5,10 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from numerics import assert_close
 
 from mcomb import check_spec, match_weights, score
+from mcomb.base import stream
 from mcomb.lab.data import CIFAR10, DIGITS, Dataset, Split, Splits
 from mcomb.lab.models import MLP, ResNet20, Tiny10
 from mcomb.lab.setups import SETUPS
@@ -41,6 +43,13 @@ def test_networks_differ_by_seed_and_are_the_same_for_the_same():
     first, again, other = (SETUPS["mlp-digits"].init(1, seed)["logits"]["kernel"] for seed in (0, 0, 1))
     np.testing.assert_array_equal(first, again)
     assert (first != other).any()
+
+
+def test_a_new_network_is_the_one_that_flax_gives_for_its_key():
+    setup = SETUPS["mlp-digits"]
+    images = np.zeros((1, *setup.dataset.image), np.float32)
+    expected = jax.jit(setup.module(1).init)(stream(3, "init"), images)["params"]
+    assert_close(setup.init(1, seed=3), expected, roundings=4)
 
 
 def test_every_setup_is_of_the_model_and_the_data_in_its_name():
