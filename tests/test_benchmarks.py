@@ -80,7 +80,7 @@ def test_random_programs_are_counted_and_failures_named(capsys, monkeypatch):
 
 def test_ways_to_evaluate_are_measured_side_by_side(capsys, tmp_path):
     path = tmp_path / "evaluation.json"
-    chosen = {"networks": ("mlp-digits:1",), "combinations": 2, "gigaflop": 1, "rounds": 1}
+    chosen = {"networks": ("mlp-digits:8",), "combinations": 2, "gigaflop": 1, "rounds": 1}
     evaluation.main(evaluation.EvaluationConfig(**chosen, json=path))
     rows = rows_in(path)
     ways = ["evaluate", "loop, batches of 200", "loop, batches of 1,000"]
