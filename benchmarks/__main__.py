@@ -31,11 +31,13 @@ def _matching(out: Path) -> None:
 BENCHMARKS: dict[str, Benchmark] = {
     "main_job": lambda out: main_job.main(main_job.MainJobConfig(json=out / "main_job.json")),
     "evaluation": lambda out: evaluation.main(
-        evaluation.EvaluationConfig(gigaflop=30, rounds=3, json=out / "evaluation.json")
+        evaluation.EvaluationConfig(gigaflop=20, rounds=2, json=out / "evaluation.json")
     ),
     "matching": _matching,
     "growth": lambda out: growth.main(growth.GrowthConfig(out=out)),
-    "memory": lambda out: memory.main(memory.MemoryConfig(widths=(4,), devices=(2,), json=out / "memory.json")),
+    "memory": lambda out: memory.main(
+        memory.MemoryConfig(widths=(4,), devices=(2,), combinations=4, json=out / "memory.json")
+    ),
     "precision": lambda out: precision.main(precision.PrecisionConfig(out=out, json=out / "precision.json")),
     "planning": lambda out: planning.main(planning.PlanningConfig(widths=(32,), json=out / "planning.json")),
 }

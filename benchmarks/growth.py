@@ -37,7 +37,7 @@ class Point:
     setup: str
     width: int = 1
     combinations: int = 4
-    images: int = 200
+    images: int = 400
     devices: int = 1
 
 
@@ -46,9 +46,9 @@ class GrowthConfig:
     """The flags of the benchmark."""
 
     setup: Annotated[str, Flag("which networks", choices=tuple(SETUPS))] = "tiny10-cifar10"
-    widths: Annotated[tuple[int, ...], Flag("width multipliers", at_least=1)] = (1, 2, 4, 8)
-    combinations: Annotated[tuple[int, ...], Flag("numbers of combinations", at_least=1)] = (2, 4, 8, 16)
-    images: Annotated[tuple[int, ...], Flag("numbers of images", at_least=1)] = (200, 400, 800)
+    widths: Annotated[tuple[int, ...], Flag("width multipliers", at_least=1)] = (1, 2, 4)
+    combinations: Annotated[tuple[int, ...], Flag("numbers of combinations", at_least=1)] = (4, 8, 16)
+    images: Annotated[tuple[int, ...], Flag("numbers of images", at_least=1)] = (400, 800, 1600)
     devices: Annotated[tuple[int, ...], Flag("numbers of devices that share the cores", at_least=1)] = (1, 2)
     out: Annotated[Path | None, Flag("folder for growth.json, growth.png and growth.pdf")] = None
 
