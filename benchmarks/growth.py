@@ -17,6 +17,7 @@ import jax
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 
 from benchmarks.apart import measure_apart, peak_memory
 from benchmarks.tables import Row, show
@@ -78,19 +79,24 @@ def slope(x: Any, y: Any) -> float:
 
 
 def draw(series: dict[str, list[Row]], folder: Path) -> None:
-    """Draws each series on logarithmic axes with its fitted slope."""
+    """Draws each series on logarithmic axes with its fitted slope; an octave is as long on all axes."""
     panels = [(name, name, "seconds") for name in series] + [("width", "parameters", "megabytes")]
+    short = EngFormatter(sep="")
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(7.4, 4.4), layout="constrained")
+        figure = Figure(figsize=(7.4, 4.8), layout="constrained")
         all_axes = figure.subplots(2, 3).ravel()
         for axes, (name, horizontal, vertical) in zip(all_axes, panels, strict=False):
             x, y = (np.array([row[of] for row in series[name]], float) for of in (horizontal, vertical))
+            fitted = np.polyfit(np.log(x), np.log(y), 1)
+            axes.loglog(x, np.exp(np.polyval(fitted, np.log(x))), "--", color="grey", linewidth=1)
             axes.loglog(x, y, "o-", color="#0072B2")
-            axes.set_xticks(x, [f"{value:,.3g}" for value in x], rotation=30 if horizontal == "parameters" else 0)
+            axes.set_xticks(x, [short(float(f"{value:.2g}")) for value in x])
+            axes.set_yticks(y, [f"{value:.3g}" for value in y])
             axes.minorticks_off()
+            axes.set_aspect("equal", adjustable="datalim")
             axes.set_xlabel(horizontal)
             axes.set_ylabel(vertical)
-            axes.set_title(f"slope {slope(x, y):.2f}")
+            axes.set_title(f"slope {fitted[0]:.2f}")
         for axes in all_axes[len(panels) :]:
             axes.axis("off")
         save(figure, folder, "growth")
