@@ -4,12 +4,25 @@ import itertools
 
 import pytest
 
-from benchmarks.fuzz import check_matching_and_repair, check_program, steps_of
+from benchmarks.fuzz import check_matching_and_repair, check_program, distance, steps_of
 from benchmarks.programs import Program
 from mcomb import permutation_spec
 from mcomb.symmetry import rules
 
+INFINITE, NO_NUMBER = float("inf"), float("nan")
 COVERING = (0, 6, 7, 18, 21, 22, 44, 46, 47, 56, 143, 154)  # seeds of programs that need all rules between them
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "expected"),
+    [
+        *(([1.0, -2.0], [1.0, -2.0], 0), ([1.0, -2.5], [1.0, -2.0], 0.25), ([0.0], [0.0], 0), ([0.1], [0.0], INFINITE)),
+        *(([NO_NUMBER, 1.0], [NO_NUMBER, 2.0], 0.5), ([NO_NUMBER, 1.0], [1.0, 1.0], INFINITE)),
+        *(([1.0, 1.0], [NO_NUMBER, 1.0], INFINITE), ([INFINITE], [INFINITE], 0), ([INFINITE], [-INFINITE], INFINITE)),
+    ],
+)
+def test_what_is_not_finite_is_no_reason_to_find_outputs_equal(found, wanted, expected):
+    assert distance(found, wanted) == expected
 
 
 @pytest.mark.parametrize("seed", range(6))
