@@ -122,8 +122,8 @@ def check_matching_and_repair(program: Program, spec: PermutationSpec) -> None:
 def distance(found: Any, wanted: Any) -> float:
     """The largest difference beside the largest entry; infinite where they differ in what is infinite or no number."""
     found, wanted = np.asarray(found), np.asarray(wanted)
-    others = [np.where(np.isfinite(values), 0, values) for values in (found, wanted)]
-    if not np.array_equal(*others, equal_nan=True):
+    other, wanted_other = (np.where(np.isfinite(values), 0, values) for values in (found, wanted))
+    if not np.array_equal(other, wanted_other, equal_nan=True):
         return float("inf")
     found, wanted = found[np.isfinite(found)], wanted[np.isfinite(wanted)]
     off, largest = (np.abs(values).max(initial=0) for values in (found - wanted, wanted))

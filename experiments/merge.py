@@ -131,7 +131,8 @@ def network(params: Callable[[Pair], Params]) -> Method:
     return lambda pair: Merged(pair.apply, params(pair))
 
 
-class _Bias(NamedTuple):
+@dataclass(frozen=True)
+class _Bias:
     """A number for each class that is added to a network's logits."""
 
     def combine(self, numbers: Array, networks: Any) -> Any:

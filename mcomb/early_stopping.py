@@ -6,7 +6,9 @@ the last tenth, whose loss is looked at twenty times on the way.
 
 import hashlib
 import io
+import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -101,21 +103,7 @@ def descend(
     train_inputs = jax.tree.map(lambda x: x[:train_count], inputs)
     has_statistics = bool(statistics_of(apply, networks[0], train_inputs))
     optimizer, compiled_combine = _adam(learning_rate), jax.jit(learnt.combine)
-    every = max(1, steps // CHECKS)
-    per_call = steps_per_call(networks[0], every)
-
-    def batches(done: int) -> Iterator[tuple[Int32[np.ndarray, "steps b"], Any]]:
-        """Minibatches after the first `done`, as many as one compiled call should step through, up to the next look."""
-        epoch, rows, size = 0, np.zeros((0, min(batch_size, train_count)), np.int32), min(batch_size, train_count)
-        while True:
-            for left in range(every, 0, -per_call):
-                while len(rows) < min(left, per_call):
-                    rows = np.concatenate([rows, shuffled_rows(seed, epoch, train_count, size)])
-                    epoch += 1
-                now, rows = np.split(rows, [min(left, per_call)])
-                if done <= 0:
-                    yield now, given
-                done -= len(now)
+    size, every = min(batch_size, train_count), max(1, steps // CHECKS)
 
     def finish(combined: Params) -> Params:
         return estimate_statistics(apply, combined, train_inputs) if has_statistics else combined
@@ -127,29 +115,50 @@ def descend(
         return found
 
     start = initial_state(numbers, optimizer)
-    call = [learnt, getattr(loss, "__qualname__", ""), steps, batch_size, learning_rate, seed]
+    call = [learnt, *_code_of(apply, loss, networks[0], inputs, labels), steps, batch_size, learning_rate, seed]
     call += map(fingerprint, (numbers, networks, inputs, labels))
     kept = _Kept(None if keep is None else as_path(keep), hashlib.blake2b(repr(call).encode()).hexdigest())
     state, best, losses = kept.read(start) or (start, jax.device_get(numbers), [look(numbers)])
     done = int(state.step)
-    step_loss = _loss(_by_batch(apply) if has_statistics else apply, loss, learnt)
-    fitting = fit(step_loss, state, batches(done), optimizer, stream(seed))
+    step_loss = _loss(_by_batch(apply), loss, learnt, size) if has_statistics else _loss(apply, loss, learnt)
+    per_call = steps_per_call(networks[0], every)
+    calls = ((rows, given) for rows in _minibatches(steps, every, per_call, train_count, size, seed, done))
+    fitting = fit(step_loss, state, calls, optimizer, stream(seed), network=networks[0])
     with progress_bar(steps, "step", describe, done) as bar:
         while done < steps and min(losses[-PATIENCE:]) <= min(losses):
             state, step_losses, _ = next(fitting)
             done += len(step_losses)
             bar.update(len(step_losses))
-            if done % every:
+            if done % every and done < steps:
                 continue
             losses.append(look(state.params))
             if losses[-1] == min(losses):
                 best = jax.device_get(state.params)
             kept.write(state, best, losses)
             bar.set_postfix(loss=f"{step_losses.mean():.4f}", best=f"{min(losses):.4f}", refresh=False)
-    return Descent(best, finish(learnt.combine(best, networks)), tuple(losses))
+    combined = finish(compiled_combine(best, given[0]))
+    params = jax.tree.map(lambda new, old: new if is_inexact(new) else old, combined, networks[0])
+    return Descent(best, params, tuple(losses))
 
 
-class _Weights(NamedTuple):
+def _minibatches(
+    steps: int, every: int, per_call: int, count: int, size: int, seed: int, done: int
+) -> Iterator[Int32[np.ndarray, "n b"]]:
+    """Minibatches after the first `done`, as many as one compiled call should step through, up to the next look."""
+    epoch, step, rows = 0, 0, np.zeros((0, size), np.int32)
+    while step < steps:
+        together = min(per_call, every - step % every, steps - step)
+        while len(rows) < together:
+            rows = np.concatenate([rows, shuffled_rows(seed, epoch, count, size)])
+            epoch += 1
+        now, rows = np.split(rows, [together])
+        if step >= done:
+            yield now
+        step += together
+
+
+@dataclass(frozen=True)
+class _Weights:
     """The weights of a network themselves, by name: what fine-tuning learns."""
 
     def combine(self, numbers: Mapping[str, Array], networks: Sequence[Params]) -> Params:
@@ -190,12 +199,14 @@ class _Kept(NamedTuple):
     call: str  # what it is the state of
 
     def write(self, state: State, best: Any, losses: Sequence[float]) -> None:
+        if self.path is None:
+            return
         leaves = {f"leaf {i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves((state, best)))}
-        if self.path is not None:
-            from_first(self._write, leaves | {"losses": np.array(losses), "call": np.array(self.call)})
+        from_first(self._write, leaves | {"losses": np.array(losses), "call": np.array(self.call)})
 
     def _write(self, arrays: Mapping[str, np.ndarray]) -> None:
         assert self.path is not None
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         with atomic(self.path) as temporary, temporary.open("wb") as file:
             np.savez(file, **dict(arrays))  # type: ignore[arg-type]
 
@@ -204,7 +215,9 @@ class _Kept(NamedTuple):
         if arrays is None:
             return None
         leaves, structure = jax.tree.flatten((like, like.params))
-        state, best = jax.tree.unflatten(structure, [arrays[f"leaf {i}"] for i in range(len(leaves))])
+        # NumPy's files do not know bfloat16: it is read as two bytes without a meaning.
+        read = [arrays[f"leaf {i}"].view(jnp.result_type(leaf)) for i, leaf in enumerate(leaves)]
+        state, best = jax.tree.unflatten(structure, read)
         return state, best, arrays["losses"].tolist()
 
     def _read(self) -> dict[str, np.ndarray] | None:
@@ -219,12 +232,22 @@ class _Kept(NamedTuple):
         return arrays if arrays.get("call") == self.call else None
 
 
+def _code_of(apply: Apply, loss: Objective, params: Params, inputs: Inputs, labels: Labels) -> tuple[str, str]:
+    """What the function and the loss compute, whatever they are called; the same in every process."""
+    traced = jax.make_jaxpr(lambda *args: jax.vmap(loss)(apply(*args[:2]), args[2]))(params, inputs, labels)
+    return re.sub(r"0x[0-9a-f]+", "", str(traced)), fingerprint(traced.consts)
+
+
 @cache  # the same function for the same arguments, so that it is compiled only once
-def _loss(apply: Apply, objective: Objective, learnt: Learnt) -> Loss:
-    """The loss of the network on a minibatch, as a function of the numbers that are learnt."""
+def _loss(apply: Apply, objective: Objective, learnt: Learnt, size: int | None = None) -> Loss:
+    """The loss of the network on a minibatch, as a function of the numbers that are learnt.
+
+    With a `size` of the minibatch, whatever it is padded with is cut off: it would count in the batch's statistics.
+    """
 
     def loss(numbers: Any, rows: Int32[Array, "b"], given: Any, key: PRNGKeyArray) -> tuple[Float[Array, ""], None]:
         networks, inputs, labels = given
+        rows = rows[:size]
         x, y = jax.tree.map(lambda leaf: leaf[rows], (inputs, labels))
         total, count = add_up(objective, apply(learnt.combine(numbers, networks), x), y, rows >= 0)
         return total / jnp.where(count == 0, 1, count), None

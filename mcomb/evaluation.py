@@ -296,7 +296,8 @@ def _evaluate(
     batches = in_batches(batch_size * mesh.shape[IMAGES], everything)
     specs = (P(None, IMAGES), P(), P(COMBINATIONS), P(COMBINATIONS))
     one_batch = jax.tree.map(lambda x: x[:batch_size], inputs)
-    sharded = on_each_device(on_device, mesh, specs, P(COMBINATIONS), jax.make_jaxpr(apply)(networks[0], one_batch))
+    combination = jax.eval_shape(draw, *jax.tree.map(lambda x: x[0], (keys, parameters)), *networks)
+    sharded = on_each_device(on_device, mesh, specs, P(COMBINATIONS), jax.make_jaxpr(apply)(combination, one_batch))
     return jax.lax.with_sharding_constraint(sharded(batches, networks, parameters, keys), NamedSharding(mesh, P()))
 
 

@@ -49,6 +49,7 @@ def fit(
     optimizer: optax.GradientTransformation,
     key: PRNGKeyArray,
     mesh: Mesh | None = None,
+    network: Params | None = None,
 ) -> Iterator[tuple[State, Float[np.ndarray, "steps"], Any]]:
     """Yields (state, losses, reports) after each compiled call; losses and reports have one entry for each step.
 
@@ -58,11 +59,13 @@ def fit(
     is asked for.
 
     The arrays of a yielded state are donated to the next call: use or copy them before asking for the next state. The
-    compiled call is reused as long as `loss` and `optimizer` are the same objects. Raises Diverged, which names the
-    step, if a loss is infinite or not a number.
+    compiled call is reused as long as `loss` and `optimizer` are the same objects. Where the state's parameters are no
+    network's, but what the loss makes a network of, `network` is one like it. Raises Diverged, which names the step, if
+    a loss is infinite or not a number.
     """
     mesh = mesh or device_mesh()
-    update = _compiled_update(_is_convolutional_on_cpu(state.params) and _can_be_tuned())
+    like = state.params if network is None else network
+    update = _compiled_update(_is_convolutional_on_cpu(like) and _can_be_tuned())
     # Copies, so that donating the state never eats the caller's arrays.
     state = _copy(replicate(state, mesh))
     key = replicate(key, mesh)
@@ -125,6 +128,7 @@ def _update(
     def one(state: State, rows: Any) -> tuple[State, tuple[Float[Array, ""], Any]]:
         of_step = jax.random.fold_in(key, state.step)
         reports, gradient = jax.value_and_grad(loss, has_aux=True)(state.params, rows, given, of_step)
+        gradient = jax.tree.map(jnp.conj, gradient)  # JAX's is the conjugate of the steepest ascent
         updates, moments = optimizer.update(gradient, state.optimizer, state.params)
         new = State(optax.apply_updates(state.params, updates), moments, state.step + 1)
         return jax.lax.with_sharding_constraint((new, reports), NamedSharding(mesh, PartitionSpec()))
@@ -144,7 +148,7 @@ def steps_per_call(params: Params, steps_per_epoch: int) -> int:
 
 
 def _is_convolutional_on_cpu(params: Params) -> bool:
-    return any(leaf.ndim > 2 for leaf in jax.tree.leaves(params)) and jax.default_backend() == "cpu"
+    return any(jnp.ndim(leaf) > 2 for leaf in jax.tree.leaves(params)) and jax.default_backend() == "cpu"
 
 
 def shuffled_rows(seed: int, epoch: int, count: int, batch_size: int) -> Int32[np.ndarray, "steps b"]:

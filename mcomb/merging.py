@@ -33,7 +33,7 @@ from mcomb.base import (
 from mcomb.devices import AXIS, device_mesh, on_each_device, replicate, share_out
 from mcomb.early_stopping import check_data, descend
 from mcomb.files import AnyPath
-from mcomb.objectives import Objective, add_up, cross_entropy
+from mcomb.objectives import Objective, add_up, at_least_float32, cross_entropy
 from mcomb.refit import refit
 from mcomb.running_statistics import estimate_statistics
 from mcomb.symmetry.spec import PermutationSpec, axis_names
@@ -91,7 +91,8 @@ def merge(
         raise UserError(f"the method {method} has no option {min(unknown)}: leave it out")
     _check_networks(spec, networks)
     if method in ("average", "refit"):
-        mean = jax.tree.map(lambda *leaves: _weigh(leaves, [1 / len(leaves)] * len(leaves)), *networks)
+        everywhere = replicate(tuple(networks))  # they may be on different devices
+        mean = jax.tree.map(lambda *leaves: _weigh(leaves, [1 / len(leaves)] * len(leaves)), *everywhere)
         mean = estimate_statistics(apply, mean, inputs)
         if method == "average":
             return mean
@@ -194,12 +195,12 @@ def _squared_gradients(
             gradients = jax.vmap(jax.grad(loss), (None, 0))(start, rows)
 
             def square(gradient: Array) -> Array:
-                each = jnp.square(jnp.abs(gradient))
+                each = jnp.square(at_least_float32(jnp.abs(gradient)))
                 return jnp.sum(each, axis=0, where=(rows >= 0).reshape(-1, *[1] * (each.ndim - 1)))
 
             return jax.tree.map(lambda total, gradient: total + square(gradient), sums, gradients), None
 
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(jnp.shape(leaf), jnp.abs(leaf).dtype), start)
+        zeros = jax.tree.map(lambda leaf: jnp.zeros_like(at_least_float32(jnp.abs(leaf))), start)
         return jax.lax.psum(jax.lax.scan(add, zeros, rows)[0], AXIS)
 
     traced = jax.make_jaxpr(apply)(params, jax.tree.map(lambda x: x[:1], inputs))
@@ -224,7 +225,7 @@ class _Shares(NamedTuple):
             raise UserError("the networks have no weights that are floats, so there is nothing to learn: give others")
         return {name: jnp.zeros((len(networks) - 1, *shape)) for name, shape in shapes.items()}
 
-    def shares(self, numbers: Mapping[str, Array], name: str, leaf: Array) -> Array:
+    def shares(self, numbers: Mapping[str, Array], name: str, leaf: Any) -> Array:
         """The share of each network but the first in each weight of a leaf, or one number for all of its weights."""
         names = self._names(name)
         own = numbers[names[0]]
@@ -253,7 +254,7 @@ class _Shares(NamedTuple):
         own = {"network": "every weight", "layer": f"{branch}/", "leaf": leaf, "weight": leaf, "unit": leaf}[self.per]
         return list(dict.fromkeys(units)) if self.per == "unit" and units else [own]
 
-    def _shape(self, name: str, leaf: Array) -> tuple[int, ...]:
+    def _shape(self, name: str, leaf: Any) -> tuple[int, ...]:
         if self.per == "weight":
             return jnp.shape(leaf)
         return self.spec.shape(name) if self.per == "unit" and name in self.spec.sizes else ()
@@ -264,7 +265,7 @@ def _weigh(leaves: Sequence[Any], weights: Sequence[Any]) -> Any:
     if not is_inexact(leaves[0]):
         return leaves[0]
     total = sum(weight * leaf for weight, leaf in zip(weights, leaves, strict=True))
-    return total.astype(jnp.result_type(leaves[0]))
+    return jnp.asarray(total, jnp.result_type(leaves[0]))
 
 
 def _check_networks(spec: PermutationSpec, networks: Sequence[Params]) -> None:

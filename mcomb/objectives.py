@@ -31,7 +31,7 @@ def cross_entropy(logits: Array, label: Array) -> tuple[Array, int]:
             "return those, or give another loss, such as mcomb.token_cross_entropy for the logits of tokens"
         )
     _require_an_index_each(logits, label)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, label), 1
+    return optax.softmax_cross_entropy_with_integer_labels(at_least_float32(logits), label), 1
 
 
 def token_cross_entropy(logits: Array, tokens: Array) -> tuple[Array, Array]:
@@ -41,7 +41,7 @@ def token_cross_entropy(logits: Array, tokens: Array) -> tuple[Array, Array]:
     """
     _require_an_index_each(logits, tokens)
     is_real = tokens >= 0
-    losses = optax.softmax_cross_entropy_with_integer_labels(_at_least_float32(logits), jnp.where(is_real, tokens, 0))
+    losses = optax.softmax_cross_entropy_with_integer_labels(at_least_float32(logits), jnp.where(is_real, tokens, 0))
     return jnp.sum(losses, where=is_real), jnp.sum(is_real)
 
 
@@ -58,7 +58,7 @@ def squared_error(output: Array, target: Array) -> tuple[Array, int]:
             f"the function returns {_shape(output)} for an example, whose label is {_shape(target)}: "
             "give both one shape"
         )
-    return jnp.sum(jnp.square(_at_least_float32(output - target))), jnp.size(output)
+    return jnp.sum(jnp.square(at_least_float32(output - target))), jnp.size(output)
 
 
 class Outcome(NamedTuple):
@@ -72,13 +72,14 @@ class Outcome(NamedTuple):
 def classify(logits: Float[Array, "n classes"], labels: Int[Array, "n"]) -> Outcome:
     """The cross-entropy, the predicted label (that of the largest logit) and its correctness, for each example."""
     predicted = logits.argmax(axis=-1)
-    return Outcome(optax.softmax_cross_entropy_with_integer_labels(logits, labels), predicted, predicted == labels)
+    losses = optax.softmax_cross_entropy_with_integer_labels(at_least_float32(logits), labels)
+    return Outcome(losses, predicted, predicted == labels)
 
 
 def add_up(objective: Objective, outputs: Any, labels: Labels, is_real: Bool[Array, "n"]) -> tuple[Array, Array]:
     """The sum and the count of an objective over the real examples of a batch; whatever the others give is left out."""
     total, count = jax.vmap(objective)(outputs, labels)
-    return jnp.sum(_at_least_float32(total), where=is_real), jnp.sum(_at_least_float32(count), where=is_real)
+    return jnp.sum(at_least_float32(total), where=is_real), jnp.sum(at_least_float32(count), where=is_real)
 
 
 def check_objectives(objectives: Mapping[str, Objective], outputs: Any, labels: Labels, rows: int) -> None:
@@ -133,7 +134,7 @@ def _is_real(dtype: Any) -> bool:
     return any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_))
 
 
-def _at_least_float32(values: Array) -> Array:
+def at_least_float32(values: Array) -> Array:
     """The values, half precision in single: sums would lose too much."""
     values = jnp.asarray(values)
     is_half = jnp.issubdtype(values.dtype, jnp.floating) and values.dtype.itemsize < 4

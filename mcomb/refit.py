@@ -159,8 +159,10 @@ def find_places(intermediates: Intermediates, params: Params, wanted: Collection
 
 
 def _is_plain(found: LinearMap) -> bool:
-    """Whether it is one matrix product, or one convolution with a kernel, and not several side by side."""
+    """Whether it is one matrix product of reals, or one convolution with a kernel, and not several side by side."""
     p = found.equation.eqn.params
+    if jnp.issubdtype(found.equation.eqn.outvars[0].aval.dtype, jnp.complexfloating):  # type: ignore[attr-defined]
+        return False
     if found.equation.eqn.primitive.name == "dot_general":
         return not any(p["dimension_numbers"][1])
     return p["feature_group_count"] == p["batch_group_count"] == 1 and _of_weights(found) == 1

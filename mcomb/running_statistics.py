@@ -89,10 +89,14 @@ def names_of_statistics(params: Params) -> list[str]:
 def normalise_by_batch(apply: Apply, params: Params, inputs: Inputs) -> tuple[Any, dict[str, Array]]:
     """What the function returns if all that has running statistics takes those of these inputs, and these statistics.
 
-    They are by the names of their leaves.
+    They are by the names of their leaves. Whatever is in these leaves does not matter: beyond both ends of a line,
+    a combination's variances may be negative.
     """
-    trace, leaves, found = _trace(apply, params, inputs), named_leaves(params), dict[str, Array]()
+    trace, found = _trace(apply, params, inputs), dict[str, Array]()
     norms = list_norms(trace)
+    variances = {norm.variance for norm in norms}
+    params = map_named(lambda name, leaf: jnp.ones_like(leaf) if name in variances else leaf, params)
+    leaves = named_leaves(params)
     divisors = divisors_of(norms, trace, params, inputs)
 
     def edit(norm: Norm, centred: Array) -> Array:

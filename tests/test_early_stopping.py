@@ -1,3 +1,5 @@
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,8 +58,8 @@ def test_a_descent_that_was_killed_goes_on_to_the_same_bits(interrupted, whole, 
     steps = []
     real = early_stopping.fit
 
-    def counting(*args):
-        for state, losses, report in real(*args):
+    def counting(*args, **options):
+        for state, losses, report in real(*args, **options):
             steps.append(len(losses))
             yield state, losses, report
 
@@ -68,8 +70,59 @@ def test_a_descent_that_was_killed_goes_on_to_the_same_bits(interrupted, whole, 
     assert sum(steps) <= 40 - 2 * 9  # nine looks were kept, of two steps each
 
 
+def smooth(amount, logits, label):
+    """Cross-entropy with some of the label given to all classes."""
+    own, count = mcomb.cross_entropy(logits, label)
+    return (1 - amount) * own - amount * jax.nn.log_softmax(logits).mean(), count
+
+
 def test_a_file_of_another_call_is_not_used(interrupted):
     assert_equal(tune(interrupted, seed=1)[0]["kernel"], tune(seed=1)[0]["kernel"])
+
+
+@pytest.mark.parametrize("what", ["loss", "function"])
+def test_a_file_of_another_loss_or_function_of_the_same_name_is_not_used(what, tmp_path):
+    def learn(number, keep=None):
+        run = (lambda params, x: number * apply(params, x)) if what == "function" else apply
+        how = {"loss": partial(smooth, number / 4 if what == "loss" else 0.0), "steps": 20, "batch_size": 20}
+        return fine_tune(run, START, INPUTS, LABELS, **how, keep=keep)
+
+    learn(1.0, tmp_path / "kept.npz")
+    assert_equal(learn(2.0, tmp_path / "kept.npz")[0]["kernel"], learn(2.0)[0]["kernel"])
+
+
+def test_half_precision_is_read_as_it_was_kept(tmp_path, monkeypatch):
+    half = {"kernel": START["kernel"].astype(jnp.bfloat16)}
+    learn = lambda keep: fine_tune(apply, half, INPUTS.astype(jnp.bfloat16), LABELS, steps=20, keep=keep)  # noqa: E731
+    first, _ = learn(tmp_path / "a folder that is not there" / "kept.npz")
+    monkeypatch.setattr(early_stopping, "fit", lambda *args, **options: iter(()))
+    again, _ = learn(tmp_path / "a folder that is not there" / "kept.npz")
+    assert again["kernel"].dtype == jnp.bfloat16
+    assert_equal(again["kernel"], first["kernel"])
+
+
+@pytest.mark.parametrize("steps", [1, 7, 59])
+def test_it_makes_as_many_steps_as_it_is_told(steps, monkeypatch):
+    made, real = [], early_stopping.fit
+
+    def counting(*args, **options):
+        for state, losses, report in real(*args, **options):
+            made.append(len(losses))
+            yield state, losses, report
+
+    monkeypatch.setattr(early_stopping, "fit", counting)
+    monkeypatch.setattr(early_stopping, "PATIENCE", steps)
+    fine_tune(apply, START, INPUTS, LABELS, steps=steps, batch_size=20, learning_rate=1e-4)
+    assert sum(made) == steps
+
+
+def test_complex_weights_descend():
+    def run(params, x):
+        return jnp.imag(x.astype(complex) @ params["kernel"])
+
+    start = {"kernel": (START["kernel"] + 1j * START["kernel"][::-1]).astype(np.complex64)}
+    _, loss = fine_tune(run, start, INPUTS, LABELS, steps=40, batch_size=20, learning_rate=0.1)
+    assert loss < 0.7 * mcomb.score(run, start, INPUTS[180:], LABELS[180:]).loss
 
 
 @pytest.mark.parametrize("left", [100, 0])
@@ -92,7 +145,7 @@ def test_shares_that_are_learnt_go_on_too(tmp_path, monkeypatch):
     spec = mcomb.permutation_spec(apply, networks[0], INPUTS)
     learn = lambda **how: mcomb.learn_shares(spec, networks, apply, INPUTS, LABELS, steps=20, batch_size=20, **how)  # noqa: E731
     first = learn(keep=tmp_path / "kept.npz")
-    monkeypatch.setattr(early_stopping, "fit", lambda *args: iter(()))
+    monkeypatch.setattr(early_stopping, "fit", lambda *args, **options: iter(()))
     again = learn(keep=tmp_path / "kept.npz")
     assert again.losses == first.losses
     assert_equal(jax.tree.map(jnp.asarray, again.params), jax.tree.map(jnp.asarray, first.params))

@@ -132,6 +132,29 @@ def test_a_network_merged_with_itself_is_itself(method):
     assert_close(merge(SPEC, (A, A), apply, INPUTS, LABELS, method=method), A, roundings=4)
 
 
+def test_networks_on_different_devices_are_merged():
+    there = [jax.device_put(own, device) for own, device in zip((A, B), jax.devices()[:2], strict=True)]
+    average = merge(SPEC, there, apply, INPUTS, LABELS, method="average")
+    assert_close(average, mcomb.combine(A, B, 0.5), roundings=2)
+    found = learn_shares(SPEC, there, apply, INPUTS, LABELS, per="network", steps=60, batch_size=30)
+    assert_equal(found.losses, learnt("network").losses)
+
+
+def test_a_leaf_may_be_a_plain_number():
+    a, b = ({**own, "scale": number} for own, number in ((A, 1.0), (B, 3.0)))
+    run = lambda params, x: params["scale"] * apply(params, x)  # noqa: E731
+    spec = mcomb.permutation_spec(run, a, INPUTS)
+    assert merge(spec, (a, b), run, INPUTS, LABELS, method="average")["scale"] == 2
+    assert np.isfinite(learn_shares(spec, (a, b), run, INPUTS, LABELS, per="network", steps=2).loss)
+
+
+def test_fisher_information_of_half_precision_is_added_up_in_single():
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), A)
+    inputs, labels = np.tile(INPUTS[:1], (3000, 1)).astype(jnp.bfloat16), np.tile(LABELS[:1], 3000)
+    one, many = (fisher_information(apply, half, inputs[:n], labels[:n]) for n in (1, 3000))
+    assert_close(many, one, roundings=2**12)
+
+
 def test_the_average_is_half_way():
     merged = merge(SPEC, (A, B), apply, INPUTS, LABELS, method="average")
     assert_close(merged, mcomb.combine(A, B, 0.5), roundings=2)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numerics import assert_close, assert_equal
 
-from mcomb.objectives import add_up, classify, token_cross_entropy
+from mcomb.objectives import add_up, classify, cross_entropy, token_cross_entropy
 
 
 def log_softmax(logits):
@@ -29,6 +29,14 @@ def test_its_gradient_is_the_predicted_probability_minus_the_label():
     logits, labels = rng.standard_normal((20, 5), np.float32), rng.integers(0, 5, 20)
     gradient = jax.jit(jax.grad(lambda logits: classify(logits, labels).loss.sum()))(logits)
     assert_close(gradient, np.exp(log_softmax(logits)) - np.eye(5)[labels], roundings=4)
+
+
+def test_losses_of_half_precision_are_in_single():
+    """The mean of many in bfloat16 would stall long before the end."""
+    logits, labels = jnp.arange(6, dtype=jnp.bfloat16).reshape(2, 3), jnp.array([0, 1])
+    single = classify(logits.astype(jnp.float32), labels)
+    assert_equal(classify(logits, labels).loss, single.loss)
+    assert cross_entropy(logits[0], labels[0])[0] == single.loss[0]
 
 
 def test_sums_of_half_precision_are_in_single():

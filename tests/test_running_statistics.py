@@ -1,3 +1,4 @@
+import itertools
 import re
 
 import equinox as eqx
@@ -10,8 +11,9 @@ from numerics import assert_close, assert_equal
 from zoo import CASES, random_arrays
 
 import mcomb
-from mcomb import estimate_statistics, evaluate, merge
+from mcomb import early_stopping, estimate_statistics, evaluate, merge
 from mcomb.base import UserError, map_named, named_leaves
+from mcomb.evaluation import Score
 from mcomb.running_statistics import names_of_statistics, normalise_by_batch, statistics_of
 
 RNG = np.random.default_rng(0)
@@ -130,6 +132,24 @@ def test_combinations_are_measured_with_statistics_of_their_own():
         assert_close(found.loss[i], mcomb.score(apply, combination, X, Y).loss, roundings=2**8)
     averaged = mcomb.score(apply, mcomb.combine(A, B, 0.5), X, Y).loss
     assert abs(averaged - found.loss[1]) > 0.01 * averaged
+
+
+def test_statistics_of_combinations_beyond_both_ends_are_their_own_too():
+    """Their averaged variances may be negative."""
+    beyond = mcomb.combine(A, B, 4.0)
+    assert min(np.min(beyond["batch_stats"][norm]["var"]) for norm in ("norm0", "norm1")) < 0
+    found = estimate_statistics(apply, beyond, X, batch_size=len(X))
+    assert_close(found["batch_stats"], batch_statistics(beyond, X), roundings=2**10)
+
+
+def test_padding_for_devices_is_no_part_of_a_minibatch(monkeypatch):
+    """The last example, which is held out, would be the padding: seven rows are not divided by the devices."""
+    outlier, losses = X.copy(), itertools.count()
+    outlier[-1] = 1e4
+    monkeypatch.setattr(early_stopping, "score", lambda *args, **options: Score(-float(next(losses)), {}))
+    options = {"per": "layer", "steps": 4, "batch_size": 7}
+    plain, other = (mcomb.learn_shares(SPEC, (A, B), apply, x, Y, **options).shares for x in (X, outlier))
+    assert_close(plain, other, roundings=64)
 
 
 def test_statistics_are_never_averaged_silently():

@@ -8,6 +8,7 @@ A name carries whatever was set differently from its default, as in `uniform,see
 that want the same network or matching, one makes it while the others wait.
 """
 
+import hashlib
 import io
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -323,6 +324,8 @@ class Store:
         name = f"{b}-to-{a}"
         name += ",".join(["", f"matcher={matcher}", *self._other_dtype]) if matcher != "weights" else ""
         name += f",restarts={restarts}" if restarts > 1 else ""
+        if len(name.encode()) > 180:  # a file's name may have 255 bytes, and a temporary one or a lock's is longer
+            name = f"{_short(name, 150)}-{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}"
         return self.home / "matchings" / f"{name}.npz"
 
     def _match(self, a: Network, b: Network, matcher: str, restarts: int) -> KeptMatching:

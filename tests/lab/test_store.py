@@ -98,6 +98,17 @@ def test_a_matching_is_named_by_the_dtype_where_its_matcher_computes_something()
     assert other.matching_path("A", "B", "ste").name == "B-to-A,matcher=ste,dtype=bfloat16.npz"
 
 
+def test_the_name_of_a_matching_is_never_too_long_for_a_file():
+    store, long = Store(CONFIG), ",".join(f"option-{i}=0.001" for i in range(12))
+    paths = [
+        store.matching_path(f"seed-0,{long}", f"seed-{i},{long}", "ste", restarts=restarts).name
+        for i in (1, 2)
+        for restarts in (1, 2)
+    ]
+    assert len({*paths}) == 4
+    assert max(map(len, paths)) < 200
+
+
 @pytest.mark.slow
 def test_a_network_that_is_trained_in_bfloat16_is_another_one_and_says_so(tmp_path):
     stores = [Store(dataclasses.replace(CONFIG, epochs=1, out=tmp_path, dtype=d)) for d in ("float32", "bfloat16")]
