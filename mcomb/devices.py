@@ -16,8 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mcomb.base import Array, UserError, all_equations, count_examples, require_positive
 from mcomb.processes import from_first
 
-AXIS = "device"  # the name of the mesh's only axis
-COMBINATIONS, IMAGES = "combinations", "images"  # the axes of the mesh of evaluation
+AXIS = "mcomb_device"  # the name of the mesh's only axis, which is nobody else's
+COMBINATIONS, IMAGES = "mcomb_combinations", "mcomb_images"  # the axes of the mesh of evaluation
 BATCH = 200  # how many images a device takes at once, unless memory is too small
 LEAST_IMAGES = 8  # fewer at once would hardly need less memory
 

@@ -218,6 +218,22 @@ def test_a_function_may_have_a_shard_map_inside():
         assert_equal(match_activations(spec, params, permuted, between_shards, x).perms, expected)
 
 
+def test_its_axis_may_have_any_name():
+    def fn(params, x):
+        def inner(x, one):
+            hidden = jnp.tanh(x @ one)
+            return hidden * jax.lax.psum(hidden.sum(), "device")
+
+        mesh, by = Mesh(np.array(jax.devices()), "device"), P("device")
+        hidden = jax.shard_map(inner, mesh=mesh, in_specs=(P(), P()), out_specs=by)(x, params["one"])
+        return jnp.tanh(hidden[: len(x)] @ params["two"]) @ params["three"]
+
+    params, x = random_arrays(DEEP), np.random.default_rng(0).standard_normal((40, 3), np.float32)
+    spec = permutation_spec(fn, params, x)
+    permuted, expected = planted(spec, params)
+    assert_equal(match_activations(spec, params, permuted, fn, x).perms["two"], expected["two"])
+
+
 def test_a_shard_map_that_needs_many_examples_is_refused():
     def fn(params, x):
         return between_shards(params, x, "device")
