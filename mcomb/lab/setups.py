@@ -97,7 +97,7 @@ SETUPS = {
             batch_size=200,
             clip=1.0,
         ),
-        expect="59 % test accuracy at width 32, about five minutes a network on two CPU cores",
+        expect="59 % test accuracy at width 32, a few minutes a network on two CPU cores",
     ),
     "mlp-digits": Setup(
         title="MLP on digits",
