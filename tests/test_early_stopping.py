@@ -7,7 +7,7 @@ import pytest
 from numerics import assert_equal
 
 import mcomb
-from mcomb import early_stopping
+from mcomb import early_stopping, gradient_descent
 from mcomb.early_stopping import fine_tune
 
 rng = np.random.default_rng(0)
@@ -114,6 +114,23 @@ def test_it_makes_as_many_steps_as_it_is_told(steps, monkeypatch):
     monkeypatch.setattr(early_stopping, "PATIENCE", steps)
     fine_tune(apply, START, INPUTS, LABELS, steps=steps, batch_size=20, learning_rate=1e-4)
     assert sum(made) == steps
+
+
+def test_shares_of_convolutional_networks_are_learnt_by_steps_that_are_compiled_for_these(monkeypatch):
+    networks = [{"kernel": rng.normal(size=(3, 3, 1, 3)).astype(np.float32)} for _ in range(2)]
+    run = lambda params, x: jax.lax.conv_general_dilated(  # noqa: E731
+        x, params["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    ).mean((1, 2))
+    images, seen, real = (
+        rng.normal(size=(40, 4, 4, 1)).astype(np.float32),
+        [],
+        gradient_descent._is_convolutional_on_cpu,
+    )
+    monkeypatch.setattr(gradient_descent, "_is_convolutional_on_cpu", lambda like: seen.append(real(like)) or seen[-1])
+    spec = mcomb.permutation_spec(run, networks[0], images)
+    mcomb.learn_shares(spec, networks, run, images, LABELS[:40], per="network", steps=1, batch_size=10)
+    assert seen
+    assert set(seen) == {jax.default_backend() == "cpu"}
 
 
 def test_complex_weights_descend():

@@ -262,6 +262,13 @@ def test_a_networks_own_score_does_not_depend_on_the_batch_size(batch_size):
     assert_equal(found.predicted, predicted)
 
 
+def test_only_what_is_drawn_must_be_a_network():
+    (a, _), x, y = problem()
+    draw = lambda key, share, by, params: jax.tree.map(lambda leaf: by["scale"] * leaf, params)  # noqa: E731
+    found = evaluate(apply, draw, ({"scale": jnp.float32(1)}, a), SHARES[:1], KEYS[:1], x, y)
+    assert_close(found.loss[0], score(apply, a, x, y).loss, roundings=ROUNDINGS)
+
+
 def test_any_function_of_any_number_of_networks_can_be_evaluated():
     """Its parameter may be an array."""
     networks, x, y = problem()

@@ -50,6 +50,17 @@ def maps_of(fn, params, x):
     return list_fittable(list_intermediates(spec, fn, params, x), params)
 
 
+def test_complex_maps_stay_the_average():
+    fn = lambda params, x: jnp.imag(x.astype(np.complex64) @ params["complex"]) @ params["real"]  # noqa: E731
+    x = RNG.normal(size=(40, 5)).astype(np.float32)
+    a, b = ({name: RNG.normal(size=(5, 5)).astype(np.float32) for name in ("complex", "real")} for _ in range(2))
+    a, b = (own | {"complex": own["complex"] + 1j * own["real"]} for own in (a, b))
+    merged = merge(mcomb.permutation_spec(fn, a, x), (a, b), fn, x, method="refit")
+    average = mcomb.combine(a, b, 0.5)
+    assert_close(merged["complex"], average["complex"], roundings=4)
+    assert np.abs(merged["real"] - average["real"]).max() > 0.01
+
+
 def test_all_linear_maps_with_weights_of_their_own_are_found():
     found = maps_of(apply, A, X)
     assert sorted(own.kernel.leaf for own in found) == sorted(f"{name}/kernel" for name in MAPS)
