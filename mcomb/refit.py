@@ -65,8 +65,8 @@ def refit(
     """The merged network with each linear map fitted to the mean of the networks' outputs, on these inputs.
 
     `ridge` holds weights to those that they have, in parts of the mean square of what they are multiplied by. Maps
-    inside scans and branches, of complex numbers, grouped convolutions, and weights that are used twice or computed from
-    parameters stay as they are, and so does everything else, as norms and embeddings. A few inputs are left out where
+    inside scans and branches or of complex numbers, grouped convolutions, and weights that are used twice or computed
+    from parameters stay as they are, and so does everything else, as norms and embeddings. A few inputs are left out where
     blocks of them would not be equal.
     """
     require_positive(ridge=ridge)
