@@ -66,8 +66,8 @@ def refit(
 
     `ridge` holds weights to those that they have, in parts of the mean square of what they are multiplied by. Maps
     inside scans and branches or of complex numbers, grouped convolutions, and weights that are used twice or computed
-    from parameters stay as they are, and so does everything else, as norms and embeddings. A few inputs are left out where
-    blocks of them would not be equal.
+    from parameters stay as they are, and so does everything else, as norms and embeddings. A few inputs are left out
+    where blocks of them would not be equal.
     """
     require_positive(ridge=ridge)
     count = count_examples(inputs)

@@ -121,11 +121,8 @@ def test_shares_of_convolutional_networks_are_learnt_by_steps_that_are_compiled_
     run = lambda params, x: jax.lax.conv_general_dilated(  # noqa: E731
         x, params["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
     ).mean((1, 2))
-    images, seen, real = (
-        rng.normal(size=(40, 4, 4, 1)).astype(np.float32),
-        [],
-        gradient_descent._is_convolutional_on_cpu,
-    )
+    images, seen = rng.normal(size=(40, 4, 4, 1)).astype(np.float32), []
+    real = gradient_descent._is_convolutional_on_cpu
     monkeypatch.setattr(gradient_descent, "_is_convolutional_on_cpu", lambda like: seen.append(real(like)) or seen[-1])
     spec = mcomb.permutation_spec(run, networks[0], images)
     mcomb.learn_shares(spec, networks, run, images, LABELS[:40], per="network", steps=1, batch_size=10)
