@@ -16,6 +16,7 @@ lists the flags of each.
 
 import importlib
 import importlib.util
+import math
 import os
 import pkgutil
 import sys
@@ -34,15 +35,15 @@ from mcomb.base import (
     Params,
     UserError,
     count_examples,
-    first_words,
+    name_error,
     named_leaves,
     require_finite,
     stream,
 )
-from mcomb.checkpoint import read_checkpoint, write_checkpoint
+from mcomb.checkpoint import ENDINGS, FILES, fit_tree, read_checkpoint, write_checkpoint
 from mcomb.combination import bernoulli, centered, hyperplane, linear, mix, subcube, uniform
 from mcomb.evaluation import score
-from mcomb.files import AnyPath, absolute, atomic
+from mcomb.files import AnyPath, absolute, atomic, require_folder
 from mcomb.lab import cli, experiment
 from mcomb.lab.cli import Flag, Output
 from mcomb.lab.results import columns
@@ -58,15 +59,17 @@ from mcomb.symmetry.spec import PermutationSpec
 
 EXAMPLES = 64  # of a setup's images, to derive and to check a spec with
 MATCHING_EXAMPLES = 2_000  # of a setup's images, for matchers to see
-DISTRIBUTIONS = {
-    "linear": (linear, "share"),
-    "uniform": (uniform, "s"),
-    "subcube": (subcube, "share"),
-    "hyperplane": (hyperplane, "share"),
-    "bernoulli": (bernoulli, "p"),
-    "centered": (centered, "s"),
+DISTRIBUTIONS = {  # each with its parameter and the least and the largest that it may be
+    "linear": (linear, "share", -math.inf, math.inf),
+    "uniform": (uniform, "s", 0, math.inf),
+    "subcube": (subcube, "share", 0, 1),
+    "hyperplane": (hyperplane, "share", 0, 1),
+    "bernoulli": (bernoulli, "p", 0, 1),
+    "centered": (centered, "s", 0, math.inf),
 }
 PARAMETERS = ("share", "s", "p")
+PICTURES = (".png", ".pdf", ".svg")
+RETURNS = "(apply, inputs), (apply, inputs, labels) or (apply, inputs, labels, loss)"
 NO_COMMANDS = ("pretrained", "report_page")  # it writes into a clone; it is a part of `report`
 
 
@@ -90,7 +93,7 @@ class InspectConfig(Output):
     network: Annotated[AnyPath, Flag("the network")]
     model: Annotated[str | None, Flag("SETUP:WIDTH or MODULE:FUNCTION; without it, only parameters are listed")] = None
     names: Annotated[str | None, Flag("names of weights in the file: pytorch, git-re-basin, or a file")] = None
-    graph: Annotated[AnyPath | None, Flag("a picture of the symmetry graph to draw, .png or .pdf")] = None
+    graph: Annotated[AnyPath | None, Flag("a picture of the symmetry graph to draw: .png, .pdf or .svg")] = None
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ class AlignConfig(Output):
     a: Annotated[AnyPath, Flag("network A")]
     b: Annotated[AnyPath, Flag("network B")]
     to: Annotated[AnyPath, Flag("where B in the order of A goes")]
-    model: Annotated[str, Flag("SETUP:WIDTH or MODULE:FUNCTION")] = ""
+    model: Annotated[str | None, Flag("SETUP:WIDTH or MODULE:FUNCTION; it is needed")] = None
     names: Annotated[str | None, Flag("names of weights in the files: pytorch, git-re-basin, or a file")] = None
     matcher: Annotated[str, Flag("how units are matched", choices=MATCHERS.keys())] = "weights"
     seed: Annotated[int, Flag("seed of the matcher", at_least=0)] = 0
@@ -114,10 +117,17 @@ class CombineConfig(Output):
     b: Annotated[AnyPath, Flag("network B, aligned")]
     to: Annotated[AnyPath, Flag("where the combination goes")]
     distribution: Annotated[str, Flag("what shares of B are drawn from", choices=tuple(DISTRIBUTIONS))] = "linear"
-    share: Annotated[float | None, Flag("the mean share of B, of linear, subcube and hyperplane")] = None
-    s: Annotated[float | None, Flag("half the width of uniform and centered")] = None
-    p: Annotated[float | None, Flag("the probability of B's weight, of bernoulli")] = None
+    share: Annotated[
+        float | None,
+        Flag(
+            "the share of B (linear; below 0 or above 1 it extrapolates), "
+            "or its mean, from 0 to 1 (subcube, hyperplane)"
+        ),
+    ] = None
+    s: Annotated[float | None, Flag("half the width of uniform and centered, from 0 on")] = None
+    p: Annotated[float | None, Flag("the probability of B's weight, of bernoulli, from 0 to 1")] = None
     model: Annotated[str | None, Flag("on whose inputs running statistics (BatchNorm) are estimated anew")] = None
+    names: Annotated[str | None, Flag("names of weights in the files: pytorch, git-re-basin, or a file")] = None
     seed: Annotated[int, Flag("seed of the shares", at_least=0)] = 0
 
 
@@ -126,7 +136,7 @@ class EvaluateConfig(Output):
     """The flags of `evaluate`."""
 
     networks: Annotated[tuple[AnyPath, ...], Flag("the networks")]
-    model: Annotated[str, Flag("SETUP:WIDTH or MODULE:FUNCTION")] = ""
+    model: Annotated[str | None, Flag("SETUP:WIDTH or MODULE:FUNCTION; it is needed")] = None
     names: Annotated[str | None, Flag("names of weights in the files: pytorch, git-re-basin, or a file")] = None
 
 
@@ -139,15 +149,29 @@ def load_model(text: str) -> Model:
         setup = SETUPS[module]
         return Model(setup.apply(int(name)), *setup.dataset.load(None).test)
     if not module or not name:
-        raise UserError(f"--model {text or '(none)'} is no model: give SETUP:WIDTH or MODULE:FUNCTION")
+        raise UserError(f"--model {text} is no model: give SETUP:WIDTH or MODULE:FUNCTION")
     sys.path.insert(0, os.getcwd())  # as for `python -m`
     try:
-        return Model(*getattr(importlib.import_module(module), name)())
-    except (ImportError, AttributeError, TypeError) as error:
+        found = getattr(importlib.import_module(module), name)()
+    except UserError:
+        raise
+    except Exception as error:  # it is the user's own code
         raise UserError(
-            f"--model {text} gives no model ({error}): name a function that returns (apply, inputs), "
-            "(apply, inputs, labels) or (apply, inputs, labels, loss)"
+            f"--model {text} gives no model ({name_error(error)}): name a function that returns {RETURNS}"
         ) from error
+    if not isinstance(found, tuple | list) or not 2 <= len(found) <= len(Model._fields):
+        what = f"a tuple of {len(found)}" if isinstance(found, tuple) else f"an object of type {type(found).__name__}"
+        raise UserError(f"--model {text} returns {what}: let it return {RETURNS}")
+    return Model(*found)
+
+
+def require_model(command: str, text: str | None) -> Model:
+    """The model of a command that cannot do without one."""
+    if not text:
+        raise UserError(
+            f"{command} needs the model that the networks belong to: give --model SETUP:WIDTH or MODULE:FUNCTION"
+        )
+    return load_model(text)
 
 
 def read_network(path: AnyPath, names: Table | None = None, model: Model | None = None) -> Params:
@@ -158,10 +182,27 @@ def read_network(path: AnyPath, names: Table | None = None, model: Model | None 
         try:
             jax.eval_shape(model.apply, params, model.inputs)
         except Exception as error:  # the model is the user's own code
-            raise UserError(
-                f"{path} does not fit the model ({first_words(error)}): give another, or --names"
-            ) from error
+            raise UserError(f"{path} does not fit the model ({name_error(error)}): give another, or --names") from error
     return params
+
+
+def require_new(to: AnyPath, *read: AnyPath) -> None:
+    """An error unless a network may be written to this place, where none is that is read."""
+    if to.resolve() in [path.resolve() for path in read]:
+        raise UserError(f"{to} is one of the networks that are read: give another name for the result")
+    if to.suffix in FILES:
+        require_folder(to)
+    elif to.suffix and not to.suffix[1:].isdigit():
+        raise UserError(
+            f"{to} ends in none of {ENDINGS}: give one of these, or a name without an ending for an orbax folder"
+        )
+
+
+def write_network(to: AnyPath, params: Params, table: Table | None, like: AnyPath) -> None:
+    """Writes a network, with a table in the names and layouts of the file that it was made from."""
+    if table is not None:
+        params = to_theirs(table, named_leaves(params), named_leaves(read_checkpoint(like)))
+    write_checkpoint(to, params)
 
 
 def symmetries(model: Model, params: Params) -> PermutationSpec:
@@ -174,6 +215,12 @@ def symmetries(model: Model, params: Params) -> PermutationSpec:
 
 def inspect(config: InspectConfig) -> None:
     """Lists a network's parameters, and what may be permuted in it."""
+    if config.graph:
+        if config.graph.suffix not in PICTURES:
+            raise UserError(f"--graph {config.graph} ends in none of {', '.join(PICTURES)}: give one of these")
+        if not config.model:
+            raise UserError(f"--graph {config.graph} shows the symmetries of a model: give --model as well")
+        require_folder(config.graph)
     model = load_model(config.model) if config.model else None
     params = read_network(config.network, read_table(config.names) if config.names else None, model)
     leaves = named_leaves(params)
@@ -186,8 +233,6 @@ def inspect(config: InspectConfig) -> None:
         "parameters": total,
     }
     show(columns([("leaf", "shape", "dtype", "parameters"), *rows, ("in all", "", "", f"{total:,}")]))
-    if config.graph and not model:
-        raise UserError(f"--graph {config.graph} shows the symmetries of a model: give --model as well")
     if model:
         spec = symmetries(model, params)
         show(f"\n{spec}")
@@ -204,7 +249,8 @@ def inspect(config: InspectConfig) -> None:
 
 def align(config: AlignConfig) -> None:
     """Writes network B with its units in the order of A's, in the names and layouts of B's file."""
-    table, model = read_table(config.names) if config.names else None, load_model(config.model)
+    require_new(config.to, config.a, config.b)
+    model, table = require_model("align", config.model), read_table(config.names) if config.names else None
     a, b = (read_network(path, table, model) for path in (config.a, config.b))
     spec = symmetries(model, a)
     inputs, labels = model.first(MATCHING_EXAMPLES)
@@ -212,9 +258,7 @@ def align(config: AlignConfig) -> None:
     matching = match(spec, a, b, model.apply, inputs, labels, **options)
     check_spec(model.apply, b, spec, model.first(EXAMPLES)[0], perms=matching.perms)
     aligned = spec.apply(matching.perms, b)
-    if table is not None:
-        aligned = to_theirs(table, named_leaves(aligned), named_leaves(read_checkpoint(config.b)))
-    write_checkpoint(config.to, aligned)
+    write_network(config.to, aligned, table, config.b)
     moved = sum(int((perm != np.arange(perm.shape[-1])).sum()) for perm in matching.perms.values())
     units = sum(perm.size for perm in matching.perms.values())
     products = {"naive": matching.trace[0], "aligned": matching.objective}
@@ -225,29 +269,34 @@ def align(config: AlignConfig) -> None:
 
 def combine(config: CombineConfig) -> None:
     """Writes a combination of two networks, in the names and layouts of A's file."""
-    distribution, wanted = DISTRIBUTIONS[config.distribution]
+    distribution, wanted, least, largest = DISTRIBUTIONS[config.distribution]
     for name in PARAMETERS:
         if (getattr(config, name) is None) == (name == wanted):
             raise UserError(f"the distribution {config.distribution} is given by --{wanted}: give that, and no other")
+    if not least <= (value := getattr(config, wanted)) <= largest:
+        bounds = "0 or more" if largest == math.inf else "a number from 0 to 1"
+        raise UserError(f"--{wanted} {value:g} is none of the distribution {config.distribution}: give {bounds}")
+    require_new(config.to, config.a, config.b)
     model = load_model(config.model) if config.model else None
-    a = read_network(config.a, model=model)
-    b = read_checkpoint(config.b, a)
-    require_finite(str(config.b), b)
+    table = read_table(config.names) if config.names else None
+    a = read_network(config.a, table, model)
+    b = fit_tree(str(config.b), read_network(config.b, table), a, str(config.a), "give two networks of one model")
     if not model and (names := names_of_statistics(a)):
         raise UserError(
             f"{config.a} has running statistics, as {names[0]}, of which the combination needs its own: give the "
             "--model on whose inputs to estimate them"
         )
-    parameter = jnp.float32(getattr(config, wanted))
-    combination = jax.jit(mix(distribution))(stream(config.seed, "combine"), parameter, a, b)
-    write_checkpoint(config.to, estimate_statistics(model.apply, combination, model.inputs) if model else combination)
+    combination = jax.jit(mix(distribution))(stream(config.seed, "combine"), jnp.float32(value), a, b)
+    if model:
+        combination = estimate_statistics(model.apply, combination, model.inputs)
+    write_network(config.to, combination, table, config.a)
     show(str(absolute(config.to)))
     show_json({"path": str(absolute(config.to))})
 
 
 def evaluate(config: EvaluateConfig) -> None:
     """Prints the loss of networks on the model's inputs, and the accuracy of classifiers."""
-    table, model = read_table(config.names) if config.names else None, load_model(config.model)
+    model, table = require_model("evaluate", config.model), read_table(config.names) if config.names else None
     if model.labels is None:
         raise UserError(f"--model {config.model} has no labels: let it return (apply, inputs, labels)")
     count, scores = count_examples(model.inputs), {}
@@ -295,7 +344,7 @@ def draw_graph(spec: PermutationSpec, path: AnyPath) -> None:
         axes.axis("off")
         axes.set_title("permutations, with their sizes, and the axes of the weights that they act on")
         with atomic(path) as temporary:
-            figure.savefig(temporary, dpi=200, format=path.suffix[1:] or "png")
+            figure.savefig(temporary, dpi=200, format=path.suffix[1:])
 
 
 COMMANDS: dict[str, tuple[type[Any], Callable[[Any], None]]] = {

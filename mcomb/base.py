@@ -65,12 +65,18 @@ def output_shapes(fn: Callable[..., Any], *args: Any) -> Any:
         raise
     except Exception as error:  # it is not our function
         name = getattr(fn, "__name__", "the function")
-        raise UserError(f"{name} fails with what it is given ({first_words(error)}): mend one or the other") from error
+        raise UserError(f"{name} fails with what it is given ({name_error(error)}): mend one or the other") from error
 
 
 def first_words(error: Exception) -> str:
     """The start of what an error says, on one line."""
-    return " ".join(str(error).split())[:150] or type(error).__name__
+    said = " ".join(str(error).split()) or type(error).__name__
+    return said if len(said) <= 150 else f"{said[:151].rpartition(' ')[0] or said[:150]}…"
+
+
+def name_error(error: Exception) -> str:
+    """The type of an error, whose words alone may say little, and the start of what it says."""
+    return f"{type(error).__name__}: {first_words(error)}" if str(error).strip() else type(error).__name__
 
 
 def require_positive(**values: int | float | None) -> None:

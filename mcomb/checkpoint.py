@@ -14,13 +14,14 @@ from safetensors import safe_open
 from safetensors.numpy import save
 
 from mcomb.base import Params, UserError, first_words, named_leaves
-from mcomb.files import AnyPath, absolute, as_path, atomic, in_store, readable
+from mcomb.files import AnyPath, absolute, as_path, atomic, in_store, readable, require_folder
 from mcomb.fingerprints import fingerprint
 from mcomb.names import Table, to_ours
 
 T = TypeVar("T")
 SAFETENSORS, NUMPY, MSGPACK = ".safetensors", ".npz", ".msgpack"
 FILES = (SAFETENSORS, NUMPY, MSGPACK)
+ENDINGS = f"{SAFETENSORS}, {NUMPY} and {MSGPACK}"
 FINGERPRINT = "fingerprint"  # its name in the metadata of a checkpoint
 WIDE = ("float64", "complex128", "int64", "uint64")
 
@@ -33,6 +34,8 @@ def write_checkpoint(path: str | os.PathLike[str], params: Params, metadata: Map
     """
     path = as_path(path)
     leaves = named_leaves(params)
+    if path.suffix in FILES:
+        require_folder(path)
     try:
         if path.suffix == SAFETENSORS:
             arrays = {name: np.asarray(leaf, order="C") for name, leaf in leaves.items()}
@@ -91,20 +94,29 @@ def read_checkpoint(path: str | os.PathLike[str], target: Params | None = None, 
         tree = {name: tree[name] for name in ("params", "batch_stats")} if has_statistics else tree["params"]
     if names is not None:
         tree = _as_tree(path, to_ours(names, {name: np.asarray(leaf) for name, leaf in named_leaves(tree).items()}))
-    if target is None:
-        return tree
+    return tree if target is None else fit_tree(f"checkpoint {path}", tree, target)
+
+
+def fit_tree(
+    what: str,
+    tree: Params,
+    target: Params,
+    whose: str = "the model",
+    remedy: str = "give one of the same setup and width",
+) -> Params:
+    """The tree in the structure and dtypes of `target`, which is that of `whose`; a difference is an error."""
     found, wanted = named_leaves(tree), named_leaves(target)
     problems = []
     for name in sorted(found.keys() | wanted.keys()):
         if name not in found or name not in wanted:
-            problems.append(f"has no {name}" if name not in found else f"has {name}, which the model does not")
+            problems.append(f"has no {name}" if name not in found else f"has {name}, which {whose} does not")
         elif found[name].shape != wanted[name].shape:
-            problems.append(f"has {name} of shape {found[name].shape} where the model has {wanted[name].shape}")
+            problems.append(f"has {name} of shape {found[name].shape} where {whose} has {wanted[name].shape}")
         elif not _casts(found[name].dtype, wanted[name].dtype):
-            problems.append(f"has {name} of dtype {found[name].dtype} where the model has {wanted[name].dtype}")
+            problems.append(f"has {name} of dtype {found[name].dtype} where {whose} has {wanted[name].dtype}")
     if problems:
         more = f", and {len(problems) - 3} more such" if len(problems) > 3 else ""
-        raise UserError(f"checkpoint {path} {', '.join(problems[:3])}{more}: give one of the same setup and width")
+        raise UserError(f"{what} {', '.join(problems[:3])}{more}: {remedy}")
     same = {name: found[name].dtype == leaf.dtype for name, leaf in wanted.items()}
     leaves = [found[name] if same[name] else jnp.asarray(found[name], leaf.dtype) for name, leaf in wanted.items()]
     return jax.tree.unflatten(jax.tree.structure(target), leaves)
@@ -208,4 +220,6 @@ def _find_tree(folder: AnyPath) -> AnyPath:
         for item in (place, place / "params", place / "default"):
             if (item / "_METADATA").is_file():
                 return item
-    raise UserError(f"{folder} is no orbax checkpoint: give the folder that holds one")
+    if folder.is_dir():
+        raise UserError(f"{folder} is no orbax checkpoint: give the folder that holds one")
+    raise UserError(f"{folder} is no orbax checkpoint, and ends in none of {ENDINGS}: give a folder or a file that is")

@@ -54,6 +54,12 @@ def absolute(path: AnyPath) -> AnyPath:
     return path.absolute() if isinstance(path, Path) else path
 
 
+def require_folder(path: AnyPath) -> None:
+    """An error unless the folder that a file is to be written into is there; a store needs none."""
+    if isinstance(path, Path) and not path.parent.is_dir():
+        raise UserError(f"{path} cannot be written, there is no folder {path.parent}: make it first")
+
+
 @contextmanager
 def atomic(path: AnyPath) -> Iterator[Path]:
     """A temporary path to write to, renamed to `path` once all is written; put there whole, if it is in a store."""

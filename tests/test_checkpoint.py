@@ -67,6 +67,18 @@ def test_another_width_is_an_error_that_names_the_leaf(tmp_path):
         read_checkpoint(tmp_path / "net", {"dense": {"kernel": jnp.zeros((2, 3))}})
 
 
+def test_a_file_of_another_ending_is_said_to_have_none_of_the_known_ones(tmp_path):
+    (tmp_path / "net.safetensor").write_bytes(b"x")
+    with pytest.raises(UserError, match=r"no orbax checkpoint, and ends in none of \.safetensors, \.npz and \.msg"):
+        read_checkpoint(tmp_path / "net.safetensor")
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "npz", "msgpack"])
+def test_a_file_in_a_folder_that_is_not_there_is_an_error_that_names_the_folder(tmp_path, ending):
+    with pytest.raises(UserError, match=r"there is no folder .*nowhere: make it first"):
+        write_checkpoint(tmp_path / "nowhere" / f"net.{ending}", PARAMS)
+
+
 def test_a_folder_without_a_checkpoint_is_a_clear_error(tmp_path):
     with pytest.raises(UserError, match="is no orbax checkpoint"):
         read_checkpoint(tmp_path / "nowhere")

@@ -31,6 +31,14 @@ def regression():
     return *model()[:2], jnp.zeros((40, 3)), mcomb.squared_error
 def wrong():
     return 3
+def alone():
+    return model()[:1]
+def broken():
+    return {}["nope"]
+def unhappy():
+    def apply(params, x):
+        return params["nope"]
+    return apply, jnp.zeros((4, 6)), jnp.zeros(4, int)
 def normed():
     x = jax.random.normal(jax.random.key(0), (40, 6))
     def apply(variables, x):
@@ -120,7 +128,14 @@ def test_networks_of_ones_own_function_are_evaluated(capsys, tmp_path, monkeypat
     x = jax.random.normal(jax.random.key(0), (40, 6))
     squares = np.square(np.tanh(np.asarray(x) @ params["fc1"]["kernel"]) @ params["fc2"]["kernel"])
     assert float(row.split()[1]) == pytest.approx(squares.mean(), abs=1e-3)
-    for model, problem in (("without_labels", "no labels"), ("wrong", "gives no model"), ("none", "gives no model")):
+    for model, problem in (
+        ("without_labels", "no labels"),
+        ("wrong", r"returns an object of type int: let it return \(apply, inputs\)"),
+        ("alone", r"returns a tuple of 1: let it return \(apply, inputs\)"),
+        ("none", "gives no model"),
+        ("broken", r"gives no model \(KeyError: 'nope'\)"),
+        ("unhappy", r"a\.npz does not fit the model \(KeyError: 'nope'\)"),
+    ):
         with pytest.raises(UserError, match=problem):
             main(["evaluate", "a.npz", "--model", f"mine_in_a_test:{model}"])
 
@@ -151,6 +166,53 @@ def test_running_statistics_are_estimated_on_the_model_s_inputs_and_never_averag
     np.testing.assert_allclose(found["batch_stats"]["var"], outputs.var(0), rtol=1e-4)
 
 
+def test_a_combination_has_the_names_and_layouts_of_the_first_file(capsys, tmp_path, monkeypatch):
+    (tmp_path / "foreign_in_a_test.py").write_text(MINE)
+    (tmp_path / "names.txt").write_text("norm.weight params/w 1,0\nnorm.running_(mean|var) batch_stats/\\1")
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    for name in "ab":
+        statistics = {f"norm.running_{each}": np.ones(3, np.float32) for each in ("mean", "var")}
+        write_checkpoint(f"{name}.npz", {"norm.weight": rng.normal(size=(3, 6)).astype(np.float32), **statistics})
+    words = ["--share", 0.5, "--model", "foreign_in_a_test:normed", "--names", "names.txt"]
+    said(capsys, "combine", "a.npz", "b.npz", "c.npz", *words)
+    a, b, found = (read_checkpoint(f"{name}.npz") for name in "abc")
+    assert found.keys() == a.keys()
+    np.testing.assert_allclose(found["norm.weight"], (a["norm.weight"] + b["norm.weight"]) / 2, rtol=1e-6)
+    outputs = np.asarray(jax.random.normal(jax.random.key(0), (40, 6))) @ found["norm.weight"].T
+    np.testing.assert_allclose(found["norm.running_var"], outputs.var(0), rtol=1e-4)
+
+
+def test_a_network_that_is_read_is_never_written_over_but_any_other_is(networks, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    a, b = read_checkpoint(networks[0]), read_checkpoint(networks[1])
+    write_checkpoint("a.npz", a)
+    write_checkpoint("b.npz", b)
+    before = [path.read_bytes() for path in (tmp_path / "a.npz", tmp_path / "b.npz")]
+    for to in ("a.npz", "b.npz", tmp_path / "." / "b.npz"):
+        for command in (["align", *MODEL], ["combine", "--share", "0.5"]):
+            with pytest.raises(UserError, match="is one of the networks that are read: give another name"):
+                main([command[0], "a.npz", "b.npz", str(to), *command[1:]])
+    assert before == [path.read_bytes() for path in (tmp_path / "a.npz", tmp_path / "b.npz")]
+    for share, network in ((0, a), (1, b)):
+        said(capsys, "combine", "a.npz", "b.npz", "c.npz", "--share", share)
+        jax.tree.map(np.testing.assert_array_equal, read_checkpoint("c.npz"), network)
+
+
+def test_an_orbax_folder_s_name_may_have_a_number_after_a_point(networks, capsys, tmp_path):
+    said(capsys, "combine", *networks[:2], tmp_path / "share-0.5", "--share", 0.5)
+    assert (tmp_path / "share-0.5").is_dir()
+
+
+@pytest.mark.parametrize("command", ["align", "evaluate"])
+def test_help_says_that_a_model_is_needed_and_no_default_of_it(capsys, command):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "MODULE:FUNCTION; it is needed" in text
+    assert "(default: )" not in text
+
+
 def test_an_experiment_is_a_command_too(capsys):
     with pytest.raises(SystemExit) as end:
         main(["uniform", "--help"])
@@ -167,18 +229,38 @@ def test_an_experiment_is_a_command_too(capsys):
         (["pretrained"], "no command pretrained"),  # it writes into a clone
         (["inspect"], "network"),
         (["inspect", "A", "--graph", "g.png"], "--model"),
+        (["inspect", "A", *MODEL, "--graph", "g.txt"], r"g\.txt ends in none of \.png, \.pdf, \.svg"),
+        (["inspect", "A", *MODEL, "--graph", "nowhere/g.png"], "there is no folder nowhere: make it first"),
+        (["inspect", "A.safetensor"], r"ends in none of \.safetensors, \.npz and \.msgpack"),
         (["inspect", "nowhere.npz"], "no file nowhere.npz"),
-        (["align", "A", "B", "C"], "is no model"),
+        (["align", "A", "B", "C"], "align needs the model that the networks belong to: give --model"),
+        (["align", "A", "B", "nowhere/c.npz", *MODEL], "there is no folder nowhere: make it first"),
+        (["align", "A", "B", "c.safetensor", *MODEL], r"c\.safetensor ends in none of \.safetensors, \.npz and"),
+        (["evaluate", "A"], "evaluate needs the model"),
         (["align", "A", "B", "C", "--model", "mlp-digits"], "is no model"),
         (["align", "A", "B", "C", "--model", "mlp-digits:x"], "has no width"),
         (["align", "A", "B", "C", "--model", "mlp-digits:3"], "does not fit"),
         (["combine", "A", "B", "C"], "--share"),
         (["combine", "A", "B", "C", "--share", "0.5", "--p", "0.5"], "--share"),
+        (
+            ["combine", "A", "B", "C", "--distribution", "bernoulli", "--p", "1.5"],
+            "--p 1.5 .* from 0 to 1",
+        ),
+        (["combine", "A", "B", "C", "--distribution", "subcube", "--share", "2"], "--share 2 .* from 0 to 1"),
+        (["combine", "A", "B", "C", "--distribution", "hyperplane", "--share", "-1"], "--share -1 .* from 0 to 1"),
+        (["combine", "A", "B", "C", "--distribution", "uniform", "--s", "-0.5"], "--s -0.5 .* give 0 or more"),
+        (["combine", "A", "B", "C", "--distribution", "centered", "--s", "-0.5"], "--s -0.5 .* give 0 or more"),
+        (
+            ["combine", "A", "WIDE", "C", "--share", "0.5"],
+            "where .*a.safetensors has .* give two networks of",
+        ),
         (["evaluate", "A", "--model", "nowhere_at_all:model"], "gives no model"),
     ],
 )
-def test_what_is_wrong_is_said_in_a_sentence_and_nothing_is_written(networks, tmp_path, words, problem):
-    names = {"A": networks[0], "B": networks[1], "C": tmp_path / "c.npz"}
+def test_what_is_wrong_is_said_in_a_sentence_and_nothing_is_written(networks, tmp_path, words, problem, capsys):
+    write_checkpoint(tmp_path / "wide.npz", SETUP.init(3, 0))
+    names = {"A": networks[0], "B": networks[1], "C": tmp_path / "c.npz", "WIDE": tmp_path / "wide.npz"}
     with pytest.raises(UserError, match=problem):
         main([str(names.get(word, word)) for word in words])
-    assert not (tmp_path / "c.npz").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["wide.npz"]
+    assert capsys.readouterr().out == ""

@@ -41,7 +41,7 @@ class Flag:
 class Output:
     """The flags that say what a program prints. Fields by keyword only, like these, are listed last."""
 
-    quiet: Annotated[bool, Flag("print errors and warnings alone", identity=False)] = False
+    quiet: Annotated[bool, Flag("print only errors and warnings", identity=False)] = False
     json: Annotated[bool, Flag("print the outcome as JSON, and all else to standard error", identity=False)] = False
 
 
@@ -143,10 +143,10 @@ def _checked(kind: Callable[[str], Any], at_least: int | None) -> Callable[[str]
         if kind is Path and "://" in text:
             raise argparse.ArgumentTypeError(f"{text} is no path on this machine")
         value = kind(text)
-        if at_least is not None and not value >= at_least:
-            raise argparse.ArgumentTypeError(f"{text} is less than {at_least}")
         if kind is float and not math.isfinite(value):
             raise argparse.ArgumentTypeError(f"{text} is not finite")
+        if at_least is not None and value < at_least:
+            raise argparse.ArgumentTypeError(f"{text} is less than {at_least}")
         return value
 
     names: dict[Any, str] = {int: "whole number", float: "number"}

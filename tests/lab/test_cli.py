@@ -70,7 +70,7 @@ def test_a_flag_sets_its_field_in_the_fields_own_type(words, changes):
         ("--count 2.5", ["--count", "whole number", "'2.5'"]),
         ("--rate fast", ["--rate", "number", "'fast'"]),
         ("--rate -0.5", ["--rate", "-0.5 is less than 0"]),
-        ("--rate nan", ["--rate", "nan is less than 0"]),
+        ("--rate nan", ["--rate", "nan is not finite"]),
         ("--rate inf", ["--rate", "inf is not finite"]),
         ("--interval nan 1", ["--interval", "nan is not finite"]),
         ("--sizes 2 0", ["--sizes", "0 is less than 1"]),
