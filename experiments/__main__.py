@@ -16,7 +16,7 @@ from typing import Any
 from mcomb.base import UserError
 from mcomb.lab import cli
 from mcomb.lab.config import command, convert_config
-from mcomb.lab.experiment import setups_help
+from mcomb.lab.experiment import config_of, setups_help
 from mcomb.lab.setups import SETUPS
 from mcomb.lab.state import State, read_state
 from mcomb.progress import coloured, show, show_json
@@ -46,7 +46,7 @@ def list_experiments(config: WidthConfig) -> list[dict[str, Any]]:
         experiment = module.EXPERIMENT
         about = {"name": experiment.name, "about": first_line(module)}
         try:
-            own = convert_config(config, experiment.config)
+            own = config_of(experiment, config)
             state, line = read_state(experiment, own), command(experiment.name, own)
         except UserError as error:  # some flags are not for all experiments
             state, line = State("impossible", f"not with these flags: {error}"), None

@@ -16,7 +16,16 @@ from mcomb.files import AnyPath, absolute, atomic, make_writable
 from mcomb.lab import cli
 from mcomb.lab.cli import Flag
 from mcomb.lab.config import CHECKPOINT_FLAGS, Config, command, convert_config
-from mcomb.lab.experiment import Experiment, figure_path, list_jobs, parse_and_join, print_plan, read_results, run
+from mcomb.lab.experiment import (
+    Experiment,
+    config_of,
+    figure_path,
+    list_jobs,
+    parse_and_join,
+    print_plan,
+    read_results,
+    run,
+)
 from mcomb.lab.setups import SETUPS
 from mcomb.lab.store import Store
 from mcomb.processes import from_first
@@ -87,7 +96,7 @@ def plan(config: ReportConfig) -> list[Job]:
             if module is merge and (config.pretrained or any(getattr(config, flag) for flag in CHECKPOINT_FLAGS)):
                 continue  # it trains networks of its own
             experiment, name = module.EXPERIMENT, module.EXPERIMENT.name
-            own = convert_config(config, experiment.config, setup=setup, width=its_width)
+            own = config_of(experiment, config, setup=setup, width=its_width)
             if ORDER.index(module) < i:
                 name, own = f"{name}, beyond", replace(own, range=BEYOND)
             jobs.append(Job(name, place, experiment, own))

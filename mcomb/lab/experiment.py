@@ -13,12 +13,20 @@ from mcomb.combination import Draw
 from mcomb.files import AnyPath, absolute, make_writable, read_json, write_json
 from mcomb.fingerprints import code_fingerprint, file_fingerprint
 from mcomb.lab import cli, figures, plan
-from mcomb.lab.config import CHECKPOINT_FLAGS, Config, LineConfig, SweepConfig, TrainingConfig, command
+from mcomb.lab.config import (
+    CHECKPOINT_FLAGS,
+    Config,
+    LineConfig,
+    SweepConfig,
+    TrainingConfig,
+    command,
+    convert_config,
+)
 from mcomb.lab.identity import read_finished, result_identity
 from mcomb.lab.measure import Run
 from mcomb.lab.pairs import judge_all, pool
 from mcomb.lab.plan import Job
-from mcomb.lab.results import VARIANTS, Results, Rows, environment, table
+from mcomb.lab.results import SPLITS, VARIANTS, Results, Rows, environment, table
 from mcomb.lab.setups import SETUPS
 from mcomb.lab.store import KeptMatching, Network, NotKeptError, Store
 from mcomb.lab.verdicts import OPEN_WORDS, WORDS, Verdict, judge_sweep, why_no_verdict
@@ -105,6 +113,7 @@ def run(experiment: Experiment, config: Config) -> Results:
     if config.pairs > 1:
         experiment = over_pairs(experiment)
     planned = experiment.parts(config)
+    store.trainings(experiment.networks)
     for letter in experiment.networks:
         store.given(letter)  # what is wrong with it, or with the flags, is said before a folder is made
     folder = from_first(make_writable, store.folder(experiment.name))
@@ -220,7 +229,7 @@ def list_jobs(experiment: Experiment, config: Config) -> Iterator[Job]:
     yield Job(
         experiment.name,
         store,
-        trainings=[store.training(letter) for letter in letters if letter not in given],
+        trainings=list(store.trainings(letters).values()),
         given=list(given.values()),
         matchings=_methods(experiment, config) if letters else {},
         combinations=experiment.combinations(config),
@@ -287,6 +296,25 @@ def sweep(
     return Experiment(**how, **rest)
 
 
+def idle_flags(experiment: Experiment, config: Config) -> dict[str, str]:
+    """The flags that would change nothing, each with the reason."""
+    found: dict[str, str] = {}
+    if not any("C" in part.networks for part in (experiment, *(part for part, _ in experiment.parts(config).values()))):
+        why = f"is of a third network, which {experiment.name} does not have: leave it out"
+        found |= {name: why for name in ("seed_c", "checkpoint_c") if getattr(config, name) is not None}
+    for split, count in zip(SPLITS, SETUPS[config.setup].dataset.images, strict=True):
+        if (getattr(config, f"{split}_images") or 0) > count:
+            found[f"{split}_images"] = f"is more than the {count:,} {split} images: give less"
+    return found
+
+
+def config_of(experiment: Experiment, config: Config, **changes: Any) -> Any:
+    """A config of this experiment with what another has, and then the changes, but for flags that change nothing."""
+    own = convert_config(config, experiment.config, **changes)
+    idle: dict[str, Any] = dict.fromkeys(idle_flags(experiment, own))
+    return replace(own, **idle)
+
+
 def setups_help() -> str:
     """The recipes of the setups, for the end of a program's help."""
     lines = []
@@ -317,6 +345,8 @@ def main(experiment: Experiment, description: str | None, argv: list[str] | None
 
     def plan_or_run() -> None:
         config = parse_and_join(experiment.config, description, argv)
+        for name, why in idle_flags(experiment, config).items():
+            raise UserError(f"--{name.replace('_', '-')} {getattr(config, name)} {why}")
         if config.plan:
             print_plan(list_jobs(experiment, config), config)
         else:

@@ -10,8 +10,9 @@ that want the same network or matching, one makes it while the others wait.
 
 import hashlib
 import io
+import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from functools import cache
@@ -143,6 +144,14 @@ class Store:
         """What network A, B or C is trained from."""
         return Training(self.seed(letter), self.config.images_of(letter))
 
+    def trainings(self, letters: str) -> dict[str, Training]:
+        """What the networks that are not given are trained from, by letter; an error if two would be the same."""
+        seeded = {x: self.training(x) for x in letters if getattr(self.config, f"checkpoint_{x.lower()}") is None}
+        for one, other in itertools.combinations(seeded, 2):
+            if seeded[one] == seeded[other]:
+                raise UserError(f"networks {one} and {other} both have seed {seeded[one].seed}: give two seeds")
+        return {} if self.config.pretrained else seeded
+
     def network_name(self, letter: str) -> str:
         """The name of network A, B or C in the run's folders."""
         given = self.given(letter)
@@ -158,10 +167,9 @@ class Store:
             raise UserError(f"pretrained networks are as they are: leave out --{changed[0].replace('_', '-')}")
         path = pretrained_path(self.config.setup, self.config.width, self.seed(letter))
         if not path.is_file():
-            there = sorted(str(file.relative_to(PRETRAINED)) for file in PRETRAINED.rglob("*.safetensors"))
             raise UserError(
-                f"there is no pretrained {path.relative_to(PRETRAINED)}: leave out --pretrained, or choose from those "
-                f"in {PRETRAINED} ({', '.join(there) or 'none: a clone has them'})"
+                f"there is no pretrained {path.relative_to(PRETRAINED)}: leave out --pretrained, or give "
+                f"{_there(path.parent)}"
             )
         return path
 
@@ -176,10 +184,10 @@ class Store:
                 parts.append(flag if value is True else f"{flag}={_in_a_name(given.name if given else value)}")
         return self.home / ",".join(parts)
 
-    def networks(self, letters: Iterable[str]) -> dict[str, Network]:
+    def networks(self, letters: str) -> dict[str, Network]:
         """Networks A, B and C, by letter: those that are given, and the others trained from their seeds."""
+        wanted = self.trainings(letters)
         given = {letter: self.given(letter) for letter in letters}
-        wanted = {letter: self.training(letter) for letter, network in given.items() if network is None}
         trained = self.train_networks(tuple(wanted.values()))
         return {letter: network or trained[wanted[letter]] for letter, network in given.items()}
 
@@ -357,6 +365,17 @@ class Store:
 def pretrained_path(setup: str, width: int, seed: int) -> Path:
     """Where a network that comes with the repository is."""
     return PRETRAINED / setup / f"width-{width}" / f"seed-{seed}.safetensors"
+
+
+def _there(folder: Path) -> str:
+    """Which networks come with the repository, as flags give them: the seeds of a folder, or if it is none all else."""
+    if seeds := sorted(int(path.stem.removeprefix("seed-")) for path in folder.glob("seed-*.safetensors")):
+        return f"one of the seeds {', '.join(map(str, seeds))}"
+    widths: dict[str, list[int]] = {}
+    for path in PRETRAINED.glob("*/width-*"):
+        widths.setdefault(path.parent.name, []).append(int(path.name.removeprefix("width-")))
+    there = [f"{setup} --width {' or '.join(map(str, sorted(widths[setup])))}" for setup in sorted(widths)]
+    return ", ".join(there) or "it in a clone, which has some"
 
 
 def _in_a_name(value: Any) -> str:

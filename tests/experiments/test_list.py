@@ -65,6 +65,12 @@ def test_flags_that_an_experiment_does_not_take_are_said_to_be_so(listed):
     assert "--lengths" in found["said"]
 
 
+def test_flags_that_change_nothing_in_an_experiment_are_left_out_of_its_command(listed):
+    found = {name: listed("--seed-c", "9", "--test-images", "500")[name]["command"] for name in ("uniform", "triangle")}
+    assert ["--seed-c 9" in found[name] for name in ("uniform", "triangle")] == [False, True]
+    assert not any("--test-images" in line for line in found.values())
+
+
 @pytest.mark.parametrize(
     ("damage", "kind"),
     [

@@ -146,6 +146,14 @@ def test_networks_are_taken_from_given_checkpoints(finished, tmp_path):
         (["--learning-rate", "-1"], ["--learning-rate", "-1 is less than 0"]),
         (["--setup", "tiny10-cifar10", "--data-dir", "nowhere"], ["nowhere", "cifar-10-binary.tar.gz"]),
         (["--setup", "mlp-digits", "--checkpoint-a", "nowhere"], ["nowhere", "no orbax checkpoint"]),
+        (["--seed-c", "9"], ["--seed-c 9 is of a third network, which uniform does not have: leave it out"]),
+        (["--checkpoint-c", "x"], ["--checkpoint-c x is of a third network, which uniform does not have: leave it"]),
+        (["--seed-b", "1", "--seed-a", "1"], ["networks A and B both have seed 1: give two seeds"]),
+        (
+            ["--setup", "mlp-digits", "--train-images", "1000000"],
+            ["--train-images 1000000 is more than the 1,400 train images: give less"],
+        ),
+        (["--setup", "mlp-digits", "--test-images", "398", "--plan"], ["398 is more than the 397 test images"]),
     ],
 )
 def test_bad_input_is_one_clear_line_and_exit_code_2(flags, words, tmp_path, capsys, monkeypatch):

@@ -431,11 +431,33 @@ def test_networks_that_come_with_the_repository_are_used_and_named(pretrained, s
 
 
 def test_a_network_that_does_not_come_with_the_repository_is_named_beside_those_that_do(pretrained):
-    with pytest.raises(UserError, match=r"no pretrained mlp-digits/width-1/seed-2\.safetensors: .*seed-0\.safetensors"):
+    with pytest.raises(UserError, match=r"no pretrained mlp-digits/width-1/seed-2\.safetensors: .* the seeds 0, 1$"):
         pretrained.networks("C")
+    for name in ("tiny10/width-2", "tiny10/width-10"):
+        (stores.PRETRAINED / name).mkdir(parents=True)
+    wider = Store(dataclasses.replace(pretrained.config, width=8))
+    with pytest.raises(UserError, match=r"or give mlp-digits --width 1, tiny10 --width 2 or 10$"):
+        wider.networks("A")
     retrained = Store(dataclasses.replace(pretrained.config, learning_rate=0.5))
     with pytest.raises(UserError, match="as they are: leave out --learning-rate"):
         retrained.networks("A")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"seed_a": 1}, "A and B both have seed 1"),
+        ({"seed_b": 0}, "A and B both have seed 0"),
+        ({"seed_c": 1}, "B and C both have seed 1"),
+        ({"seed_b": 0, "pretrained": True}, "A and B both have seed 0"),
+    ],
+)
+def test_no_two_networks_are_trained_from_one_seed(changes, said, tmp_path):
+    config = Config(setup="mlp-digits", width=1, out=tmp_path / "runs", **changes)
+    with pytest.raises(UserError, match=f"networks {said}: give two seeds"):
+        Store(config).networks("ABC")
+    given = dataclasses.replace(config, **{f"checkpoint_{letter}": tmp_path for letter in "ab"})
+    assert list(Store(given).trainings("ABC")) == ([] if config.pretrained else ["C"])
 
 
 def test_a_checkpoint_of_another_width_is_refused(store):
