@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> None:
         *lines(listed, width),
         "",
         f"run one:    {todo['command']}",
-        f"run all:    {command('report', whole)}",
+        f"run all:    {command('report', whole)}  # all but decay",
         *(f"{program['name'] + ':':11} {program['about']}" for program in programs),
         *([f"results of others: {'; '.join(places)}"] if places else []),
     ]))  # fmt: skip

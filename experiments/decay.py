@@ -143,7 +143,7 @@ def draw(results: Results, folder: AnyPath) -> None:
 EXPERIMENT = Experiment(
     name="decay",
     title="barriers of the line against weight decay and epochs",
-    claim="The paper trains with one weight decay and to the end.",
+    claim="Networks are trained with one weight decay, and to the end.",
     alt="Accuracy barriers on a grid of weight decays and epochs, naive and aligned, and against accuracy.",
     networks="",
     parts=lines,

@@ -68,7 +68,8 @@ class MergeConfig(Config):
     def __post_init__(self) -> None:
         for name in (*CHECKPOINT_FLAGS, "pretrained"):
             if getattr(self, name):
-                raise UserError(f"--{name.replace('_', '-')} is no network that knows its own images: leave it out")
+                flag = name.replace("_", "-")
+                raise UserError(f"merge trains networks on images of their own: leave out --{flag}")
         if self.skew is not None and (self.split == "none" or (self.split == "biased" and self.skew > 1)):
             range_ = "leave it out" if self.split == "none" else "give a part from 0 to 1"
             raise UserError(f"--skew {self.skew:g} does not go with --split {self.split}: {range_}")
@@ -277,8 +278,10 @@ def judge(results: Results) -> Verdict:
     learning_pays = learned["loss"] <= sampled["loss"] and learned["accuracy"] >= sampled["accuracy"] - error
     is_split = results["config"]["split"] != "none"
     part = closed(results, best)
-    far = f"{part:.0%}" if part <= 1 else "more than all"
-    way = f" It goes {far} of the way from the aligned midpoint to the ensemble." if is_split else ""
+    way = ""
+    if is_split and accuracy["ensemble"] > accuracy["midpoint, aligned"]:
+        goes = f"It goes {part:.0%} of the way from the aligned midpoint to the ensemble."
+        way = f" {goes}" if part <= 1 else " It is better than the ensemble."
     return Verdict(
         bool(
             accuracy[best] > parent + 2 * error

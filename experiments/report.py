@@ -1,6 +1,6 @@
 """One self-contained page of all that has been run: report.html, its name with whatever flags it was given.
 
-    python -m experiments.report --setup mlp-digits --run    # everything from nothing: some minutes on two CPU cores
+    python -m experiments.report --setup mlp-digits --run    # all but decay: some minutes on two CPU cores
     python -m experiments.report --width 32                  # gathers what there is
     python -m experiments.report --setup mlp-digits mlp-cifar10 --width 8 32    # several, in one page
 
@@ -57,7 +57,7 @@ ORDER = (
     *(schematic, uniform, subcube, hyperplane, bernoulli, stitching, linear),
     *(linear, centered, minmax, transitivity, triangle, functional, edges, robustness, matchers, width),
     *(landscape, merge),
-)  # the line twice: between the networks and beyond them
+)  # the line twice: between the networks and beyond them; without decay, which trains thirty networks of its own
 BEYOND = (-1.0, 2.0)
 
 
@@ -82,7 +82,7 @@ class Job(NamedTuple):
 
 
 def plan(config: ReportConfig) -> list[Job]:
-    """All experiments of all setups and widths, in the paper's order.
+    """All experiments but decay, of all setups and widths, in the paper's order.
 
     What is the same for all networks is there once, and what compares widths once for each setup.
     """
@@ -127,7 +127,7 @@ def _write(path: AnyPath, page: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Gathers, and with --run runs, all experiments, and writes the page."""
+    """Gathers, and with --run runs, the experiments, and writes the page."""
     config = parse_and_join(ReportConfig, __doc__, argv)
     jobs = plan(config)
     if config.plan:

@@ -407,13 +407,13 @@ def background(entries: Sequence[Entry], missing: Sequence[Missing]) -> Html:
         tag("h2", "Behind the results"),
         *(ran if entries else ()),
         tag("h3", "Still to run", id="missing"),
-        tag("ul", *left, class_="left") if left else tag("p", "Nothing: every experiment has been run."),
+        tag("ul", *left, class_="left") if left else tag("p", "Nothing: every experiment of this page has been run."),
         id="background",
     )
 
 
 def render(title: str, entries: Sequence[Entry], missing: Sequence[Missing]) -> str:
-    """One HTML page of all experiments, in their order, with those that were not run at its end."""
+    """One HTML page of experiments, in their order, with those that were not run at its end."""
     # The policy is a promise that the browser keeps: nothing is fetched, nothing is run.
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
     head = tag(

@@ -92,7 +92,9 @@ def over_pairs(experiment: Experiment) -> Experiment:
 
     def judge_pairs(results: Results) -> Verdict:
         verdicts = [reach_verdict(experiment, pair) for pair in results["pairs"]]
-        return judge_all(verdicts, results, experiment.judge_together(results["pairs"]), experiment.is_open)
+        fit = not any(map(why_no_verdict, results["pairs"]))
+        more = experiment.judge_together(results["pairs"]) if fit else ""
+        return judge_all(verdicts, results, more, experiment.is_open)
 
     return replace(
         experiment,

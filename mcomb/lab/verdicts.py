@@ -38,13 +38,16 @@ class Verdict(NamedTuple):
 
 
 def why_no_verdict(results: Results) -> str | None:
-    """Why nothing can be concluded from the networks: not trained, or not matched. None if all is well."""
+    """Why nothing can be concluded from the networks: hardly trained, or not matched. None if all is well."""
     for name, by_split in results.get("models", {}).items():
         guess, reached = results["guessing"]["test"], by_split["test"]["accuracy"]
         if not reached >= trained_accuracy(guess):
+            images = "1 image" if guess["images"] == 1 else f"{guess['images']:,} images"
+            is_few = reached >= trained_accuracy({**guess, "images": math.inf})
             return (
-                f"No verdict: the networks are not trained. Network {name} has a test accuracy of {reached:.1%} on "
-                f"{guess['images']} images, and guessing the commonest label has {guess['accuracy']:.1%}."
+                f"No verdict: network {name} hardly beats guessing. It has a test accuracy of {reached:.1%} on "
+                f"{images}; guessing the commonest label has {guess['accuracy']:.1%}: "
+                f"{'measure on more images' if is_few else 'train longer'}."
             )
     for name, product in results.get("inner_products", {}).items():
         if not product["aligned"] > product["naive"]:
@@ -52,7 +55,7 @@ def why_no_verdict(results: Results) -> str | None:
     return None
 
 
-def trained_accuracy(guess: Mapping[str, float]) -> float:
+def trained_accuracy(guess: Mapping[str, int | float]) -> float:
     """The accuracy from which on a network clearly beats guessing.
 
     That is a tenth of the way from guessing to no error at all, and five standard errors more.

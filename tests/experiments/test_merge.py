@@ -6,7 +6,7 @@ import pytest
 from experiments import merge
 from mcomb.base import UserError
 from mcomb.lab import cli
-from mcomb.lab.experiment import run
+from mcomb.lab.experiment import over_pairs, reach_verdict, run
 from mcomb.lab.pairs import pool
 from mcomb.lab.results import Rows
 from mcomb.lab.store import Store
@@ -98,7 +98,7 @@ def test_parents_see_their_own_images_and_the_joint_network_all(config_of):
         (["--split", "none", "--skew", "0.5"], r"--skew 0\.5 does not go with --split none: leave it out"),
         (["--skew", "1.5"], r"--skew 1\.5 does not go with --split biased: give a part from 0 to 1"),
         (["--split", "dirichlet", "--skew", "0"], r"--skew 0 is no concentration of --split dirichlet"),
-        (["--pretrained"], r"--pretrained is no network that knows its own images: leave it out"),
+        (["--pretrained"], r"merge trains networks on images of their own: leave out --pretrained"),
         (["--withheld", "3"], r"--withheld: 3 is less than 20"),
         (
             ["--setup", "mlp-digits", "--withheld", "1400"],
@@ -112,14 +112,51 @@ def test_flags_that_do_not_go_together_are_one_clear_line(flags, problem):
         cli.parse(merge.MergeConfig, "", flags)
 
 
-def test_means_over_pairs_are_judged_and_tabled():
+def pair_of(**accuracies):
+    """Results of a pair in which all methods are alike but for some accuracies; refit is best on withheld images."""
     scored = {name: {s: {"loss": 0.2, "accuracy": 0.9} for s in merge.MEASURED} for name in merge.METHODS}
+    for name, accuracy in accuracies.items():
+        scored[name]["test"]["accuracy"] = accuracy
+    scored["refit"]["withheld"]["loss"] = 0.1
     config = {"split": "biased", "candidates": 100, "seed": 0}
-    one = {"methods": scored, "config": config, "guessing": {"test": {"images": 100}}}
+    return {"methods": scored, "config": config, "guessing": {"test": {"images": 100, "accuracy": 0.1}}}
+
+
+def test_means_over_pairs_are_judged_and_tabled():
+    one = pair_of()
     two = json.loads(json.dumps(one), parse_float=lambda text: float(text) - 0.1)
     both = pool([one, two])
     assert "0.8500 (0.8000–0.9000)" in merge.table(both)
     assert "85.0%" in merge.EXPERIMENT.judge_together([one, two])
+
+
+@pytest.mark.parametrize(
+    ("midpoint", "ensemble", "said"),
+    [
+        (0.7, 0.9, "50% of the way from the aligned midpoint to the ensemble"),
+        (0.7, 0.75, "It is better than the ensemble."),
+        (0.8, 0.8, None),
+        (0.9, 0.8, None),
+    ],
+)
+def test_how_far_a_merge_goes_to_the_ensemble_is_said_where_there_is_a_way(midpoint, ensemble, said):
+    found = merge.judge(pair_of(**{"midpoint, aligned": midpoint, "ensemble": ensemble, "refit": 0.8})).finding
+    assert said is None or said in found
+    assert ("of the way" in found, "better than the ensemble" in found) == (
+        bool(said and "way" in said),
+        bool(said and "better" in said),
+    )
+
+
+def test_a_pair_without_a_verdict_is_said_instead_of_means():
+    networks = {letter: {"test": {"accuracy": 0.9}} for letter in "AB"}
+    good, bad = (pair_of() | {"models": networks | {"B": {"test": {"accuracy": accuracy}}}} for accuracy in (0.9, 0.15))
+    several = over_pairs(merge.EXPERIMENT)
+    assert "On average: The merge that is best" in reach_verdict(several, pool([good, good])).finding
+    agrees, finding = reach_verdict(several, pool([bad, bad]))
+    assert agrees is None
+    assert finding.startswith("With --seed 0: No verdict: network B hardly beats guessing.")
+    assert "The merge" not in reach_verdict(several, pool([good, bad])).finding
 
 
 def test_a_network_of_a_split_is_kept_under_a_name_of_its_own(config_of):

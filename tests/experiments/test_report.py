@@ -45,7 +45,7 @@ def test_the_report_runs_what_is_missing_if_asked(page, monkeypatch):
     said, text = page("--run")
     assert "1 experiments in" in said
     assert "0 not run yet" in said
-    assert "every experiment has been run" in text
+    assert "every experiment of this page has been run" in text
 
 
 def test_the_report_plans_every_experiment_of_the_paper():

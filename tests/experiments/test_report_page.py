@@ -221,7 +221,7 @@ def test_a_section_says_what_was_claimed_and_found_with_which_settings_and_comma
 def test_what_is_still_to_run_is_listed_with_its_commands():
     text = Page(FULL[FULL.index('<h3 id="missing">') : FULL.index("</section>\n</main>")]).text("li")
     assert text == "robustness python -m experiments.robustness width python -m experiments.width --width 32"
-    assert "every experiment has been run" in Page(render("All", [entry()], [])).text()
+    assert "every experiment of this page has been run" in Page(render("All", [entry()], [])).text()
 
 
 def test_an_environment_appears_once_and_others_beside_it_with_their_experiments():

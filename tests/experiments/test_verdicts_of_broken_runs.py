@@ -33,6 +33,7 @@ from mcomb.fingerprints import fingerprint
 from mcomb.lab import cli
 from mcomb.lab.experiment import add_verdict, run
 from mcomb.lab.store import Store
+from mcomb.lab.verdicts import why_no_verdict
 from mcomb.matching import MATCHERS
 
 SPLITS, METRICS = ("train", "test"), ("loss", "accuracy")
@@ -375,6 +376,22 @@ def test_few_images_cannot_tell_a_trained_network_from_an_untrained_one(judge):
     assert judge(uniform, results | {"guessing": BASE["guessing"]}) is True
 
 
+@pytest.mark.parametrize(
+    ("reached", "images", "end"),
+    [
+        (0.15, 397, "on 397 images; guessing the commonest label has 11.8%: train longer."),
+        (0.15, 1, "on 1 image; guessing the commonest label has 11.8%: train longer."),
+        (0.6, 8, "on 8 images; guessing the commonest label has 11.8%: measure on more images."),
+        (0.6, 397, None),
+    ],
+)
+def test_a_network_that_hardly_beats_guessing_is_named_with_what_to_do(reached, images, end):
+    guess = {"images": images, "accuracy": 0.118}
+    found = why_no_verdict({"models": {"B": {"test": {"accuracy": reached}}}, "guessing": {"test": guess}})
+    said = f"No verdict: network B hardly beats guessing. It has a test accuracy of {reached:.1%} {end}"
+    assert found == (said if end else None)
+
+
 FLAGS = ["--setup", "mlp-digits", "--width", "1", "--train-images", "60", "--test-images", "60"]
 SHORT = {
     triangle: ["--grid", "2"],
@@ -406,7 +423,7 @@ def test_untrained_networks_have_no_verdict(module, tmp_path_factory):
     flags += ["--samples", "1"] if hasattr(config, "samples") else []
     results = run(module.EXPERIMENT, cli.parse(config, "", flags))
     assert results["agrees"] is None
-    assert "not trained" in results["finding"]
+    assert "hardly beats guessing" in results["finding"]
 
 
 def test_a_matching_replaced_by_the_identity_is_measured_anew_and_has_no_verdict(results, config_of, tmp_path):
