@@ -90,13 +90,13 @@ def merge(
     if unknown := options.keys() - ({"ridge"} if method == "refit" else set()):
         raise UserError(f"the method {method} has no option {min(unknown)}: leave it out")
     _check_networks(spec, networks)
+    here = jax.device_get(tuple(networks))  # they may be on different devices
     if method in ("average", "refit"):
-        everywhere = replicate(tuple(networks))  # they may be on different devices
-        mean = jax.tree.map(lambda *leaves: _weigh(leaves, [1 / len(leaves)] * len(leaves)), *everywhere)
+        mean = jax.tree.map(lambda *leaves: _weigh(leaves, [1 / len(leaves)] * len(leaves)), *here)
         mean = estimate_statistics(apply, mean, inputs)
         if method == "average":
             return mean
-        return estimate_statistics(apply, refit(spec, networks, mean, apply, inputs, **options), inputs)
+        return estimate_statistics(apply, refit(spec, here, mean, apply, inputs, **options), inputs)
     check_data(apply, networks[0], inputs, labels, loss)
     informations = [fisher_information(apply, network, inputs, labels, loss=loss) for network in networks]
 
@@ -108,7 +108,7 @@ def merge(
             leaves, [jnp.where(total > least, w / jnp.maximum(total, least), 1 / len(leaves)) for w in weights]
         )
 
-    return estimate_statistics(apply, jax.tree.map(weigh, *networks, *informations), inputs)
+    return estimate_statistics(apply, jax.tree.map(weigh, *here, *informations), inputs)
 
 
 def learn_shares(

@@ -73,8 +73,9 @@ def refit(
     count = count_examples(inputs)
     blocks = max(1, count // BLOCK)
     size = count // blocks
-    split = [jax.tree.map(lambda x, i=i: x[i * size : (i + 1) * size], inputs) for i in range(blocks)]
-    every = (merged, *networks)
+    here = jax.device_get(inputs)
+    split = [jax.tree.map(lambda x, i=i: x[i * size : (i + 1) * size], here) for i in range(blocks)]
+    every = merged, *networks = jax.device_put(jax.device_get((merged, *networks)), jax.local_devices()[0])
     traces = [list_intermediates(spec, apply, params, split[0]) for params in every]
     found = [list_fittable(trace, params) for trace, params in zip(traces, every, strict=True)]
     if len({len(maps) for maps in found}) > 1:

@@ -134,8 +134,9 @@ def test_a_network_merged_with_itself_is_itself(method):
 
 def test_networks_on_different_devices_are_merged():
     there = [jax.device_put(own, device) for own, device in zip((A, B), jax.devices()[:2], strict=True)]
-    average = merge(SPEC, there, apply, INPUTS, LABELS, method="average")
-    assert_close(average, mcomb.combine(A, B, 0.5), roundings=2)
+    for method in ("average", "fisher", "refit"):
+        merged, expected = (merge(SPEC, both, apply, INPUTS, LABELS, method=method) for both in (there, (A, B)))
+        assert_close(merged, expected, roundings=2**12 if method == "refit" else 64)
     found = learn_shares(SPEC, there, apply, INPUTS, LABELS, per="network", steps=60, batch_size=30)
     assert_equal(found.losses, learnt("network").losses)
 
