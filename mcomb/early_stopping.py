@@ -115,9 +115,11 @@ def descend(
         return found
 
     start = initial_state(numbers, optimizer)
-    call = [learnt, *_code_of(apply, loss, networks[0], inputs, labels), steps, batch_size, learning_rate, seed]
-    call += map(fingerprint, (numbers, networks, inputs, labels))
-    kept = _Kept(None if keep is None else as_path(keep), hashlib.blake2b(repr(call).encode()).hexdigest())
+    kept = _Kept(None, "")
+    if keep is not None:
+        call = [learnt, *_code_of(apply, loss, networks[0], inputs, labels), steps, batch_size, learning_rate, seed]
+        call += map(fingerprint, (numbers, networks, inputs, labels))
+        kept = _Kept(as_path(keep), hashlib.blake2b(repr(call).encode()).hexdigest())
     state, best, losses = kept.read(start) or (start, jax.device_get(numbers), [look(numbers)])
     done = int(state.step)
     step_loss = _loss(_by_batch(apply), loss, learnt, size) if has_statistics else _loss(apply, loss, learnt)
