@@ -87,8 +87,8 @@ def draw(series: dict[str, list[Row]], folder: Path) -> None:
         all_axes = figure.subplots(2, 3).ravel()
         for axes, (name, horizontal, vertical) in zip(all_axes, panels, strict=False):
             x, y = (np.array([row[of] for row in series[name]], float) for of in (horizontal, vertical))
-            fitted = np.polyfit(np.log(x), np.log(y), 1)
-            axes.loglog(x, np.exp(np.polyval(fitted, np.log(x))), "--", color="grey", linewidth=1)
+            fitted = np.exp(np.log(y).mean() + slope(x, y) * (np.log(x) - np.log(x).mean()))
+            axes.loglog(x, fitted, "--", color="grey", linewidth=1)
             axes.loglog(x, y, "o-", color="#0072B2")
             axes.set_xticks(x, [short(float(f"{value:.2g}")) for value in x])
             axes.set_yticks(y, [f"{value:.3g}" for value in y])
@@ -96,7 +96,7 @@ def draw(series: dict[str, list[Row]], folder: Path) -> None:
             axes.set_aspect("equal", adjustable="datalim")
             axes.set_xlabel(horizontal)
             axes.set_ylabel(vertical)
-            axes.set_title(f"slope {fitted[0]:.2f}")
+            axes.set_title(f"slope {slope(x, y):.2f}")
         for axes in all_axes[len(panels) :]:
             axes.axis("off")
         save(figure, folder, "growth")
