@@ -80,7 +80,7 @@ def test_a_file_of_another_call_is_not_used(interrupted):
     assert_equal(tune(interrupted, seed=1)[0]["kernel"], tune(seed=1)[0]["kernel"])
 
 
-@pytest.mark.parametrize("what", ["loss", "function"])
+@pytest.mark.parametrize("what", ["loss", pytest.param("function", marks=pytest.mark.slow)])
 def test_a_file_of_another_loss_or_function_of_the_same_name_is_not_used(what, tmp_path):
     def learn(number, keep=None):
         run = (lambda params, x: number * apply(params, x)) if what == "function" else apply

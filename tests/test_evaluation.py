@@ -191,7 +191,7 @@ def combinations_seen(k, **options):
     return seen
 
 
-@pytest.mark.parametrize("k", [1, 7])
+@pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.slow), 7])
 def test_the_combinations_depend_neither_on_devices_nor_on_chunks(k, request):
     drawn = {np.concatenate([p["w1"].ravel(), p["w2"].ravel()]).tobytes() for p in drawn_networks()[:k]}
     assert len(drawn) == k

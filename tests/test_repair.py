@@ -162,6 +162,7 @@ def test_batches_are_averaged_and_none_is_ragged():
         assert (of_one.scale != of_two.scale).any()
 
 
+@pytest.mark.slow
 def test_side_by_side_equals_one_by_one():
     spec, networks, x, y = problem()
     repair = repaired(spec, mlp, mix(uniform), networks, x, batch_size=20)
@@ -172,6 +173,7 @@ def test_side_by_side_equals_one_by_one():
     assert_close(-jax.nn.log_softmax(logits)[np.arange(40), y].mean(), alone.loss[3], roundings=64)
 
 
+@pytest.mark.slow
 def test_one_device_gives_what_all_do(request):
     spec, networks, x, y = problem()
     expected = evaluate(*repaired(spec, mlp, mix(uniform), networks, x), SHARES, KEYS, x, y)

@@ -142,6 +142,7 @@ def test_statistics_of_combinations_beyond_both_ends_are_their_own_too():
     assert_close(found["batch_stats"], batch_statistics(beyond, X), roundings=2**10)
 
 
+@pytest.mark.slow
 def test_padding_for_devices_is_no_part_of_a_minibatch(monkeypatch):
     """The last example, which is held out, would be the padding: seven rows are not divided by the devices."""
     outlier, losses = X.copy(), itertools.count()

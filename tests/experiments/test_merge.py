@@ -58,6 +58,7 @@ def test_a_run_that_was_killed_measures_only_what_is_left(results, config_of, mo
     assert len(measured) == 2 * len(merge.MEASURED)
 
 
+@pytest.mark.slow
 def test_what_is_merged_with_itself_is_itself(pair):
     """A aligned to A: every merge of the two has A's logits."""
     images = pair.withheld.images[:50]

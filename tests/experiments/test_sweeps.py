@@ -48,6 +48,7 @@ def test_pairs_go_with_no_given_network(flags, results):
         results(linear, "--pairs", "2", *flags)
 
 
+@pytest.mark.slow
 def test_the_line_may_go_beyond_its_ends(results, curve, is_score):
     inside = results(linear, *FEW[:2])
     beyond = results(linear, "--points", "13", "--range", "-1", "2")

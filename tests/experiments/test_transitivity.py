@@ -1,6 +1,9 @@
+import pytest
+
 from experiments import transitivity
 
 
+@pytest.mark.slow
 def test_b_and_c_are_connected_through_a(results, curve, is_score):
     found = results(transitivity, "--points", "3")
     assert found["curves"].keys() == {"naive", "through A", "direct"}

@@ -46,6 +46,7 @@ def test_a_plan_has_each_network_matching_and_evaluation_and_makes_nothing(tmp_p
     assert plan.table(steps).splitlines()[-1].startswith("in all")
 
 
+@pytest.mark.slow
 def test_what_is_there_is_kept_and_only_the_rest_is_planned(tmp_path):
     flags = ("--points", "3", "--train-images", "50", "--test-images", "50")
     run(linear.EXPERIMENT, config_of(linear, tmp_path, *flags))

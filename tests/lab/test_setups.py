@@ -65,6 +65,7 @@ def below_seven(split):
     return Split(split.images[kept], split.labels[kept])
 
 
+@pytest.mark.slow
 def test_a_dataset_of_seven_classes_is_trained_matched_and_scored(digits):
     dataset = Dataset(
         name="seven digits",

@@ -269,6 +269,7 @@ def stopping(train):
     return train_two
 
 
+@pytest.mark.slow
 def test_a_training_that_was_stopped_goes_on_and_ends_as_if_it_had_not_been(store, tmp_path, monkeypatch):
     config = dataclasses.replace(store.config, out=tmp_path / "stopped", checkpoint_every=1)
     real = stores.train

@@ -78,6 +78,7 @@ def test_a_batch_that_devices_do_not_divide_counts_each_image_once(digits, reque
     assert_same_training(run(digits, recipe), several)
 
 
+@pytest.mark.slow
 def test_an_epoch_in_one_call_equals_an_epoch_in_calls_of_a_few_steps(digits, whole):
     assert_same_training(run(digits, per_call=3), whole)  # of five steps
 

@@ -49,7 +49,11 @@ def check_recovered(spec, params, fn, inputs, **options):
 
 
 @pytest.mark.parametrize(
-    "name", ["decoder with tied embeddings", "scanned transformer", pytest.param("mixer", marks=pytest.mark.slow)]
+    "name",
+    [
+        "scanned transformer",
+        *(pytest.param(it, marks=pytest.mark.slow) for it in ("decoder with tied embeddings", "mixer")),
+    ],
 )
 def test_a_planted_permutation_of_all_kinds_of_units_is_recovered(name):
     with jax.numpy_rank_promotion("allow"):
@@ -322,6 +326,7 @@ def test_one_hidden_layer_is_matched_optimally(inner_products):
         assert_close(value, inner_product(a, matched), roundings=4, scale=inner_product_scale(a, matched))
 
 
+@pytest.mark.slow
 def test_one_device_gives_what_all_do(request):
     case = CASES["grouped convolution"]()
     a, b = random_arrays(case.params, 0), random_arrays(case.params, 1)

@@ -75,7 +75,9 @@ def test_with_a_reference_each_network_is_matched_to_it():
         assert_equal(alignment.perms[i], match_weights(spec, networks[1], networks[i], seed=3).perms)
 
 
-@pytest.mark.parametrize("family", ["VGG", "grouped convolution", "scanned transformer"])
+@pytest.mark.parametrize(
+    "family", ["VGG", "grouped convolution", pytest.param("scanned transformer", marks=pytest.mark.slow)]
+)
 def test_the_barycentre_never_gets_worse_and_ends_where_no_network_can_be_matched_better(family):
     spec, networks = unrelated_networks(family, 4)
     alignment = align_many(spec, networks, reference=None)
