@@ -52,7 +52,12 @@ def learnt(per):
     return learn_shares(SPEC, (A, B), apply, INPUTS, LABELS, per=per, steps=60, batch_size=30)
 
 
-@pytest.mark.parametrize("per", GRANULARITIES)
+OF_EVERY_DAY = ("network", "unit")
+
+
+@pytest.mark.parametrize(
+    "per", [pytest.param(per, marks=() if per in OF_EVERY_DAY else pytest.mark.slow) for per in GRANULARITIES]
+)
 def test_learnt_shares_are_better_than_the_average_on_held_out_data_and_inside_the_cube(per):
     found = learnt(per)
     average = merge(SPEC, (A, B), apply, INPUTS, LABELS, method="average")
@@ -67,6 +72,7 @@ def test_learnt_shares_are_better_than_the_average_on_held_out_data_and_inside_t
     assert_close(found.params, mcomb.combine(A, B, v), roundings=8)
 
 
+@pytest.mark.slow
 def test_shares_are_as_many_as_the_granularity_says():
     shares = {per: learnt(per).shares[0] for per in GRANULARITIES}
     distinct = {per: len(np.unique(flat(tree))) for per, tree in shares.items()}
@@ -111,6 +117,7 @@ def test_three_networks_share_each_weight():
         assert_close(leaf, expected, roundings=8)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_shares_and_another_does_not():
     first, again, other = (
         learn_shares(SPEC, (A, B), apply, INPUTS, LABELS, steps=20, batch_size=30, seed=seed) for seed in (0, 0, 1)

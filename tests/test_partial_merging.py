@@ -130,9 +130,10 @@ def test_units_that_never_change_are_merged_and_those_that_do_in_one_network_onl
     assert_equal(parts[1], np.arange(8) >= 2)
 
 
-QUICK = ["query, key and value in one", "grouped convolution"]
+QUICK = ["grouped convolution"]
 OTHERS = [
     *(
+        "query, key and value in one",
         "VGG",
         "LSTM",
         "transformer encoder",

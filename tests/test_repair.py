@@ -182,6 +182,7 @@ def test_one_device_gives_what_all_do(request):
     assert_close(one.loss, expected.loss, roundings=64)
 
 
+@pytest.mark.slow
 def test_a_function_may_have_a_shard_map_inside():
     spec, networks, x, y = problem()
 

@@ -92,6 +92,7 @@ def test_the_box_around_a_starts_at_a(results, curve, is_score):
     assert curve(found, "naive")[2].mean() > curve(found, "aligned")[2].mean()
 
 
+@pytest.mark.slow
 def test_min_is_worse_than_max(results, curve):
     found = results(minmax, *FEW[:2])
     accuracy = curve(found, "aligned", "accuracy")[:, 0]

@@ -112,6 +112,7 @@ def test_a_flag_that_says_what_the_recipe_says_changes_nothing(finished):
     assert results_in(finished) == before
 
 
+@pytest.mark.slow
 def test_another_seed_is_another_pair_of_networks_and_untrained_ones_are_allowed(finished, tmp_path):
     run("--epochs", "0", "--seed", "1", out=tmp_path)
     names = sorted(path.name for path in tmp_path.rglob("networks/*") if path.is_dir())
@@ -121,6 +122,7 @@ def test_another_seed_is_another_pair_of_networks_and_untrained_ones_are_allowed
     assert untrained["models"]["A"]["test"]["accuracy"] < 0.4
 
 
+@pytest.mark.slow
 def test_networks_are_taken_from_given_checkpoints(finished, tmp_path):
     networks = finished / "mlp-digits" / "width-2" / "networks"
     run(

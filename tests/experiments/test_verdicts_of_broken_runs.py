@@ -426,6 +426,7 @@ def test_untrained_networks_have_no_verdict(module, tmp_path_factory):
     assert "hardly beats guessing" in results["finding"]
 
 
+@pytest.mark.slow
 def test_a_matching_replaced_by_the_identity_is_measured_anew_and_has_no_verdict(results, config_of, tmp_path):
     results(edges)  # with the networks of all experiments, of which a copy is taken
     config = config_of(edges)

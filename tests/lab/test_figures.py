@@ -29,6 +29,7 @@ def results(samples=2):
     }
 
 
+@pytest.mark.slow
 def test_a_sweep_is_a_png_and_a_pdf_of_the_same_bytes_every_time(tmp_path):
     folders = [tmp_path / name for name in ("first", "again")]
     for folder in folders:

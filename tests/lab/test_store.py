@@ -295,6 +295,7 @@ class StopsAfter(Event):
         return self.left < 0
 
 
+@pytest.mark.slow
 def test_a_training_that_was_stopped_within_an_epoch_goes_on_from_there(tmp_path, monkeypatch):
     """An epoch has 14 steps: it is stopped after 20, and 15 steps later again."""
     config = dataclasses.replace(CONFIG, steps_per_call=1, out=tmp_path / "stopped")

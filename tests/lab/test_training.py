@@ -58,6 +58,7 @@ def test_training_learns(digits):
     assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.slow
 def test_one_device_and_several_give_the_same_curve(digits, whole, one_device):
     assert_same_training(run(digits), whole)
 
@@ -71,6 +72,7 @@ def test_one_device_and_several_give_the_same_curve_of_convolutions(digits, requ
     assert_same_training(run(digits, recipe, model=Tiny10(1, 10), images=60), several)
 
 
+@pytest.mark.slow
 def test_a_batch_that_devices_do_not_divide_counts_each_image_once(digits, request):
     recipe = dataclasses.replace(RECIPE, batch_size=13)
     several = run(digits, recipe)

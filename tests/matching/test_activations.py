@@ -48,13 +48,10 @@ def check_recovered(spec, params, fn, inputs, **options):
     assert matching.objective == matching.trace[-1] > matching.trace[0]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "scanned transformer",
-        *(pytest.param(it, marks=pytest.mark.slow) for it in ("decoder with tied embeddings", "mixer")),
-    ],
-)
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("decoder with tied embeddings", "mixer")]
+
+
+@pytest.mark.parametrize("name", ["scanned transformer", *SLOW])
 def test_a_planted_permutation_of_all_kinds_of_units_is_recovered(name):
     with jax.numpy_rank_promotion("allow"):
         case = CASES[name]()
