@@ -314,6 +314,7 @@ def draw(results: Results, folder: AnyPath) -> None:
         for part, metric in zip(parts, METRICS, strict=True):
             panels = part.subplots(rows, columns, squeeze=False).ravel()
             for i, (axes, (layer_name, layer)) in enumerate(zip(panels, layers.items(), strict=False)):
+                axes.sharey(panels[0])  # before anything is drawn: limits are those of all
                 for name, split in itertools.product(by, splits):
                     values, low, high = (
                         side["layers"][layer_name]["by"][name][split][metric] for side in (results, *spread(results))
@@ -326,7 +327,6 @@ def draw(results: Results, folder: AnyPath) -> None:
                 level = results["unperturbed"]["test"][metric]
                 axes.axhline(level, color="0.35", linewidth=0.8, linestyle=LEVELS[0], label="as matched, test")
                 axes.set_title(f"{layer_name} (N = {layer['units']})")
-                axes.sharey(panels[0])
                 if i % columns:
                     axes.tick_params(labelleft=False)
             for axes in panels[len(layers) :]:

@@ -112,15 +112,17 @@ def draw(results: Results, folder: AnyPath) -> None:
         box = {"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 1}
         corners = np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
         axes.plot(*_equilateral(corners), color="black", linewidth=0.8)
+        best = find_best(results["points"])
         for corner, name, (dx, dy) in zip(corners, "ABC", ((-0.06, -0.06), (0.06, -0.06), (0.0, 0.06)), strict=False):
             cx, cy = _equilateral(corner[None])
             level = results["models"][name]["test"]["accuracy"]
-            note = axes.annotate(f"{name}\n{level:.3f}", (cx[0] + dx, cy[0] + dy), ha="center", va="center")
+            called = f"{name} = Θ*" if np.allclose(shares[best], corner) else name
+            note = axes.annotate(f"{called}\n{level:.3f}", (cx[0] + dx, cy[0] + dy), ha="center", va="center")
             note.set_bbox(box)
-        best = find_best(results["points"])
         axes.plot(x[best], y[best], "*", color="white", markeredgecolor="black", markersize=11, markeredgewidth=0.8)
-        note = axes.annotate(f"Θ* {accuracy[best]:.3f}", (x[best], y[best]), (6, 6), textcoords="offset points")
-        note.set_bbox(box)
+        if not np.isclose(shares[best], corners).all(axis=1).any():
+            note = axes.annotate(f"Θ* {accuracy[best]:.3f}", (x[best], y[best]), (6, 6), textcoords="offset points")
+            note.set_bbox(box)
         axes.set_aspect("equal")
         axes.margins(0.12)
         axes.axis("off")
