@@ -15,7 +15,10 @@ RNG = np.random.default_rng(0)
 
 
 class Everything(nn.Module):
-    """Convolutions, strided and dilated, norms, attention, dense layers."""
+    """Convolutions, strided and dilated, norms, attention, dense layers.
+
+    No mean over positions is in it: what varied little would go into the last maps, and roundings would hide weights.
+    """
 
     @nn.compact
     def __call__(self, x):
@@ -24,7 +27,7 @@ class Everything(nn.Module):
         x = nn.LayerNorm(name="norm")(nn.tanh(x))
         x = x.reshape(len(x), -1, 5)
         x = x + nn.MultiHeadDotProductAttention(2, qkv_features=6, name="attention")(x)
-        return nn.Dense(3, name="logits")(nn.tanh(nn.Dense(7, name="dense")(x.mean(1))))
+        return nn.Dense(3, name="logits")(nn.tanh(nn.Dense(7, name="dense")(x[:, 0])))
 
 
 def apply(params, x):
@@ -85,6 +88,7 @@ def test_weights_that_were_changed_are_found_again(name):
     )
     found = refit(SPEC, (A, A), changed, apply, X, ridge=1e-7)
     assert_close(apply(found, X), apply(A, X), roundings=2**14)
+    # Up to 13,500 is the condition number of what goes into each of these maps.
     if name not in MAPS[2:5]:  # what a norm gives is dependent: many maps are one
         assert_close(named_leaves(found)[f"{name}/kernel"], named_leaves(A)[f"{name}/kernel"], roundings=2**16)
 
