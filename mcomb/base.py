@@ -101,6 +101,11 @@ def is_inexact(leaf: Any) -> bool:
     return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
 
 
+def keep_non_floats(tree: Params, original: Params) -> Params:
+    """The tree with the original's leaves where these are no floats: a device has no 64-bit integers of NumPy's."""
+    return jax.tree.map(lambda new, old: new if is_inexact(old) else old, tree, original)
+
+
 def require_finite(what: str, tree: Params) -> None:
     """An error that names the first leaf with an entry that is infinite or not a number."""
     for name, leaf in named_leaves(tree).items():
@@ -141,7 +146,13 @@ def all_equations(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> Iterator[core.JaxprEq
 
 def inner_equations(eqn: core.JaxprEqn) -> Iterator[core.JaxprEqn]:
     """Yields the equations of all jaxprs inside an equation."""
+    for inner in inner_jaxprs(eqn):
+        yield from all_equations(inner)
+
+
+def inner_jaxprs(eqn: core.JaxprEqn) -> Iterator[core.Jaxpr | core.ClosedJaxpr]:
+    """Yields the jaxprs among an equation's parameters, not those inside them."""
     kinds = core.Jaxpr, core.ClosedJaxpr
-    for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda value: isinstance(value, kinds)):
-        if isinstance(inner, kinds):
-            yield from all_equations(inner)
+    for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda value: isinstance(value, kinds)):
+        if isinstance(value, kinds):
+            yield value

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend import core
 from jaxtyping import Float, Int32, PRNGKeyArray
 
 from mcomb.base import (
@@ -26,8 +27,11 @@ from mcomb.base import (
     Labels,
     Params,
     UserError,
+    all_equations,
     count_examples,
+    inner_jaxprs,
     is_inexact,
+    keep_non_floats,
     map_named,
     named_leaves,
     output_shapes,
@@ -138,9 +142,8 @@ def descend(
                 best = jax.device_get(state.params)
             kept.write(state, best, losses)
             bar.set_postfix(loss=f"{step_losses.mean():.4f}", best=f"{min(losses):.4f}", refresh=False)
-    combined = finish(compiled_combine(best, given[0]))
-    params = jax.tree.map(lambda new, old: new if is_inexact(new) else old, combined, networks[0])
-    return Descent(best, params, tuple(losses))
+    params = finish(compiled_combine(best, given[0]))
+    return Descent(best, keep_non_floats(params, networks[0]), tuple(losses))
 
 
 def _minibatches(
@@ -235,9 +238,14 @@ class _Kept(NamedTuple):
 
 
 def _code_of(apply: Apply, loss: Objective, params: Params, inputs: Inputs, labels: Labels) -> tuple[str, str]:
-    """What the function and the loss compute, whatever they are called; the same in every process."""
+    """What the function and the loss compute, whatever they are called; the same in every process.
+
+    A jaxpr does not print its constants, nor those of functions that are compiled inside it.
+    """
     traced = jax.make_jaxpr(lambda *args: jax.vmap(loss)(apply(*args[:2]), args[2]))(params, inputs, labels)
-    return re.sub(r"0x[0-9a-f]+", "", str(traced)), fingerprint(traced.consts)
+    jaxprs = [traced, *(inner for eqn in all_equations(traced) for inner in inner_jaxprs(eqn))]
+    constants = [value for jaxpr in jaxprs if isinstance(jaxpr, core.ClosedJaxpr) for value in jaxpr.consts]
+    return re.sub(r"0x[0-9a-f]+", "", str(traced)), fingerprint(constants)
 
 
 @cache  # the same function for the same arguments, so that it is compiled only once

@@ -24,6 +24,7 @@ from mcomb.base import (
     UserError,
     count_examples,
     is_inexact,
+    keep_non_floats,
     map_named,
     named_leaves,
     require_positive,
@@ -75,20 +76,21 @@ def refit(
     size = count // blocks
     here = jax.device_get(inputs)
     split = [jax.tree.map(lambda x, i=i: x[i * size : (i + 1) * size], here) for i in range(blocks)]
-    every = merged, *networks = jax.device_put(jax.device_get((merged, *networks)), jax.local_devices()[0])
+    every = jax.device_put(jax.device_get((merged, *networks)), jax.local_devices()[0])
     traces = [list_intermediates(spec, apply, params, split[0]) for params in every]
     found = [list_fittable(trace, params) for trace, params in zip(traces, every, strict=True)]
     if len({len(maps) for maps in found}) > 1:
         raise UserError("the networks differ in their linear maps, as with several dtypes: give all in one dtype")
     if not found[0]:
         raise UserError("there is no linear map with weights of its own in the function: merge by another method")
+    fitted, *others = every
     for maps in zip(*found, strict=True):
         observe = jax.jit(partial(_observe, traces, maps))
-        seen = [jax.device_get(observe((merged, *networks), block)) for block in split]
+        seen = [jax.device_get(observe((fitted, *others), block)) for block in split]
         gram, residual = (sum(one[i].astype(np.float64) for one in seen) for i in (0, 1))
         gram += ridge * np.trace(gram) / len(gram) * np.eye(len(gram))
-        merged = _add(merged, maps[0], np.linalg.lstsq(gram, residual)[0])
-    return merged
+        fitted = _add(fitted, maps[0], np.linalg.lstsq(gram, residual)[0])
+    return keep_non_floats(fitted, merged)
 
 
 def list_fittable(intermediates: Intermediates, params: Params) -> list[Fittable]:
@@ -125,7 +127,7 @@ def find_places(intermediates: Intermediates, params: Params, wanted: Collection
     All entries of the parameters are numbered, the function is evaluated with the digits of these numbers in their
     place, and what arrives is read. Random numbers must then arrive in the same way: so it is no absolute value.
     """
-    leaves = {name: np.asarray(leaf) for name, leaf in named_leaves(params).items()}
+    leaves = {name: np.asarray(leaf) if is_inexact(leaf) else leaf for name, leaf in named_leaves(params).items()}
     ends = np.cumsum([leaf.size for leaf in leaves.values()])
     starts = dict(zip(leaves, ends - [leaf.size for leaf in leaves.values()], strict=True))
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in intermediates.traced.in_avals[len(leaves) :]]

@@ -80,10 +80,16 @@ def test_a_file_of_another_call_is_not_used(interrupted):
     assert_equal(tune(interrupted, seed=1)[0]["kernel"], tune(seed=1)[0]["kernel"])
 
 
-@pytest.mark.parametrize("what", ["loss", pytest.param("function", marks=pytest.mark.slow)])
+OTHERS = ["loss", *(pytest.param(what, marks=pytest.mark.slow) for what in ("function", "constant inside"))]
+
+
+@pytest.mark.parametrize("what", OTHERS)
 def test_a_file_of_another_loss_or_function_of_the_same_name_is_not_used(what, tmp_path):
     def learn(number, keep=None):
-        run = (lambda params, x: number * apply(params, x)) if what == "function" else apply
+        constant = np.full((1, 3), number, np.float32)
+        inside = jax.jit(lambda params, x: constant * apply(params, x))
+        outside = lambda params, x: number * apply(params, x)  # noqa: E731
+        run = {"loss": apply, "function": outside, "constant inside": inside}[what]
         how = {"loss": partial(smooth, number / 4 if what == "loss" else 0.0), "steps": 20, "batch_size": 20}
         return fine_tune(run, START, INPUTS, LABELS, **how, keep=keep)
 
