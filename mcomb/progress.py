@@ -66,7 +66,7 @@ def progress_bar(total: int | None, unit: str, what: str, done: int = 0, delay: 
         delay=delay,
         desc=what,
         unit=unit,
-        unit_scale=total is not None,  # a plain count is small
+        unit_scale=(total or 0) >= 1_000,  # small counts are whole numbers
         dynamic_ncols=watched,
         mininterval=seconds,
         maxinterval=max(10.0, seconds),

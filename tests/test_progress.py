@@ -62,6 +62,9 @@ def test_in_a_log_there_are_lines(capsys, monkeypatch):
     lines = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"training: 50%, 2.00k of 4.00k img, 00:00 so far, 00:00 left, .*img/s", lines[1])
     assert not any("\r" in line for line in lines)
+    with progress_bar(20, "step", "learning") as bar:
+        bar.update(20)
+    assert "learning: 100%, 20 of 20 step, in" in capsys.readouterr().err
     with progress_bar(None, " visits", "matching") as bar:
         bar.update()
     assert re.search(r"\nmatching: 1 visits, in 00:00, .*\n$", capsys.readouterr().err)
