@@ -6,8 +6,9 @@
 Of each program, in double precision: permuted parameters compute the same; the spec is valid; permutations are undone
 by their inverses, and one after the other is their composition. Of one in `--deep` programs also: activation matching
 finds what NumPy finds from the very activations, and REPAIR leaves the networks at both ends as they are; but not of
-those that JAX cannot batch, nor, on several devices, of those with a `shard_map` over one of them inside. A program
-that fails is named by its seed: `Program(seed, steps)` is that program again.
+those that JAX cannot batch, nor, on several devices, of those with a `shard_map` over one of them inside. Programs that
+XLA itself cannot run are counted apart. One that fails is named by its seed: `Program(seed, steps)` is that program
+again.
 """
 
 import collections
@@ -50,6 +51,10 @@ class Unsound(Exception):
     """A permutation that changes the function, or something else that must hold and does not."""
 
 
+class NotRun(Exception):
+    """XLA cannot run the program."""
+
+
 def steps_of(seed: int) -> int:
     """How many operations the program of a seed has."""
     return 3 + seed % 8
@@ -71,7 +76,10 @@ def check_program(program: Program) -> PermutationSpec:
         run = jax.jit(
             lambda networks, x: jax.lax.map(lambda params: program(params, x), networks), compiler_options=QUICK
         )
-        before, *others = np.asarray(run(jax.tree.map(lambda *leaves: np.stack(leaves), *networks), x))
+        try:
+            before, *others = np.asarray(run(jax.tree.map(lambda *leaves: np.stack(leaves), *networks), x))
+        except jax.errors.JaxRuntimeError as error:
+            raise NotRun from error
     for after in others:
         off = distance(after, before)
         require(off <= TOLERANCE, f"the function changes by {off:.1e}")
@@ -154,6 +162,8 @@ def main(config: FuzzConfig) -> None:
                 if seed % config.deep == 0 and can_be_batched(program):
                     check_matching_and_repair(program, spec)
                     counts["matched and repaired"] += 1
+            except NotRun:
+                counts["not run by XLA"] += 1
             except Unsound as error:
                 counts["unsound"] += 1
                 say(f"Program({seed}, {steps_of(seed)}): {error}")
@@ -162,8 +172,8 @@ def main(config: FuzzConfig) -> None:
                 say(f"Program({seed}, {steps_of(seed)}):\n{traceback.format_exc(limit=-3)}")
             counts["programs"] += 1
             bar.update()
-    names = ("programs", "programs with permutations", "permutations", "matched and repaired", "unsound", "crashed")
-    for name in names:
+    kinds = "programs", "programs with permutations", "permutations", "matched and repaired"
+    for name in (*kinds, "not run by XLA", "unsound", "crashed"):
         print(f"{counts[name]:>8,}  {name}")
 
 

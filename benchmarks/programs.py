@@ -263,8 +263,17 @@ def update(rng: Rng, param: Any, values: Values) -> Result:
 def scale_by_constant(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     axis = random_axis(rng, value)
-    which, count = rng.random(), np.arange(value.shape[axis])
-    known = count if which < 0.4 else count % 2 if which < 0.7 else count * 0 + 1
+    count = np.arange(value.shape[axis])
+    constants: list[Any] = [
+        lambda: count,
+        lambda: count % 2,
+        lambda: count * 0 + 1,
+        lambda: jnp.where(count % 2, 300.0, 44.0).astype(jnp.uint8),  # what is too large is the largest that there is
+        lambda: jnp.where(count % 2, jnp.inf, -jnp.inf).astype(jnp.int8),
+        lambda: jax.lax.reshape(jnp.stack([0.0 * count, count // 2 + 1.0])[:, ::2], count.shape, (1, 0)),
+        lambda: jnp.copysign(1.0, np.where(count % 2, 0.0, -0.0)),
+    ]
+    known = constants[rng.integers(len(constants) if len(count) % 2 == 0 else 5)]()
     return value * known.reshape([-1 if i == axis else 1 for i in range(value.ndim)])
 
 
@@ -395,6 +404,37 @@ def route(rng: Rng, param: Any, values: Values) -> Result:
     return looked_up * jnp.take_along_axis(jax.nn.softmax(scores), index[..., None], -1)
 
 
+def use_positions(rng: Rng, param: Any, values: Values) -> Result:
+    """What may be done with positions, and with those of equal entries."""
+    value = pick(rng, values)
+    width, last = value.shape[-1], value.ndim - 1
+    rows = distinct(param, value, last).reshape(-1, width)
+    largest = rows.argmax(-1)
+
+    def along_last(entries: Any) -> Any:
+        return entries.reshape([1] * last + [width])
+
+    def sparse(row: Any) -> Any:
+        values, index = jax.lax.top_k(row, 2)
+        return jnp.zeros(width, value.dtype).at[index].set(values)
+
+    ways: list[Any] = [
+        lambda: value @ param(width, width, random_size(rng))[rows.mean(0).argmax()],
+        lambda: value + (largest + np.array([-2]) < 0).sum(),
+        lambda: value + jnp.take(largest, np.array([1, 0])).sum(),
+        lambda: value * jnp.take_along_axis(jnp.argsort(rows, axis=-1), np.array([[1, 0]] * len(rows)), 1).sum(),
+        lambda: jax.vmap(lambda row: jax.lax.dynamic_slice_in_dim(row, row.argmax(), 2))(rows),
+        lambda: jnp.take(param(width, random_size(rng)), (rows > 0).argmax(-1), axis=0),
+        lambda: jnp.take(param(width, random_size(rng)), jnp.argsort(rows > 0, axis=-1)[:, 1], axis=0),
+        lambda: jnp.take(param(width, random_size(rng)), jax.lax.top_k(rows.round().astype(int), 1)[1][:, 0], axis=0),
+        lambda: value * along_last(jnp.zeros(width, value.dtype).at[largest].add(1.0)),
+        lambda: value * along_last(jnp.zeros(width, value.dtype).at[largest].set(rows[:, 0])),
+        lambda: jax.vmap(sparse)(rows),
+    ]
+    result = ways[rng.integers(len(ways))]()
+    return result.reshape(*value.shape[:-1], -1)
+
+
 def identity_matrix(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     size = value.shape[-1]
@@ -444,7 +484,12 @@ def linear_algebra(rng: Rng, param: Any, values: Values) -> Result:
     if value.ndim != 3:
         return None
     gram = jnp.einsum("bsi,bti->bst", value, value) + 2 * jnp.eye(value.shape[1])[None]
-    return jnp.linalg.solve(gram, value) if rng.random() < 0.5 else jnp.linalg.cholesky(gram)
+    ways: list[Any] = [
+        lambda: jnp.linalg.solve(gram, value),
+        lambda: jnp.linalg.cholesky(gram),
+        lambda: jnp.linalg.svd(value, compute_uv=False),
+    ]
+    return ways[rng.integers(len(ways))]()
 
 
 def generic_reduction(rng: Rng, param: Any, values: Values) -> Result:
@@ -509,6 +554,7 @@ def convert(rng: Rng, param: Any, values: Values) -> Result:
     ways = [
         lambda v: (v * 1j).imag,
         jax.lax.stop_gradient,
+        jax.lax.optimization_barrier,
         lambda v: jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(v, integers), v.dtype),
         lambda v: (
             v * jax.lax.iota(v.dtype, 2**21)[: v.shape[-1]].reshape([1] * (v.ndim - 1) + [-1])
@@ -520,22 +566,21 @@ def convert(rng: Rng, param: Any, values: Values) -> Result:
 def derivative(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     kernel = param(value.shape[-1], random_size(rng))
-    energy = lambda v: jnp.sin(v @ kernel).sum()  # noqa: E731
+    pooled = value.ndim == 3 and rng.random() < 0.5
+    window = (1, 2, 1)
+
+    def energy(v: Any) -> Any:
+        hidden = jnp.tanh(v @ kernel)
+        if pooled:
+            hidden = jax.lax.reduce_window(hidden, -jnp.inf, jax.lax.max, window, window, "VALID")
+        return jnp.sin(hidden).sum()
+
     return jax.grad(energy)(value) if rng.random() < 0.5 else jax.jvp(jax.grad(energy), (value,), (value,))[1]
-
-
-@jax.custom_jvp
-def doubled(x: Any) -> Any:
-    """Twice its argument, with a derivative of its own."""
-    return 2 * x
-
-
-doubled.defjvp(lambda primals, tangents: (doubled(*primals), 2 * tangents[0]))
 
 
 def nested(rng: Rng, param: Any, values: Values) -> Result:
     """Another operation, inside of a transformation or of control flow."""
-    operation = SIMPLE[rng.integers(len(SIMPLE))]
+    operation = nested if rng.random() < 0.15 else SIMPLE[rng.integers(len(SIMPLE))]
     seed, recorded = int(rng.integers(2**32)), list(values)
     kernels: list[jax.Array] = []
 
@@ -550,10 +595,14 @@ def nested(rng: Rng, param: Any, values: Values) -> Result:
     plain = operation(np.random.default_rng(seed), record, recorded)
     if plain is None:
         return None
-    wraps = [
+    own_tangent, own_gradient = jax.custom_jvp(run), jax.custom_vjp(run)
+    own_tangent.defjvp(lambda primals, tangents: (run(*primals), jnp.zeros_like(plain)))
+    own_gradient.defvjp(lambda *args: (run(*args), None), lambda _, gradient: (None, None))
+    wraps: list[Any] = [
+        lambda: own_tangent(recorded, kernels),
+        lambda: own_gradient(recorded, kernels),
         lambda: jax.jit(run)(recorded, kernels),
         lambda: jax.checkpoint(run)(recorded, kernels),
-        lambda: doubled(run(recorded, kernels)),
         lambda: jax.lax.cond(plain.sum() > 0, run, lambda v, k: plain * 0.5, recorded, kernels),
         lambda: jax.lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, run(recorded, kernels)), (0, plain))[1],
         lambda: jax.lax.scan(lambda c, _: (c + run(recorded, kernels), None), plain, length=2)[0],
@@ -567,7 +616,8 @@ SIMPLE: list[Operation] = [
     *(transpose, split_axis, merge_axes, reshape, slice_axis, gate, split_fused, pad, concatenate, combine_two),
     *(scale_by_own_sum, reduce, softmax, self_product, scale_by_constant, pool, convert),
     *(positional, one_hot_maximum, look_up, update, write, strided, pool_tiles, generic_reduction),
-    *(stack, unstack, unstack_fused, tile, order_blind, route, identity_matrix, linear_algebra),
+    *(stack, unstack, unstack_fused, tile, order_blind, route, use_positions, use_positions),
+    *(identity_matrix, linear_algebra),
 ]
 OPERATIONS: list[Operation] = [
     *SIMPLE,

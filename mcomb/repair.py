@@ -28,6 +28,7 @@ class Layer(NamedTuple):
     weights: ArrayId
     output: ArrayId
     sample_axes: tuple[int, ...]  # of the output: all but the units', as the batch's and those of positions
+    kind: tuple[Any, ...]  # what it has in common with the same layer in a trace of other dtypes and batches
 
 
 class TracedLayers(NamedTuple):
@@ -124,12 +125,14 @@ def list_layers(spec: PermutationSpec, intermediates: Intermediates) -> list[Lay
         if product.names & names & spec.sizes.keys():
             layouts = enumerate(product.layouts)
             sample_axes = tuple(i for i, layout in layouts if not names.intersection(axis_names(layout)))
-            layers.append(Layer(found.weights.id, found.output.id, sample_axes))
+            kind = found.equation.eqn.primitive.name, found.weights.signature, product.layouts
+            layers.append(Layer(found.weights.id, found.output.id, sample_axes, kind))
     return layers
 
 
+@cache
 def layer_finder(spec: PermutationSpec, apply: Apply) -> LayerFinder:
-    """Finds the layers of a network; what has the same shapes and dtypes is traced only once."""
+    """Finds the layers of a network, the same of each; what has the same shapes and dtypes is traced only once."""
     found: dict[Any, TracedLayers] = {}
 
     def find(params: Params, inputs: Inputs) -> TracedLayers:
@@ -137,20 +140,17 @@ def layer_finder(spec: PermutationSpec, apply: Apply) -> LayerFinder:
         key = structure, *((jnp.shape(leaf), jax.typeof(leaf).dtype) for leaf in leaves)
         if key not in found:
             intermediates = list_intermediates(spec, apply, params, inputs)
-            found[key] = TracedLayers(intermediates, list_layers(spec, intermediates))
+            new = TracedLayers(intermediates, list_layers(spec, intermediates))
+            for other in found.values():
+                if [layer.kind for layer in new.layers] != [layer.kind for layer in other.layers]:
+                    raise UserError(
+                        "the function has other layers, or in another order, depending on the dtype of the network or "
+                        "the size of the batch: give all networks in one dtype, and batches of one size"
+                    )
+            found[key] = new
         return found[key]
 
     return find
-
-
-def zip_layers(*lists: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """What several traces of a function have of each layer; an error unless all have the same layers."""
-    if len(counts := {len(one) for one in lists}) > 1:
-        raise UserError(
-            f"the function has {' or '.join(map(str, sorted(counts)))} layers, depending on the dtype of the network "
-            "or the size of the batch: give all networks in one dtype, and batches of one size"
-        )
-    return list(zip(*lists, strict=True))
 
 
 def shares(
@@ -170,7 +170,7 @@ def shares(
         return jnp.vdot(x, y, precision="highest")
 
     grams, products = [], []
-    for target, first, *others in zip_layers(*map(weights, (combined, *networks))):
+    for target, first, *others in zip(*map(weights, (combined, *networks)), strict=True):
         directions = [other - first for other in others]
         grams.append([[inner(x, y) for y in directions] for x in directions])
         products.append([inner(x, target - first) for x in directions])
@@ -187,7 +187,7 @@ def _repaired_apply(spec: PermutationSpec, apply: Apply) -> Apply:
 
     def run(network: RepairedNetwork, inputs: Inputs) -> Any:
         intermediates, layers = layer_finder(spec, apply)(network.params, inputs)
-        edits = {layer.output: one.apply for layer, one in zip_layers(layers, network.corrections)}
+        edits = {layer.output: one.apply for layer, one in zip(layers, network.corrections, strict=True)}
         return intermediates.tap((), edits)(network.params, inputs)[0]
 
     return run
@@ -226,7 +226,7 @@ def _network_moments(spec: PermutationSpec, apply: Apply, networks: Sequence[Par
     find_layers = layer_finder(spec, apply)
 
     def batch_moments(batch: Inputs) -> list[Moments]:
-        each = zip_layers(*(_moments(find_layers, params, batch) for params in networks))
+        each = zip(*(_moments(find_layers, params, batch) for params in networks), strict=True)
         return [jax.tree.map(lambda *per_network: jnp.stack(per_network), *layer) for layer in each]
 
     return jax.lax.map(batch_moments, batches)
@@ -252,7 +252,8 @@ def _moments(
         return observe
 
     intermediates, layers = find_layers(params, inputs)
-    edits = {layer.output: edit(layer, *goal) for layer, goal in zip_layers(layers, goals or [()] * len(layers))}
+    goals = goals or [()] * len(layers)
+    edits = {layer.output: edit(layer, *goal) for layer, goal in zip(layers, goals, strict=True)}
     intermediates.tap((), edits)(params, inputs)
     return [moments[layer.output] for layer in layers]
 

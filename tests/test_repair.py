@@ -10,6 +10,7 @@ from numerics import assert_close, assert_equal
 from zoo import CASES, Shape, random_arrays
 
 from mcomb import bernoulli, combine, evaluate, linear, mix, permutation_spec, repaired, uniform
+from mcomb.base import UserError
 from mcomb.combination import blend, stitch
 from mcomb.repair import layer_finder, shares
 
@@ -288,3 +289,21 @@ def test_networks_in_two_dtypes_and_inputs_in_a_tree_are_repaired_as_in_one():
         parameters = np.linspace(0, 1, 2, dtype=np.float32)
         found.append(evaluate(*repair, parameters, KEYS[:2], {"image": x}, y).loss)
     assert_close(found[0], found[1], roundings=ROUNDINGS)
+
+
+def test_networks_whose_layers_are_computed_in_another_order_are_refused():
+    def fn(params, x):
+        first = lambda: jnp.tanh(x @ params["w1"].astype(jnp.float32))  # noqa: E731
+        second = lambda: jnp.cos(x @ params["w2"].astype(jnp.float32))  # noqa: E731
+        if params["w1"].dtype == jnp.float32:
+            return first() @ params["w3"] + second() @ params["w4"]
+        after = second() @ params["w4"]
+        return first() @ params["w3"] + after
+
+    rng = np.random.default_rng(0)
+    shapes = {"w1": (3, 5), "w2": (3, 5), "w3": (5, 2), "w4": (5, 2)}
+    a, b = ({name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()} for _ in range(2))
+    x = rng.normal(size=(8, 3)).astype(np.float32)
+    spec, halves = permutation_spec(fn, a, x), b | {"w1": b["w1"].astype(jnp.bfloat16)}
+    with pytest.raises(UserError, match="give all networks in one dtype"):
+        repaired(spec, fn, mix(linear), (a, halves), x)

@@ -61,21 +61,29 @@ def match_activations(
     of examples, and each example is evaluated by itself.
 
     Weights decide between units that activations do not tell apart, such as those that never vary, or are multiples of
-    one another: where correlations are as high to a ten-thousandth. Units that are active in no array that can be
-    looked at, because they are only inside branches, while loops or a shard_map, between parameters, or in entries of a
-    stack that are read one by one, are matched by weights alone. A warning names them.
+    one another: where correlations are as high to a ten-thousandth. Units of which none varies, as with a single input,
+    and units that are active in no array that can be looked at, because they are only inside branches, while loops or a
+    shard_map, between parameters, or in entries of a stack that are read one by one, are matched by weights alone. A
+    warning names them.
     """
     check_networks(spec, a, b)
     count_examples(inputs)
     require_positive(batch_size=batch_size)
     output_shapes(apply, a, inputs)
     kind = "product" if inner_products else "correlation"
-    scores = _scores(spec, a, b, apply, inputs, kind=kind, batch_size=batch_size)
+    every = _scores(spec, a, b, apply, inputs, kind=kind, batch_size=batch_size)
+    scores = {name: score for name, score in every.items() if score.any()}
     perms = _best_permutations(spec, scores)
-    inactive = tuple(name for name in spec.sizes if name not in perms)
-    if inactive:
+    by_weights = tuple(name for name in spec.sizes if name not in perms)
+    if silent := [name for name in by_weights if name in every]:
         warnings.warn(
-            f"units of {', '.join(inactive)} are only inside branches, while loops or a shard_map, between parameters, "
+            f"units of {', '.join(silent)} never vary over these inputs, of which each is evaluated by itself: they "
+            "are matched by weights",
+            stacklevel=2,
+        )
+    if unseen := [name for name in by_weights if name not in every]:
+        warnings.warn(
+            f"units of {', '.join(unseen)} are only inside branches, while loops or a shard_map, between parameters, "
             "or in entries of a stack, where activations are not seen: they are matched by weights",
             stacklevel=2,
         )
@@ -83,7 +91,7 @@ def match_activations(
     parts += list(_as_weights(spec, scores, parts))
     perms = coordinate_descent(spec, parts, spec.identity() | perms, visit_orders(list(spec.sizes), seed=0)).perms
     trace = objective(spec, a, b), objective(spec, a, b, perms)
-    return Matching(perms, trace[-1], trace, by_weights=inactive)
+    return Matching(perms, trace[-1], trace, by_weights=by_weights)
 
 
 def correlations(
@@ -283,11 +291,11 @@ def _compare(
         ) from error
     active_a, active_b = (unit_activations(spec, network) for network in networks)
     for name in active_a.keys() | active_b.keys():
-        in_a, in_b = ([array.layouts for array in active.get(name, ())] for active in (active_a, active_b))
+        in_a, in_b = ([array.signature for array in active.get(name, ())] for active in (active_a, active_b))
         if in_a != in_b:
             raise UserError(
                 f"the units of {name} are active in {len(in_a)} arrays of one network and in {len(in_b)} of the other, "
-                "which their dtypes must be the reason of: give both networks in one dtype"
+                "or in others, which their dtypes must be the reason of: give both networks in one dtype"
             )
 
     def activations(network: Intermediates, active: Active, params: Params, examples: Inputs) -> dict[str, list[Array]]:

@@ -40,16 +40,29 @@ class ArrayId(NamedTuple):
 
 @dataclass(frozen=True)
 class Intermediate:
-    """What is known of an array inside a function: the layouts of its axes, and what it depends on.
+    """What is known of an array inside a function: the layouts of its axes, what makes it, and what it depends on.
 
-    The hidden units of `relu(x @ w)` have the layouts (None, "w") and depend on both inputs and parameters. In the body
-    of a scan the array has an axis of steps, which comes first, for each scan around it.
+    The hidden units of `jnp.tanh(x @ w)` have the layouts (None, "w"), are made by `tanh` and depend on the inputs and
+    on the parameter "w". In the body of a scan the array has an axis of steps, which comes first, for each scan around
+    it.
     """
 
     id: ArrayId
     layouts: tuple[Layout, ...]
+    shape: tuple[int, ...]  # without the steps of scans
+    made_by: str  # the primitive; of an array in another dtype, what made the array
     depends_on_inputs: bool
-    depends_on_params: bool
+    params: frozenset[str]  # that it depends on
+
+    @property
+    def depends_on_params(self) -> bool:
+        """Whether it depends on any parameter."""
+        return bool(self.params)
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """What it has in common with the same array in a trace of other dtypes."""
+        return self.made_by, self.shape, self.layouts, self.params
 
     @property
     def names(self) -> set[str]:
@@ -163,9 +176,10 @@ def list_intermediates(spec: PermutationSpec, fn: Callable[..., Any], params: Pa
             if axis is not None:
                 _add_names(spec, axis, layout, names)
     lister = _Lister(interp, names, spec)
+    known = [frozenset([leaf]) for leaf in leaves]
     arguments = [
-        Intermediate(ArrayId((ARGUMENTS,), i), lister.layouts((ARGUMENTS,), i), i >= len(leaves), i < len(leaves))
-        for i in range(len(traced.jaxpr.invars))
+        lister.intermediate(ArrayId((ARGUMENTS,), i), var, "argument", i >= len(leaves), *known[i : i + 1])
+        for i, var in enumerate(traced.jaxpr.invars)
     ]
     lister.visit(traced.jaxpr, (), arguments)
     return Intermediates(dict(zip(leaves, arguments, strict=False)), lister.equations, traced, result_shapes)
@@ -361,7 +375,7 @@ class _Lister:
             if eqn.primitive.name == "scan":
                 results = self._scan(eqn, eqn_path, operands)
             else:
-                results = self._intermediates(eqn_path, [operands] * len(eqn.outvars))
+                results = self._intermediates(eqn_path, eqn.outvars, eqn, [operands] * len(eqn.outvars))
             self.equations.append(Equation(eqn, operands, results))
             env |= zip(eqn.outvars, results, strict=True)
         return list(map(read, jaxpr.outvars))
@@ -383,15 +397,33 @@ class _Lister:
         """The results of a scan, of which the carry is taken to depend on everything that goes in."""
         consts, carry, xs = split_scan(eqn, operands)
         sources = [*([const] for const in consts), *[operands] * len(carry), *([x] for x in xs)]
-        args = self._intermediates((*path, ARGUMENTS), sources)
-        inner = self.visit(inner_jaxpr(eqn)[0], path, [*consts, *args[len(consts) :]])
-        return self._intermediates(path, [*[operands] * len(carry), *([y] for y in inner[len(carry) :])])
+        body = inner_jaxpr(eqn)[0]
+        args = self._intermediates((*path, ARGUMENTS), body.invars, eqn, sources)
+        inner = self.visit(body, path, [*consts, *args[len(consts) :]])
+        sources = [*[operands] * len(carry), *([y] for y in inner[len(carry) :])]
+        return self._intermediates(path, eqn.outvars, eqn, sources)
 
-    def _intermediates(self, path: EqnPath, sources: Sequence[Sequence[Intermediate | None]]) -> list[Intermediate]:
-        """The results of an equation, given the arrays that each of them depends on."""
+    def _intermediates(
+        self,
+        path: EqnPath,
+        variables: Sequence[Any],
+        eqn: core.JaxprEqn,
+        sources: Sequence[Sequence[Intermediate | None]],
+    ) -> list[Intermediate]:
+        """The arrays that an equation makes, given those that each of them depends on."""
         results = []
-        for index, arrays in enumerate(sources):
+        for index, (var, arrays) in enumerate(zip(variables, sources, strict=True)):
             known = [array for array in arrays if array is not None]
-            depends = any(array.depends_on_inputs for array in known), any(array.depends_on_params for array in known)
-            results.append(Intermediate(ArrayId(path, index), self.layouts(path, index), *depends))
+            converts = eqn.primitive.name == "convert_element_type" and known
+            made_by = known[0].made_by if converts else eqn.primitive.name
+            on_inputs = any(array.depends_on_inputs for array in known)
+            params = (array.params for array in known)
+            results.append(self.intermediate(ArrayId(path, index), var, made_by, on_inputs, *params))
         return results
+
+    def intermediate(
+        self, array: ArrayId, var: Any, made_by: str, on_inputs: bool, *params: frozenset[str]
+    ) -> Intermediate:
+        """What is known of an array, from what made it and what it depends on."""
+        layouts, shape = self.layouts(*array), tuple(var.aval.shape)
+        return Intermediate(array, layouts, shape, made_by, on_inputs, frozenset().union(*params))

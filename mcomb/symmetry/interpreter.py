@@ -466,6 +466,15 @@ def _broadcast(params: Any, value: np.ndarray, *sizes: Any) -> np.ndarray:
     return np.broadcast_to(value.reshape([kept.get(i, 1) for i in range(len(params["shape"]))]), params["shape"])
 
 
+def _convert(params: Any, value: np.ndarray) -> np.ndarray | None:
+    """The value, unless it has floats that are no numbers of the integer type that it is converted to."""
+    if jax.numpy.issubdtype(value.dtype, np.inexact) and jax.numpy.issubdtype(params["new_dtype"], np.integer):
+        limits = jax.numpy.iinfo(params["new_dtype"])
+        whole = np.trunc(value.real.astype(np.float64))
+        return value if ((whole >= limits.min) & (whole < limits.max + 1)).all() else None
+    return value
+
+
 SCALAR_OPERATIONS = {"add", "convert_element_type", "lt", "max", "min", "mul", "select_n", "sub"}
 
 WORKED_OUT: dict[str, Callable[..., np.ndarray | None]] = {
@@ -473,7 +482,7 @@ WORKED_OUT: dict[str, Callable[..., np.ndarray | None]] = {
     "and": lambda _, x, y: x & y,
     "broadcast_in_dim": _broadcast,
     "concatenate": lambda params, *values: np.concatenate(values, params["dimension"]),
-    "convert_element_type": lambda params, x: x,
+    "convert_element_type": _convert,
     "eq": lambda _, x, y: x == y,
     "ge": lambda _, x, y: x >= y,
     "gt": lambda _, x, y: x > y,
@@ -487,7 +496,7 @@ WORKED_OUT: dict[str, Callable[..., np.ndarray | None]] = {
     "not": lambda _, x: ~x,
     "or": lambda _, x, y: x | y,
     "rem": lambda _, x, y: np.fmod(x, y) if y.all() else None,
-    "reshape": lambda params, x: x.reshape(params["new_sizes"]),
+    "reshape": lambda params, x: x.transpose(params["dimensions"]).reshape(params["new_sizes"]),
     "select_n": lambda _, which, *cases: np.choose(which.astype(int), cases),
     "squeeze": lambda params, x: x.squeeze(params["dimensions"]),
     "stack": lambda params, *values: np.stack(values, params["axis"]),

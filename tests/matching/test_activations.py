@@ -107,7 +107,40 @@ def test_weights_decide_between_units_that_activations_do_not_tell_apart():
     spec = permutation_spec(fn, params, x)
     assert sorted(spec.sizes.values()) == [5, 6]
     permuted, expected = planted(spec, params)
-    assert_equal(match_activations(spec, params, permuted, fn, x).perms, expected)
+    with pytest.warns(UserWarning, match="units of up never vary"):
+        matching = match_activations(spec, params, permuted, fn, x)
+    assert matching.by_weights == ("up",)
+    assert_equal(matching.perms, expected)
+
+
+def test_units_inside_a_while_loop_are_matched_by_weights_and_named():
+    def fn(params, x):
+        step = lambda carry: (carry[0] + 1, carry[1] + jnp.tanh(carry[1] @ params["up"]) @ params["down"])  # noqa: E731
+        return jax.lax.while_loop(lambda carry: carry[0] < 2, step, (0, x))[1]
+
+    params = random_arrays({"up": Shape((8, 6), jnp.float32), "down": Shape((6, 8), jnp.float32)})
+    x = random_arrays(FEATURES)
+    spec = permutation_spec(fn, params, x)
+    permuted, expected = planted(spec, params)
+    with pytest.warns(UserWarning, match="units of up are only inside branches, while loops"):
+        assert_equal(match_activations(spec, params, permuted, fn, x).perms, expected)
+
+
+def test_units_that_do_not_vary_over_single_examples_are_matched_by_weights_and_named():
+    """There is only one, or each is compared with the others of a batch, of which it is the only one."""
+
+    def fn(params, x):
+        hidden = jnp.tanh(x @ params["one"])
+        return jnp.tanh((hidden - hidden.mean(0, keepdims=True)) @ params["two"]) @ params["three"]
+
+    params, x = random_arrays(DEEP), np.random.default_rng(0).standard_normal((40, 3), np.float32)
+    spec = permutation_spec(fn, params, x)
+    permuted, _ = planted(spec, params)
+    for inputs in (x, x[:1]):
+        with pytest.warns(UserWarning, match="units of one, two never vary"):
+            matching = match_activations(spec, params, permuted, fn, inputs)
+        assert matching.by_weights == ("one", "two")
+        assert_equal(matching.perms, match_weights(spec, params, permuted).perms)
 
 
 def test_weights_decide_nothing_that_activations_tell():
@@ -185,6 +218,21 @@ def test_a_network_whose_dtype_makes_it_another_program_is_refused():
 
     with pytest.raises(UserError, match="give both networks in one dtype"):
         match_activations(spec, params, halves, twice, both)
+
+
+def test_a_network_whose_dtype_changes_the_order_of_what_it_computes_is_refused():
+    def fn(params, x):
+        hidden = x @ params["one"].astype(jnp.float32)
+        parts = [lambda: jnp.tanh(hidden) @ params["two"], lambda: jnp.cos(hidden) @ params["three"]]
+        order = (0, 1) if params["one"].dtype == jnp.float32 else (1, 0)
+        done = {i: parts[i]() for i in order}
+        return done[0] + done[1]
+
+    shapes = {"one": (3, 6), "two": (6, 2), "three": (6, 2)}
+    params = random_arrays({name: Shape(shape, jnp.float32) for name, shape in shapes.items()})
+    x, halves = random_arrays(Shape((4, 3), jnp.float32)), params | {"one": params["one"].astype(jnp.bfloat16)}
+    with pytest.raises(UserError, match="give both networks in one dtype"):
+        match_activations(permutation_spec(fn, params, x), params, halves, fn, x)
 
 
 def test_inputs_may_be_a_tree():

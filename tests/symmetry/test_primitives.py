@@ -15,7 +15,7 @@ WITHOUT = {
     *("after_all", "create_token", "custom_lin", "dce_sink", "empty", "empty2", "eval_jaxpr", "from_edtype"),
     *("platform_index", "preduced", "stage", "tie", "to_edtype", "unreduced_psum", "vary_unreduced_cast_p"),
     *("approx_top_k", "cholesky_update", "geqp3", "geqrf", "lu_pivots_to_permutation", "ormqr"),
-    *("scaled_dot", "select_and_gather_add", "select_and_scatter", "select_and_scatter_add"),
+    *("scaled_dot", "select_and_scatter"),
     *("symmetric_product", "tridiagonal_solve", "call"),
 }
 

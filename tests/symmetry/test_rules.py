@@ -112,6 +112,59 @@ def best_two(params, x):
     return jnp.einsum("bi,bkih->bh", x, params["in"][index]) @ params["last"]
 
 
+def expert_of_the_batch(params, x):
+    return jnp.tanh(x @ params["in"][jnp.argmax(x.mean(0) @ params["router"])]) @ params["last"]
+
+
+def experts_in_turn(params, x):
+    def one(row):
+        return jnp.tanh(row @ params["in"][jnp.argmax(row @ params["router"])]) @ params["last"]
+
+    return jax.lax.map(one, x)
+
+
+def experts_and_their_load(params, x):
+    _, index = choose(params, x)
+    return experts_by_one_hot(params, x) * jnp.square(jnp.zeros(3).at[index].add(1.0)).sum()
+
+
+def sparse_code(params, x):
+    """Only the largest two units of each row are active."""
+
+    def keep(row):
+        values, index = jax.lax.top_k(row, 2)
+        return jnp.zeros_like(row).at[index].set(values)
+
+    return jax.vmap(keep)(x @ params["up"]) @ params["down"]
+
+
+def by_largest(write):
+    """Each unit writes to the entry that is the largest of its own."""
+
+    def fn(params, x):
+        hidden = jnp.tanh(x @ params["up"])
+        return write(jnp.zeros(3).at[(hidden.T @ params["router"]).argmax(-1)], hidden.sum(0)) @ params["last"]
+
+    return fn, {"up": (FEATURES, UNITS), "router": (ROWS, 3), "last": (3, 2)}
+
+
+def pairs_of_positions(params, x):
+    """Entries of a square matrix, whose rows and columns are both numbered by the largest units."""
+    index = jax.lax.top_k(jnp.tanh(x @ params["up"]), 2)[1]
+    dims = jax.lax.GatherDimensionNumbers(offset_dims=(), collapsed_slice_dims=(0, 1), start_index_map=(0, 1))
+    return jax.lax.gather(params["square"], index, dims, (1, 1))
+
+
+def pooled_derivative(derive):
+    """The derivative of something that is computed of the maxima of windows, along another axis than that of units."""
+
+    def energy(params, x):
+        hidden = jnp.tanh(x.reshape(ROWS, FEATURES, 1) * params["up"].reshape(1, 1, UNITS))
+        return jnp.sin(jax.lax.reduce_window(hidden, -jnp.inf, jax.lax.max, (1, 2, 1), (1, 2, 1), "VALID")).sum()
+
+    return Program(lambda p, x: derive(lambda x: energy(p, x), x), {"up": (UNITS,)}, WHOLE)
+
+
 def code_book(params, x):
     z = x @ params["in"]
     distances = jnp.square(z.reshape(ROWS, 1, UNITS) - params["codes"].reshape(1, 7, UNITS)).sum(-1)
@@ -201,6 +254,23 @@ ONE_OUTPUT = {"router": (FEATURES, 3), "in": (3, FEATURES, UNITS), "last": (UNIT
 WHOLE = [(UNITS,)]
 
 PROGRAMS = {
+    "gradient of max pooling": pooled_derivative(lambda energy, x: jax.grad(energy)(x)),
+    "tangent of max pooling": pooled_derivative(lambda energy, x: jax.jvp(energy, (x,), (x,))[1]),
+    "largest singular value": pooled(lambda h: jnp.linalg.norm(h, ord=2), WHOLE),
+    "expert of the whole batch": Program(expert_of_the_batch, ONE_OUTPUT, [(3,), (UNITS,)]),
+    "experts in turn": Program(experts_in_turn, ONE_OUTPUT, [(3,), (UNITS,)]),
+    "experts and their load": Program(experts_and_their_load, EXPERTS, [(3,), (3, UNITS)]),
+    "units add to their largest entries": Program(*by_largest(lambda at, h: at.add(h)), [(3,), (UNITS,)]),
+    "units write to their largest entries": Program(*by_largest(lambda at, h: at.set(h)), [(3,)]),
+    "units write to one entry": Program(
+        lambda p, x: (
+            jnp.zeros(3).at[jnp.broadcast_to((x.sum(0) @ p["router"]).argmax(), UNITS)].set((x @ p["up"]).sum(0))
+            @ p["last"]
+        ),
+        {"up": (FEATURES, UNITS), "router": (FEATURES, 3), "last": (3, 2)},
+        [(3,)],
+    ),
+    "sparse code": Program(sparse_code, {"up": (FEATURES, UNITS), "down": (UNITS, 2)}, WHOLE),
     "median": pooled(lambda h: jnp.median(h, -1), WHOLE),
     "quantile": pooled(lambda h: jnp.quantile(h, jnp.array([0.2, 0.7]), axis=-1), WHOLE),
     "sort by two keys": pooled(lambda h: jax.lax.sort((h.round(), h), num_keys=2)[1].cumsum(1), WHOLE),
@@ -292,6 +362,34 @@ PROGRAMS = {
         lambda h: jax.nn.one_hot(h.argmax(-1), UNITS + 1) @ jnp.arange(UNITS + 1.0), []
     ),
     "positions that are shifted": pooled(lambda h: jnp.take(h, h.argmax(-1) + 1, -1).sum(), []),
+    "positions less a number": pooled(lambda h: jnp.where(h.argmax(-1) + jnp.array([-3]) < 0, 1.0, 2.0), []),
+    "positions in other rows": pooled(lambda h: h.argmax(-1)[np.array([1, 0, 3])], []),
+    "positions by number": pooled(lambda h: jnp.take_along_axis(jax.lax.top_k(h, 2)[1], np.array([[1]] * 4), 1), []),
+    "positions at positions": pooled(lambda h: jnp.argsort(h, axis=-1)[jnp.arange(4), h.argmax(-1) // 2], []),
+    "windows at positions": pooled(jax.vmap(lambda row: jax.lax.dynamic_slice_in_dim(row, row.argmax(), 2)), []),
+    "pairs of positions": Program(pairs_of_positions, {"up": (FEATURES, UNITS), "square": (UNITS, UNITS)}, []),
+    "the first that is true": Program(
+        lambda p, x: p["codes"][jnp.argmax(x @ p["up"] > 0, -1)], {"up": (FEATURES, UNITS), "codes": (UNITS, 2)}, []
+    ),
+    "the order of signs": Program(
+        lambda p, x: p["codes"][jnp.argsort(x @ p["up"] > 0, axis=-1)[:, 1]],
+        {"up": (FEATURES, UNITS), "codes": (UNITS, 2)},
+        [],
+    ),
+    "the largest two integers": Program(
+        lambda p, x: p["codes"][jax.lax.top_k((x @ p["up"]).astype(int), 2)[1]],
+        {"up": (FEATURES, UNITS), "codes": (UNITS, 2)},
+        [],
+    ),
+    "constant that is too large for its type": layer(
+        lambda h, p: h * jnp.array([300.0, 44.0] * 3).astype(jnp.uint8), [(2, 3)]
+    ),
+    "infinite constant as an integer": layer(
+        lambda h, p: h * jnp.array([jnp.inf, -jnp.inf] * 3).astype(jnp.int32).astype(jnp.int8), [(2, 3)]
+    ),
+    "constant that is reshaped by columns": layer(
+        lambda h, p: h * jax.lax.reshape(jnp.array([[1.0] * 3, [2.0] * 3]), (UNITS,), (1, 0)), [(2, 3)]
+    ),
 }
 
 

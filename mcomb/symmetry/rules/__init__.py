@@ -21,11 +21,13 @@ from mcomb.symmetry.rules.lookups import (
     choose_positions,
     compare_positions,
     dynamic_slice,
+    dynamic_slice_at,
     dynamic_update_slice,
     gather,
     is_negative,
     same_positions,
     scatter,
+    scatter_at,
     shift,
     sort,
     top_k,
@@ -38,7 +40,15 @@ from mcomb.symmetry.rules.products import (
     ragged_dot,
     triangular_solve,
 )
-from mcomb.symmetry.rules.reductions import cumulative, fft, general_reduction, reduce_window, reduction, reverse
+from mcomb.symmetry.rules.reductions import (
+    cumulative,
+    fft,
+    general_reduction,
+    reduce_window,
+    reduction,
+    reverse,
+    select_in_window,
+)
 from mcomb.symmetry.rules.shapes import (
     bitcast,
     broadcast,
@@ -81,6 +91,7 @@ RULES: dict[str, Rule] = {
     **for_all(arg_reduction, "argmax argmin"),
     **for_all(cumulative, "cumsum cumprod cummax cummin cumlogsumexp"),
     **for_all(reduce_window, "reduce_window reduce_window_sum reduce_window_max reduce_window_min"),
+    **for_all(select_in_window, "select_and_gather_add select_and_scatter_add"),
     **for_all(scatter, "scatter scatter-add scatter-mul scatter-min scatter-max scatter-sub"),
     **for_all(pass_through, "optimization_barrier device_put reshard layout_constraint"),
     **for_all(collective, "psum psum_invariant pmax pmin pvary pbroadcast ppermute"),
@@ -124,6 +135,8 @@ POSITION_RULES: dict[str, Rule] = {
     ),
     "add": shift,
     "eq": compare_positions,
+    **for_all(scatter_at, "scatter scatter-add scatter-mul scatter-min scatter-max scatter-sub"),
+    "dynamic_slice": dynamic_slice_at,
     "gather": gather,
     "lt": is_negative,
     "select_n": choose_positions,

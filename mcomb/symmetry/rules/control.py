@@ -6,7 +6,7 @@ from typing import Any
 from jax.extend import core
 
 from mcomb.symmetry.axes import Axis, unite
-from mcomb.symmetry.interpreter import ArrayAxes, Interpreter, Known, sliced_axis
+from mcomb.symmetry.interpreter import ArrayAxes, Interpreter, Known, Positions, sliced_axis
 from mcomb.symmetry.rules.common import BY_POSITION, freeze_everything, resized_axes, shape_of, split_list, split_scan
 
 
@@ -126,8 +126,13 @@ def slice_of_stack(interp: Interpreter, eqn: core.JaxprEqn, operand: Any) -> lis
 def dynamic_slice_of_stack(
     interp: Interpreter, eqn: core.JaxprEqn, operand: Any, *starts: Any
 ) -> list[ArrayAxes] | None:
-    """An entry, if it is one: by its number if that is known, or else by the expression that it is computed by."""
+    """An entry, if it is one: by its number if that is known, or else by the expression that it is computed by.
+
+    One at a position, as `argmax` gives it, is not read by its number: entries may move with what it was chosen by.
+    """
     resized = resized_axes(eqn.invars[0], eqn.outvars[0])
+    if any(isinstance(start, Positions) for start in starts):
+        return None
     if len(resized) != 1 or shape_of(eqn.outvars[0])[resized[0]] != 1:
         return None
     (axis,) = resized

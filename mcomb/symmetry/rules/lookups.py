@@ -3,9 +3,10 @@
 The latter are arrays of `Positions`, for which some primitives have a rule of their own.
 """
 
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, SupportsIndex
 
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
@@ -13,17 +14,33 @@ from mcomb.symmetry.axes import Axis, concatenation, unite
 from mcomb.symmetry.interpreter import ArrayAxes, Interpreter, Known, Labels, Positions, known_value, positions
 from mcomb.symmetry.rules.common import elementwise, other_axes, positional, resized_axes, shape_of
 from mcomb.symmetry.rules.reductions import reduction
-from mcomb.symmetry.rules.shapes import cut_segments, take_part
+from mcomb.symmetry.rules.shapes import cut_segments, replace_axis, take_part
 
 
 def arg_reduction(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
-    """Positions along the reduced axis.
-
-    Of entries that are exactly equal the first is taken, whichever that is: we count on there being none.
-    """
+    """Positions along the reduced axis."""
     (axes,), (reduced,) = reduction(interp, eqn, operand), eqn.params["axes"]
-    along = operand[reduced]
-    return [axes if along is None else positions(axes, along, interp.reason)]
+    return [_positions_along(interp, eqn, axes, operand[reduced])]
+
+
+def _positions_along(interp: Interpreter, eqn: core.JaxprEqn, axes: ArrayAxes, along: Axis | None) -> ArrayAxes:
+    """Positions, chosen by the size of entries along an axis, which is frozen unless these are floats.
+
+    Of entries that are exactly equal the first is taken, whichever that is. Of floats we count on there being none;
+    among integers and truth values there are.
+    """
+    if along is None:
+        return axes
+    if not is_float(eqn.invars[0]):
+        interp.explain("of equal entries it takes the first")
+        interp.freeze([along])
+        return axes
+    return positions(axes, along, interp.reason)
+
+
+def is_float(atom: Any) -> bool:
+    """Whether an array has real, floating-point entries."""
+    return bool(jnp.issubdtype(atom.aval.dtype, jnp.floating))
 
 
 def sort(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
@@ -34,7 +51,7 @@ def sort(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[
     """
     axis, keys = eqn.params["dimension"], eqn.params["num_keys"]
     *others, last = operands
-    along = others[0][axis] if len(others) == keys == 1 else None
+    along = others[0][axis] if len(others) == keys == 1 and is_float(eqn.invars[0]) else None
     if along is not None and isinstance(last, Known) and counts_up(last.value, axis):
         values, ranked = positional(interp, eqn, others, [axis], order_blind=True)  # as `argsort` does
         return [values, positions(ranked, along, interp.reason)]
@@ -45,8 +62,7 @@ def top_k(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[A
     """The largest entries, and positions along their axis."""
     axis = eqn.params.get("axis", -1) % len(operand)
     values, ranked = positional(interp, eqn, [operand], [axis], order_blind=True)
-    along = operand[axis]
-    return [values, ranked if along is None else positions(ranked, along, interp.reason)]
+    return [values, _positions_along(interp, eqn, ranked, operand[axis])]
 
 
 def gather(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes, indices: ArrayAxes) -> list[ArrayAxes] | None:
@@ -54,12 +70,14 @@ def gather(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes, indices:
 
     But an axis along which the indices are positions is that axis, and the axes of a diagonal are one.
     """
+    operand = interp.plain(operand)  # positions that are themselves looked up
     dims, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     shape, rank = shape_of(eqn.invars[0]), len(shape_of(eqn.outvars[0]))
     looked_up = dims.collapsed_slice_dims
     if isinstance(indices, Known) and len(indices) == 2 and tuple(dims.start_index_map) == tuple(looked_up):
         positions = np.arange(len(indices.value)).reshape(-1, 1)
         square = {shape[axis] for axis in looked_up} == {len(positions)} and not dims.operand_batching_dims
+        square &= all(sizes[axis] == shape[axis] for axis in other_axes(len(shape), looked_up))
         if square and np.array_equal(indices.value, np.broadcast_to(positions, indices.value.shape)):
             others = iter(other_axes(len(shape), looked_up))
             return interp.relate(
@@ -69,7 +87,7 @@ def gather(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes, indices:
     collapsed, batched = dims.collapsed_slice_dims, [*dims.operand_batching_dims]
     indexed = [a for a, n in enumerate(shape) if a not in batched and (a in collapsed or sizes[a] != n)]
     if isinstance(indices, Positions):
-        if indices.shifted or indexed != [*dims.start_index_map] or shape[indexed[0]] != indices.along.size:
+        if not _one_entry_each(indices, shape, indexed, dims.start_index_map, [sizes[axis] for axis in indexed]):
             return None
         if (along := operand[indexed[0]]) is not None:
             unite(along, indices.along, interp.reason)
@@ -89,6 +107,52 @@ def gather(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes, indices:
         ],
         [[offset_labels[i] if i in offset_labels else ("index", next(index_axes)) for i in range(rank)]],
         {("result", axis): Axis(sizes[axis], interp.reason) for axis in indexed},
+    )
+
+
+def _one_entry_each(
+    indices: Positions,
+    shape: Sequence[int],
+    indexed: Iterable[SupportsIndex],
+    by: Iterable[SupportsIndex],
+    sizes: Sequence[int],
+) -> bool:
+    """Whether each position means one entry along the only axis that is indexed, which is as long as theirs."""
+    axes = [int(axis) for axis in indexed]
+    return axes == [*by] and [*sizes] == [1] and not indices.shifted and shape[axes[0]] == indices.along.size
+
+
+def scatter_at(
+    interp: Interpreter, eqn: core.JaxprEqn, operand: Any, indices: Any, updates: Any
+) -> list[ArrayAxes] | None:
+    """Writes to positions along an axis, which is that axis: the entries move with what they are chosen by.
+
+    Of several updates of one entry the last is what stays there: their order is frozen, unless they are added up or
+    such.
+    """
+    dims, shape = eqn.params["dimension_numbers"], shape_of(eqn.invars[0])
+    inserted, batched = [*dims.inserted_window_dims], [*dims.operand_batching_dims]
+    kept = [axis for axis in range(len(shape)) if axis not in inserted and axis not in batched]
+    update_shape = [shape_of(eqn.invars[2])[axis] for axis in dims.update_window_dims]
+    if not isinstance(indices, Positions) or update_shape != [shape[axis] for axis in kept]:
+        return None
+    if not _one_entry_each(indices, shape, inserted, dims.scatter_dims_to_operand_dims, [1] * len(inserted)):
+        return None
+    (written,) = inserted
+    operand, updates = interp.plain(operand), interp.plain(updates)
+    together = dims.scatter_indices_batching_dims
+    of_index = iter(range(len(indices) - 1))
+    of_window = dict(zip(dims.update_window_dims, kept, strict=True))
+    of_update = [of_window[i] if i in of_window else ("index", next(of_index)) for i in range(len(updates))]
+    if eqn.primitive.name == "scatter":
+        apart = {("index", i) for i in range(len(indices)) if i not in together}
+        interp.freeze(axis for axis, label in zip(updates, of_update, strict=True) if label in apart)
+    of_batch: dict[int, Hashable] = {axis: ("index", i) for axis, i in zip(batched, together, strict=True)}
+    array = [of_batch.get(axis, axis) for axis in range(len(shape))]
+    return interp.relate(
+        [(operand, array), (updates, of_update), (tuple(indices), [("index", i) for i in range(len(indices))])],
+        [array],
+        {written: indices.along},
     )
 
 
@@ -145,6 +209,20 @@ def dynamic_slice(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes, *
     return [operand]
 
 
+def dynamic_slice_at(interp: Interpreter, eqn: core.JaxprEqn, operand: Any, *starts: Any) -> list[ArrayAxes] | None:
+    """The entry at a position along an axis, which is the axis of the position; None for anything else."""
+    resized, shape = resized_axes(eqn.invars[0], eqn.outvars[0]), shape_of(eqn.invars[0])
+    if len(resized) != 1 or not isinstance(start := starts[resized[0]], Positions):
+        return None
+    (axis,) = resized
+    if not _one_entry_each(start, shape, resized, resized, [shape_of(eqn.outvars[0])[axis]]):
+        return None
+    operand, _ = interp.plain(operand), [interp.plain(other) for i, other in enumerate(starts) if i != axis]
+    if (along := operand[axis]) is not None:
+        unite(along, start.along, interp.reason)
+    return replace_axis(interp, operand, axis, [None])
+
+
 def dynamic_update_slice(
     interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes, update: ArrayAxes, *starts: ArrayAxes
 ) -> list[ArrayAxes]:
@@ -193,8 +271,8 @@ def same_positions(
 
 
 def is_negative(interp: Interpreter, eqn: core.JaxprEqn, operand: Any, bound: Any) -> list[ArrayAxes] | None:
-    """No position is."""
-    if not isinstance(bound, Known) or bound.value.any():
+    """No position is, unless something was added to it."""
+    if not isinstance(bound, Known) or bound.value.any() or operand.shifted:
         return None
     axes = Known([None] * len(shape_of(eqn.outvars[0])))
     axes.value = np.broadcast_to(False, shape_of(eqn.outvars[0]))

@@ -70,9 +70,12 @@ def ragged_dot(
 
 
 def factorisation(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
-    """Freezes the rows and columns of matrices, which are the last two axes; elementwise over a batch of them."""
+    """Freezes the rows and columns of matrices, which are the last two axes; elementwise over a batch of them.
+
+    Singular values by themselves do not depend on the order of rows and columns.
+    """
     batch = len(operands[0]) - 2
-    for operand in operands:
+    for operand in operands if eqn.params.get("compute_uv", True) else ():
         interp.freeze(operand[batch:])
 
     def labels(rank: int, *array: Hashable) -> Labels:

@@ -42,9 +42,7 @@ def reduce_window(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes)
 
     Where windows tile an axis, it is a product of windows, in any order, with what is inside them, also in any order.
     """
-    p = eqn.params
-    sizes = zip(p["window_dimensions"], p["window_strides"], p["base_dilation"], p["window_dilation"], strict=True)
-    pooled = {axis: n for axis, (n, pad) in enumerate(zip(sizes, p["padding"], strict=True)) if {*n} != {1} or any(pad)}
+    p, pooled = eqn.params, _pooled_axes(eqn)
     shape, arrays = shape_of(eqn.invars[0]), [operand for operand in operands if operand]
     for axis, (window, stride, *dilation) in pooled.items():
         tiles = window == stride and dilation == [1, 1] and not any(p["padding"][axis]) and shape[axis] % window == 0
@@ -55,3 +53,16 @@ def reduce_window(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes)
         windows, _ = interp.split(operand[axis], (shape[axis] // window, window), split_product)
         (operand,) = replace_axis(interp, operand, axis, [windows])
     return [operand]
+
+
+def select_in_window(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
+    """Derivatives of pooling by the maximum: elementwise as that is, frozen where it takes one of several entries."""
+    return positional(interp, eqn, operands, _pooled_axes(eqn))
+
+
+def _pooled_axes(eqn: core.JaxprEqn) -> dict[int, tuple[int, ...]]:
+    """The axes that are pooled, each with the size, stride and dilations of the window."""
+    p, ones = eqn.params, (1,) * len(eqn.params["window_dimensions"])
+    dilations = (p.get(name, ones) for name in ("base_dilation", "window_dilation"))
+    sizes = zip(p["window_dimensions"], p["window_strides"], *dilations, strict=True)
+    return {axis: n for axis, (n, pad) in enumerate(zip(sizes, p["padding"], strict=True)) if {*n} != {1} or any(pad)}
