@@ -111,9 +111,11 @@ class Interpreter:
         default_rule: Rule,
         position_rules: Mapping[str, Rule],
         stack_rules: Mapping[str, Rule],
+        explanations: Mapping[str, str],
     ) -> None:
         self.rules, self.default_rule = rules, default_rule
         self.position_rules, self.stack_rules = position_rules, stack_rules
+        self.explanations = explanations
         self.reason = ""  # the current operation, to blame if an axis freezes
         self.operations: list[list[LabelledAxes]] = []  # the arrays that each operation relates
         self.first_use: dict[Axis, int] = {}  # axes, numbered in the order in which operations first use them
@@ -147,7 +149,7 @@ class Interpreter:
                 continue
             self._path = (*path, index)
             self._scopes.append(self._scope(eqn))
-            self.reason = f"{eqn.primitive.name} in {self._scopes[-1]}"
+            self.explain(eqn.primitive.name, self.explanations.get(eqn.primitive.name))
             operands = list(map(read, eqn.invars))
             self.expressions = expressions
             results = self._apply_rule(eqn, operands)
@@ -227,9 +229,9 @@ class Interpreter:
         known.value = array
         return known
 
-    def explain(self, why: str) -> None:
-        """Says why the current operation freezes what it freezes."""
-        self.reason = self.reason.replace(" in ", f" ({why}) in ", 1)
+    def explain(self, primitive: str, why: str | None) -> None:
+        """Says what is to blame for what freezes now: the primitive, and what it is in it that depends on the order."""
+        self.reason = f"{primitive} ({why}) in {self._scopes[-1]}" if why else f"{primitive} in {self._scopes[-1]}"
 
     def freeze(self, axes: Iterable[Axis | None]) -> None:
         """Forbids any permutation of these axes, and blames the current operation."""
@@ -279,7 +281,8 @@ class Interpreter:
         self.first_use.setdefault(axis, len(self.first_use))
         parts = split(axis, sizes, self.reason)
         if parts is None:
-            self.explain("its parts cut across those of a product or a concatenation before it")
+            primitive = self.reason.split()[0]
+            self.explain(primitive, "its parts cut across those of a product or a concatenation before it")
             self.freeze([axis])
             return self.new_axes(sizes, self.reason)
         return tuple(part if part.size > 1 else None for part in parts)

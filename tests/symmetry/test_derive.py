@@ -145,7 +145,7 @@ def test_frozen_axes_name_the_module_they_were_frozen_in():
     case = CASES["VGG"]()
     spec = permutation_spec(case.fn, case.params, case.input)
     reasons = {(frozen.leaf, frozen.axis): frozen.reason for frozen in spec.frozen}
-    assert reasons["params/conv1/kernel", 0] == "conv_general_dilated in VGG/conv1"
+    assert reasons["params/conv1/kernel", 0] == "conv_general_dilated (positions of a window) in VGG/conv1"
     assert reasons["params/conv0/kernel", 2] == "input 0"
     assert reasons["params/head/bias", 0] == "the output"
 

@@ -14,8 +14,9 @@ T = TypeVar("T")
 
 def freeze_everything(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
     """The rule of an unknown primitive, which may depend on the order of everything."""
-    if why := FROZEN_ON_PURPOSE.get(eqn.primitive.name):
-        interp.explain(why)
+    interp.explain(
+        eqn.primitive.name, FROZEN_ON_PURPOSE.get(eqn.primitive.name, "how it depends on the order is not known")
+    )
     for operand in operands:
         interp.freeze(operand)
     interp.record((operand, [(i, axis) for axis in range(len(operand))]) for i, operand in enumerate(operands))
@@ -92,6 +93,28 @@ def for_all(value: T, names: str) -> dict[str, T]:
 
 
 BY_POSITION = "devices share the array out by position"
+
+EXPLANATIONS: dict[str, str] = {
+    **for_all("positions are used as numbers", "argmax argmin top_k"),
+    **for_all("each entry depends on those before it", "cumsum cumprod cummax cummin cumlogsumexp"),
+    **for_all("entries are looked up by number", "gather"),
+    **for_all("it begins at a number", "dynamic_slice dynamic_update_slice"),
+    **for_all("entries are written by number", "scatter scatter-add scatter-mul scatter-min scatter-max scatter-sub"),
+    **for_all("positions of a window", "conv_general_dilated reduce_window reduce_window_sum reduce_window_max"),
+    **for_all("positions of a window", "reduce_window_min select_and_gather_add select_and_scatter_add"),
+    **for_all(
+        "rows and columns follow one another", "cholesky eig eigh hessenberg householder_product lu qr schur svd"
+    ),
+    **for_all("rows and columns follow one another", "triangular_solve tridiagonal"),
+    "fft": "it depends on all positions",
+    "iota": "it counts",
+    "rev": "it turns the order round",
+    "scan": "steps follow one another",
+    "sort": "ranks",
+    "stack": "one array after the other",
+    "unstack": "entries are told apart",
+}
+"""What it is in a primitive with a rule that depends on the order, for `print(spec)`."""
 
 FROZEN_ON_PURPOSE: dict[str, str] = {
     **for_all(

@@ -33,6 +33,7 @@ def cond(interp: Interpreter, eqn: core.JaxprEqn, which: ArrayAxes, *operands: A
 
 
 def while_(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
+    """What is carried, whose axes come out of each step as they went in; the condition must not depend on any order."""
     p = eqn.params
     cond_consts, body_consts, carry = split_list(operands, p["cond_nconsts"], p["body_nconsts"])
     carry = list(map(interp.plain, carry))
@@ -93,7 +94,7 @@ def unite_arrays(interp: Interpreter, arrays: Sequence[ArrayAxes]) -> ArrayAxes:
 
 def shard_map(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
     """The results of the inner jaxpr, in which the axes that devices share out are frozen."""
-    interp.explain(BY_POSITION)
+    interp.explain(eqn.primitive.name, BY_POSITION)
     reason, jaxpr = interp.reason, eqn.params["jaxpr"]
 
     def convert(axes: ArrayAxes, spec: Iterable[Any], shape: Sequence[int]) -> ArrayAxes:

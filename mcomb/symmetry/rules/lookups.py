@@ -32,7 +32,7 @@ def _positions_along(interp: Interpreter, eqn: core.JaxprEqn, axes: ArrayAxes, a
     if along is None:
         return axes
     if not is_float(eqn.invars[0]):
-        interp.explain("of equal entries it takes the first")
+        interp.explain(eqn.primitive.name, "of equal entries it takes the first")
         interp.freeze([along])
         return axes
     return positions(axes, along, interp.reason)

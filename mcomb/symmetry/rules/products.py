@@ -11,6 +11,7 @@ from mcomb.symmetry.rules.control import open_jaxpr
 
 
 def dot_general(interp: Interpreter, eqn: core.JaxprEqn, left: ArrayAxes, right: ArrayAxes) -> list[ArrayAxes]:
+    """A sum over pairs of entries, in any order: what is contracted is one axis of both sides, and so is a batch."""
     contracted, batch = eqn.params["dimension_numbers"]
     labels = []
     for side, operand in enumerate((left, right)):
@@ -54,7 +55,7 @@ def ragged_dot(
     Rows that are sorted by their group before and put back afterwards leave groups exchangeable. But that is a property
     of the three together: the sorted rows by themselves depend on the order of the groups.
     """
-    interp.explain("groups take the rows in turn")
+    interp.explain(eqn.primitive.name, "groups take the rows in turn")
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (contracted, batch), (ragged,) = numbers.dot_dimension_numbers, numbers.lhs_ragged_dimensions
     groups = list(numbers.rhs_group_dimensions)

@@ -24,10 +24,12 @@ def general_reduction(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayA
 
 
 def cumulative(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
+    """Freezes the axis along which each entry depends on those before it; elementwise over the others."""
     return positional(interp, eqn, [operand], [eqn.params["axis"]])
 
 
 def reverse(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
+    """Freezes the axes whose order is turned round: entries that were moved would come out in another place."""
     return positional(interp, eqn, [operand], eqn.params["dimensions"])
 
 

@@ -32,10 +32,12 @@ def broadcast(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes, *size
 
 
 def transpose(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
+    """The same axes, in another order."""
     return [tuple(operand[axis] for axis in eqn.params["permutation"])]
 
 
 def squeeze(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
+    """The same axes, without some that have one entry: these have no order."""
     return [tuple(operand[axis] for axis in other_axes(len(operand), eqn.params["dimensions"]))]
 
 
@@ -66,11 +68,13 @@ def _reshape(
 
 
 def iota(interp: Interpreter, eqn: core.JaxprEqn, *sizes: ArrayAxes) -> list[ArrayAxes]:
+    """Freezes the axis that it counts along: no two entries are equal."""
     shape, axis = shape_of(eqn.outvars[0]), eqn.params["dimension"]
     return [tuple(Axis(size, interp.reason) if i == axis else None for i, size in enumerate(shape))]
 
 
 def concatenate(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
+    """Each operand's axis is a segment, inside of which its entries may move; elementwise over all others."""
     dimension, rank = eqn.params["dimension"], len(operands[0])
 
     def labels(label: Hashable) -> Labels:
@@ -86,6 +90,7 @@ def concatenate(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -
 
 
 def split(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes | DeferredReshape) -> list[ArrayAxes]:
+    """The segments of an axis: none of its permutations may move an entry from one to another."""
     axis, sizes = eqn.params["axis"], eqn.params["sizes"]
     if isinstance(operand, DeferredReshape):
         ends = itertools.accumulate(sizes)
