@@ -368,6 +368,16 @@ PROGRAMS = {
     "positions at positions": pooled(lambda h: jnp.argsort(h, axis=-1)[jnp.arange(4), h.argmax(-1) // 2], []),
     "windows at positions": pooled(jax.vmap(lambda row: jax.lax.dynamic_slice_in_dim(row, row.argmax(), 2)), []),
     "pairs of positions": Program(pairs_of_positions, {"up": (FEATURES, UNITS), "square": (UNITS, UNITS)}, []),
+    "positions of a type that is too small": Program(
+        lambda p, x: jnp.take(p["codes"], (x @ p["up"]).argmax(-1).astype(jnp.int8), axis=0, mode="clip"),
+        {"up": (FEATURES, 300), "codes": (300, 2)},
+        [],
+    ),
+    "positions made in a type that is too small": Program(
+        lambda p, x: jnp.take(p["codes"], jax.lax.argmax(x @ p["up"], 1, jnp.int8), axis=0, mode="clip"),
+        {"up": (FEATURES, 300), "codes": (300, 2)},
+        [],
+    ),
     "the first that is true": Program(
         lambda p, x: p["codes"][jnp.argmax(x @ p["up"] > 0, -1)], {"up": (FEATURES, UNITS), "codes": (UNITS, 2)}, []
     ),

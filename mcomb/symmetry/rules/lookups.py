@@ -31,11 +31,17 @@ def _positions_along(interp: Interpreter, eqn: core.JaxprEqn, axes: ArrayAxes, a
     """
     if along is None:
         return axes
+    if is_float(eqn.invars[0]) and holds_positions(eqn.outvars[-1], along):
+        return positions(axes, along, interp.reason)
     if not is_float(eqn.invars[0]):
         interp.explain(eqn.primitive.name, "of equal entries it takes the first")
-        interp.freeze([along])
-        return axes
-    return positions(axes, along, interp.reason)
+    interp.freeze([along])
+    return axes
+
+
+def holds_positions(atom: Any, along: Axis) -> bool:
+    """Whether an array is of an integer type that has all positions along an axis."""
+    return bool(jnp.issubdtype(atom.aval.dtype, jnp.integer) and along.size - 1 <= jnp.iinfo(atom.aval.dtype).max)
 
 
 def is_float(atom: Any) -> bool:
@@ -264,7 +270,7 @@ def same_positions(
     interp: Interpreter, eqn: core.JaxprEqn, operand: Positions, *rest: ArrayAxes
 ) -> list[ArrayAxes] | None:
     """The same positions in another shape or integer type."""
-    if not np.issubdtype(eqn.outvars[0].aval.dtype, np.integer):  # type: ignore[attr-defined]
+    if not holds_positions(eqn.outvars[0], operand.along):
         return None
     (axes,) = interp.rules[eqn.primitive.name](interp, eqn, tuple(operand), *rest) or ()
     return [positions(axes, operand.along, operand.reason, operand.shifted)]
