@@ -193,12 +193,15 @@ def assert_lacks(code, said, what):
     assert what in said.splitlines()[-1], said
 
 
+FAILURES = [errno.ENOSPC, errno.EACCES, errno.EIO, errno.ENOENT]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("fail", [errno.ENOSPC, errno.EACCES, errno.EIO, errno.ENOENT], ids=errno.errorcode.get)
+@pytest.mark.parametrize("fail", FAILURES, ids=errno.errorcode.get)
 def test_whatever_fails_from_any_fault_point_on_is_one_line_and_destroys_nothing(fail, warm, finished, tmp_path):
     whole, events = finished
     expected, done = outcome(whole), 0
-    for point in range(1, len(events) + 1, 3):
+    for point in range(1 + 2 * FAILURES.index(fail), len(events) + 1, 8):  # between them, every second point
         out = tmp_path / str(point)
         code, said = warm.run(UNIFORM, out, at=point, fail=fail)
         if code == 0:
