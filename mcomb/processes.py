@@ -30,9 +30,13 @@ PATIENCE = 60  # seconds to wait for processes that have not come yet
 HEARTBEAT = 30  # seconds without a sign of life after which a process counts as dead
 FOREVER = 1000 * 60 * 60 * 24 * 365  # milliseconds
 REMEDY = "start all of them again, by the same commands, to go on"
+NOT_ALL_CAME = "not all processes of this run have come in time: start all of them, by the same commands"
 LAST_WORDS = f"""
 import sys
-if not sys.stdin.read():
+heard = sys.stdin.read()
+if not heard:
+    print("error: {NOT_ALL_CAME}", file=sys.stderr)
+elif heard == "joined":
     print("error: a process of this run has died or cannot be reached: {REMEDY}", file=sys.stderr)
 """
 
@@ -48,6 +52,8 @@ def join(coordinator: str | None, processes: int | None, process: int | None) ->
         if process >= processes:
             raise UserError(f"--process {process} is not one of --processes {processes}: give 0 to {processes - 1}")
         _find(coordinator, first=process == 0)
+    with contextlib.suppress(AttributeError):  # where JAX has it: it would swallow SIGTERM
+        jax.config.update("jax_enable_preemption_service", False)
     last_words = subprocess.Popen([sys.executable, "-c", LAST_WORDS], stdin=subprocess.PIPE, text=True)
     try:
         jax.distributed.initialize(
@@ -58,10 +64,22 @@ def join(coordinator: str | None, processes: int | None, process: int | None) ->
         remedy = "start all of them" if coordinator else "start it by SLURM or Open MPI, or give --coordinator"
         raise UserError(f"the processes do not find each other ({_first_line(error)}): {remedy}") from error
     _state.last_words = last_words
-    if not is_first():
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # standard output, where XLA prints as well
+    if last_words.stdin:
+        last_words.stdin.write("joined")
+        last_words.stdin.flush()
+    _keep_standard_output()
     _state.watch = Thread(target=_leave_with_the_first_to_fail, daemon=True)
     _state.watch.start()
+    jax.devices()  # of all processes: each waits here for the others, and later nobody does while one reads files
+
+
+def _keep_standard_output() -> None:
+    """Leaves standard output to what Python prints in the first process; XLA's own lines go to standard error."""
+    if is_first():
+        sys.stdout = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
+        os.dup2(2, 1)
+    else:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 class _State:
@@ -175,10 +193,12 @@ def _exit(code: int) -> NoReturn:
 
 
 def _find(coordinator: str, first: bool) -> None:
-    """An error unless the address is one, and somebody answers there before long."""
+    """An error unless the address is one, and free for the first process or answered there before long."""
     host, _, port = coordinator.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdecimal() or int(port) >= 2**16:
         raise UserError(f"--coordinator {coordinator} is no address: give HOST:PORT, of process 0")
+    if first:
+        _require_free(int(port))
     end = time.monotonic() + PATIENCE
     while not first:
         try:
@@ -190,6 +210,17 @@ def _find(coordinator: str, first: bool) -> None:
                     f"nobody answers at --coordinator {coordinator} ({error}): start process 0 there"
                 ) from error
             time.sleep(0.5)
+
+
+def _require_free(port: int) -> None:
+    """An error unless this process can listen at a port of its machine: JAX would crash."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    try:
+        socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
+    except OSError as error:
+        why = os.strerror(error.errno or 0)
+        raise UserError(f"port {port} of --coordinator cannot be used ({why}): give all another one") from error
 
 
 def _first_line(error: Exception) -> str:

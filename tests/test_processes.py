@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -20,24 +21,30 @@ from mcomb.checkpoint import saved_steps
 from mcomb.lab import cli
 
 ROOT = Path(__file__).parents[1]
+TRAIN = "train --setup mlp-digits --width 1 --seeds 0 --epochs 12 --checkpoint-every 1 --json"
+TRAINED = Path("mlp-digits", "width-1", "networks", "seed-0,epochs=12")
 UNIFORM = "uniform --setup mlp-digits --width 2 --epochs 6 --checkpoint-every 1 --points 3 --samples 2 --test-images 50"
 
 
-def start(command, out, devices, *flags):
-    """A process that runs an experiment on so many devices."""
+def start(command, out, devices, *flags, cwd=ROOT):
+    """A process that runs an experiment on so many devices, with the code of a folder."""
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
     words = [sys.executable, "-m", f"experiments.{command.split()[0]}", *command.split()[1:]]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([*words, "--out", str(out), *flags], cwd=ROOT, env=environment, **pipes)
+    return subprocess.Popen([*words, "--out", str(out), *flags], cwd=cwd, env=environment, **pipes)
 
 
-def start_two(commands, out):
-    """Two processes with two devices each that run together."""
+def start_two(commands, out, folders=(ROOT, ROOT)):
+    """Two processes with two devices each that run together, each with the code of its folder."""
+    together = ["--coordinator", f"localhost:{free_port()}", "--processes", "2", "--process"]
+    pairs = enumerate(zip(commands, folders, strict=True))
+    return [start(command, out, 2, *together, str(i), cwd=folder) for i, (command, folder) in pairs]
+
+
+def free_port():
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    together = ["--coordinator", f"localhost:{port}", "--processes", "2", "--process"]
-    return [start(command, out, 2, *together, str(i)) for i, command in enumerate(commands)]
+        return free.getsockname()[1]
 
 
 def end(*running):
@@ -48,6 +55,19 @@ def end(*running):
         for process in running:
             process.kill()
     return [(process.returncode, *texts) for process, texts in zip(running, printed, strict=True)]
+
+
+def end_well(*running):
+    """What the first of some processes has printed and said, after all have ended well."""
+    ends = end(*running)
+    assert not any(code for code, *_ in ends), ends
+    return ends[0][1:]
+
+
+def wait_for_step(folder, step, running):
+    """Waits until a training has saved a step, or has ended."""
+    while max(saved_steps(folder), default=0) < step and all(process.poll() is None for process in running):
+        time.sleep(0.05)
 
 
 def results_in(out):
@@ -65,8 +85,7 @@ def test_two_processes_go_on_after_one_was_killed_and_measure_what_one_process_d
     networks = Path("mlp-digits", "width-2", "networks")
     killed = two / networks / "seed-0,epochs=6"
     running = start_two([UNIFORM] * 2, two)
-    while not saved_steps(killed) and all(process.poll() is None for process in running):
-        time.sleep(0.05)
+    wait_for_step(killed, 1, running)
     running[1].kill()
     (code, _, said), _ = end(*running)
     assert code not in (0, None)
@@ -110,6 +129,50 @@ def test_two_processes_train_the_network_of_one_with_any_number_of_devices(tmp_p
         np.testing.assert_allclose(params, together, rtol=0, atol=1e-5)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of a network that two processes have trained undisturbed, and what they have printed."""
+    out = tmp_path_factory.mktemp("whole")
+    printed, said = end_well(*start_two([TRAIN] * 2, out))
+    assert "training seed-0" in said
+    return out, printed
+
+
+@pytest.mark.slow
+def test_two_processes_find_what_they_have_finished_and_print_nothing_but_json(whole):
+    out, printed = whole
+    (network,) = json.loads(printed)["networks"].values()
+    assert network["path"] == str(out / TRAINED)
+    shutil.rmtree(out / TRAINED / "11")  # the one before the last, which could be gone on from
+    again, said = end_well(*start_two([TRAIN] * 2, out))
+    assert again == printed
+    assert "training" not in said
+
+
+@pytest.mark.slow
+def test_two_processes_train_the_same_network_after_a_signal_and_after_both_were_killed(whole, tmp_path):
+    running = start_two([TRAIN] * 2, tmp_path)
+    wait_for_step(tmp_path / TRAINED, 1, running)
+    running[1].send_signal(signal.SIGTERM)
+    first, second = end(*running)
+    assert (first[0], second[0]) == (128 + signal.SIGTERM, 128 + signal.SIGTERM), (first, second)
+    for _, _, said in (first, second):
+        assert said.splitlines()[-1].endswith("interrupted: the same command goes on from here")
+    stopped = max(saved_steps(tmp_path / TRAINED))
+    assert 0 < stopped < 11
+
+    running = start_two([TRAIN] * 2, tmp_path)
+    wait_for_step(tmp_path / TRAINED, stopped + 1, running)
+    for process in running:
+        process.kill()
+    assert [code for code, *_ in end(*running)] == [-signal.SIGKILL] * 2
+    assert stopped < max(saved_steps(tmp_path / TRAINED)) < 12
+
+    end_well(*start_two([TRAIN] * 2, tmp_path))
+    found, expected = (flat(read_checkpoint(out / TRAINED)) for out in (tmp_path, whole[0]))
+    np.testing.assert_array_equal(found, expected)
+
+
 def test_processes_with_other_flags_end_together_and_say_why(tmp_path):
     commands = ["train --setup mlp-digits --width 1 --epochs 1", "train --setup mlp-digits --width 1 --epochs 2"]
     for code, _, said in end(*start_two(commands, tmp_path)):
@@ -120,6 +183,37 @@ def test_processes_with_other_flags_end_together_and_say_why(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_processes_with_other_code_of_the_experiments_end_together_and_say_why(tmp_path):
+    other, out = tmp_path / "other", tmp_path / "out"
+    shutil.copytree(ROOT / "experiments", other / "experiments")
+    other.joinpath("mcomb").symlink_to(ROOT / "mcomb")
+    with other.joinpath("experiments", "linear.py").open("a") as file:
+        file.write("# changed\n")
+    for code, _, said in end(*start_two(["train --setup mlp-digits --epochs 0"] * 2, out, (ROOT, other))):
+        assert code == 2, said
+        assert "has other code" in said
+    assert not out.exists()
+
+
+def test_a_process_whose_others_do_not_come_says_so():
+    program = "from mcomb import processes; processes.PATIENCE = 1; processes.join('localhost:{}', 2, 0)"
+    words = [sys.executable, "-c", program.format(free_port())]
+    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert ended.returncode not in (0, None)
+    assert ended.stderr.splitlines()[-1] == f"error: {processes.NOT_ALL_CAME}"
+
+
+def test_a_port_that_is_in_use_is_one_clear_line(capsys):
+    with socket.create_server(("localhost", 0)) as taken:
+        port = taken.getsockname()[1]
+        flags = f"--coordinator localhost:{port} --processes 2 --process 0"
+        with pytest.raises(SystemExit) as stopped:
+            cli.run(lambda: train.main(["--setup", "mlp-digits", *flags.split()]))
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"error: port {port} of --coordinator cannot be used (Address already in use): give all another one"
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -127,6 +221,7 @@ def test_processes_with_other_flags_end_together_and_say_why(tmp_path):
         ("--process 0", "go together"),
         ("--coordinator localhost:1 --processes 2 --process 2", "--process 2 is not one of --processes 2: give 0 to 1"),
         ("--coordinator localhost --processes 2 --process 1", "localhost is no address: give HOST:PORT"),
+        ("--coordinator localhost:65536 --processes 2 --process 0", "localhost:65536 is no address: give HOST:PORT"),
         ("--coordinator localhost:1 --processes 2 --process 1", "nobody answers at --coordinator localhost:1"),
     ],
 )

@@ -99,6 +99,7 @@ class SweepConfig(LineConfig):
 
 
 RECIPE_FLAGS = ("epochs", "batch_size", "learning_rate", "weight_decay")  # they name a network
+PROCESS_FLAGS = ("distributed", "coordinator", "processes", "process")  # who runs it, each with its own
 CHECKPOINT_FLAGS = ("checkpoint_a", "checkpoint_b", "checkpoint_c")  # results know networks by their fingerprints
 
 
@@ -121,11 +122,11 @@ def identity_flags(config: TrainingConfig) -> list[str]:
 
 
 def command(name: str, config: TrainingConfig) -> str:
-    """The command line that gives a config, whatever it prints, in a clone or wherever mcomb is installed."""
+    """The command line that gives a config, whatever prints and runs it, in a clone or wherever mcomb is installed."""
     words = ["mcomb", name] if is_installed_command() else ["python", "-m", f"experiments.{name}"]
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if value != field.default and field.name not in vars(Output()):
+        if value != field.default and field.name not in (*vars(Output()), *PROCESS_FLAGS):
             parts = value if isinstance(value, tuple) else () if value is True else (value,)
             words += ["--" + field.name.replace("_", "-"), *map(str, parts)]
     return shlex.join(words)

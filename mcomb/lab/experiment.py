@@ -4,14 +4,17 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
+import jax
+import jaxlib
 import numpy as np
 
 from mcomb.base import UserError
 from mcomb.combination import Draw
 from mcomb.files import AnyPath, absolute, make_writable, read_json, write_json
-from mcomb.fingerprints import code_fingerprint, file_fingerprint
+from mcomb.fingerprints import code_fingerprint, file_fingerprint, fingerprint
 from mcomb.lab import cli, figures, plan
 from mcomb.lab.config import (
     CHECKPOINT_FLAGS,
@@ -39,7 +42,7 @@ T = TypeVar("T", bound=TrainingConfig)
 Parts = Mapping[str, tuple["Experiment", Config]]
 """Other experiments, by name, whose results one is built on."""
 
-OWN: dict[str, Any] = dict.fromkeys(("coordinator", "processes", "process", "data_dir"))  # flags that may differ
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"  # in a clone; elsewhere they are a part of this package
 
 FIGURES = ".figures.json"  # in a result's folder: what its figure's files should be
 
@@ -337,8 +340,11 @@ def parse_and_join(config: type[T], description: str | None, argv: list[str] | N
         raise UserError(f"--device-tflops {parsed.device_tflops:g} is a rate to plan with: give --plan as well")
     if parsed.distributed or parsed.coordinator or parsed.processes or parsed.process is not None:
         join(parsed.coordinator, parsed.processes, parsed.process)
-        require_agreement("flags", command("…", replace(parsed, **OWN)))
-        require_agreement("code", code_fingerprint())
+        # Images may be in different places: they are compared once they are read.
+        require_agreement("flags", command("…", replace(parsed, data_dir=None)))
+        files = {path.name: np.frombuffer(path.read_bytes(), np.uint8) for path in EXPERIMENTS.glob("*.py")}
+        require_agreement("code", f"{code_fingerprint()}-{fingerprint(files)}")
+        require_agreement("versions", f"jax {jax.__version__}, jaxlib {jaxlib.__version__}")
     return parsed
 
 

@@ -43,7 +43,7 @@ from mcomb.locks import lock
 from mcomb.matching import match
 from mcomb.matching.core import Matching
 from mcomb.matching.weights import match_weights
-from mcomb.processes import are_several, from_first, wait_for_all
+from mcomb.processes import are_several, from_first, require_agreement, wait_for_all
 from mcomb.progress import say, warn
 from mcomb.symmetry.check import check_spec
 from mcomb.symmetry.spec import PermutationSpec
@@ -85,7 +85,9 @@ class KeptMatching:
 def load_data(setup: str, data_dir: Path | None) -> tuple[Splits, str]:
     """A setup's images, and their fingerprint."""
     splits = SETUPS[setup].dataset.load(data_dir)
-    return splits, fingerprint(splits)
+    found = fingerprint(splits)
+    require_agreement("images", found)
+    return splits, found
 
 
 class Store:
@@ -323,8 +325,7 @@ class Store:
             with lock(path.parent / f".{name}.lock", f"matching {b.name} to {a.name}"):
                 kept = from_first(_read_matching, path, made_from, self.spec, tell=False)
                 if kept is None:
-                    kept = self._match(a, b, matcher, restarts)
-                    from_first(_write_matching, path, made_from, kept)
+                    kept = from_first(_write_matching, path, made_from, self._match(a, b, matcher, restarts))
         return kept
 
     def matching_path(self, a: str, b: str, matcher: str, restarts: int = 1) -> AnyPath:
@@ -393,11 +394,13 @@ def _short(name: str, size: int = 60) -> str:
 MATCHING_FIELDS = tuple(field.name for field in fields(Matching) if field.name != "perms")
 
 
-def _write_matching(path: AnyPath, made_from: list[str], kept: KeptMatching) -> None:
+def _write_matching(path: AnyPath, made_from: list[str], kept: KeptMatching) -> KeptMatching:
+    """The matching, after it was written."""
     values: dict[str, Any] = {name: getattr(kept.matching, name) for name in MATCHING_FIELDS}
     perms = {f"perms/{name}": perm for name, perm in kept.matching.perms.items()}
     with atomic(path) as temporary:
         np.savez(temporary, **values | perms, made_from=made_from, seconds=kept.seconds)
+    return kept
 
 
 def _read_matching(

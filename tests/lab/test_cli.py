@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from mcomb.base import Diverged, UserError
@@ -177,3 +178,13 @@ def test_a_bug_keeps_its_traceback():
 def test_a_program_that_ends_well_is_left_alone(capsys):
     cli.run(lambda: print("done"))
     assert capsys.readouterr() == ("done\n", "")
+
+
+def test_programs_multiply_float32_in_float32():
+    lowered, before = [], jax.config.jax_default_matmul_precision
+    jax.config.update("jax_default_matmul_precision", None)
+    try:
+        cli.run(lambda: lowered.append(jax.jit(jnp.dot).lower(jnp.ones((2, 2)), jnp.ones((2, 2))).as_text()))
+    finally:
+        jax.config.update("jax_default_matmul_precision", before)
+    assert "precision = [HIGHEST, HIGHEST]" in lowered[0]

@@ -115,3 +115,9 @@ def test_a_number_may_be_negative_and_tiny():
 
 def test_what_a_run_prints_is_no_part_of_its_command():
     assert command("uniform", Config(width=2, quiet=True, json=True)) == "python -m experiments.uniform --width 2"
+
+
+def test_the_processes_of_a_run_are_no_part_of_its_command():
+    by_hand = Config(width=2, coordinator="localhost:9911", processes=2, process=0)
+    for config in (by_hand, Config(width=2, distributed=True)):
+        assert command("uniform", config) == "python -m experiments.uniform --width 2"

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 
+import jax
+import jaxlib
 import pytest
 
 from mcomb.lab import experiment
@@ -194,3 +196,20 @@ def test_help_ends_with_the_recipe_of_every_setup():
     assert [line.split()[0] for line in lines if line.startswith("  ") and line[2] != " "] == list(SETUPS)
     assert any("59 % test accuracy" in line for line in lines)
     assert "  resnet20-cifar10  250 epochs, batch 100, learning rate 0.1, weight decay 0.0001" in lines
+
+
+def test_processes_that_join_agree_on_flags_code_and_versions_whatever_is_their_own(tmp_path, monkeypatch):
+    def agreed(flags):
+        values = {}
+        monkeypatch.setattr(experiment, "join", lambda *own: None)
+        monkeypatch.setattr(experiment, "require_agreement", values.__setitem__)
+        experiment.parse_and_join(Config, "", flags.split())
+        return values
+
+    first = agreed("--coordinator a:1 --processes 2 --process 0 --data-dir here --json")
+    assert first == agreed("--coordinator b:1 --processes 2 --process 1 --data-dir there")
+    assert first.keys() == {"flags", "code", "versions"}
+    assert first["versions"] == f"jax {jax.__version__}, jaxlib {jaxlib.__version__}"
+    assert agreed("--distributed --width 3")["flags"] != first["flags"]
+    monkeypatch.setattr(experiment, "EXPERIMENTS", tmp_path)
+    assert agreed("--distributed")["code"] != first["code"]

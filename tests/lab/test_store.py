@@ -149,6 +149,28 @@ def test_a_matching_is_read_as_it_was_found(tmp_path):
     assert kept == {f"{pair}.npz", f"{pair},restarts=3.npz", f"{pair},matcher=activations.npz"}
 
 
+@pytest.mark.parametrize("matcher", ["weights", "activations"])
+def test_every_process_goes_on_with_the_matching_of_the_first(matcher, tmp_path, monkeypatch):
+    store = Store(dataclasses.replace(CONFIG, epochs=0, out=tmp_path))
+    a, b = store.networks("AB").values()
+    shared = []
+
+    def from_first(make, *args, **options):
+        shared.append(make(*args, **options))
+        return shared[-1]
+
+    monkeypatch.setattr(stores, "from_first", from_first)
+    assert store.matching(a, b, matcher) is shared[-1]
+
+
+def test_data_that_differ_between_processes_are_found_out_when_they_are_loaded(monkeypatch):
+    compared = {}
+    monkeypatch.setattr(stores, "require_agreement", compared.__setitem__)
+    stores.load_data.cache_clear()
+    _, found = stores.load_data("mlp-digits", None)
+    assert compared == {"images": found}
+
+
 def matching_file(store):
     (path,) = store.home.glob("matchings/*.npz")
     return path
