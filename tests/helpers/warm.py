@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -113,9 +114,9 @@ def become(command, out, log, at=None, number=signal.SIGKILL, after=None, fail=N
         real, ticks = time.time, itertools.count()
         time.time = lambda: real() + 1e6 * (-1) ** next(ticks)
     name, *flags = command.split()
-    path = str(ROOT / "experiments" / f"{name}.py")
-    sys.argv = [path, *flags, "--out", str(out)]
-    runpy.run_path(path, run_name="__main__")
+    sys.argv = [name, *flags, "--out", str(out)]
+    warnings.filterwarnings("ignore", ".*found in sys.modules")  # it is warm
+    runpy.run_module(f"experiments.{name}", run_name="__main__", alter_sys=True)
 
 
 def watch(out, at, number, fail):
