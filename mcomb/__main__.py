@@ -25,11 +25,11 @@ from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mcomb.base import (
     Apply,
+    Diverged,
     Inputs,
     Labels,
     Params,
@@ -286,7 +286,10 @@ def combine(config: CombineConfig) -> None:
             f"{config.a} has running statistics, as {names[0]}, of which the combination needs its own: give the "
             "--model on whose inputs to estimate them"
         )
-    combination = jax.jit(mix(distribution))(stream(config.seed, "combine"), jnp.float32(value), a, b)
+    with np.errstate(over="ignore"):
+        parameter = np.float32(value)
+    combination = jax.jit(mix(distribution))(stream(config.seed, "combine"), parameter, a, b)
+    require_finite(f"the combination with --{wanted} {value:g}", combination, f"give a --{wanted} nearer to 0")
     if model:
         combination = estimate_statistics(model.apply, combination, model.inputs)
     write_network(config.to, combination, table, config.a)
@@ -301,7 +304,11 @@ def evaluate(config: EvaluateConfig) -> None:
         raise UserError(f"--model {config.model} has no labels: let it return (apply, inputs, labels)")
     count, scores = count_examples(model.inputs), {}
     for path in config.networks:
-        found = score(model.apply, read_network(path, table, model), model.inputs, model.labels, loss=model.loss)
+        params = read_network(path, table, model)
+        try:
+            found = score(model.apply, params, model.inputs, model.labels, loss=model.loss)
+        except Diverged as error:
+            raise UserError(f"{path} gives no loss: {error}") from error
         accuracy = {"accuracy": found.accuracy} if model.loss is cross_entropy else {}
         scores[str(path)] = {"loss": found.loss, **accuracy, "inputs": count}
     formats = {"loss": ".4f", "accuracy": ".2%", "inputs": ","}

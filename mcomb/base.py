@@ -27,7 +27,7 @@ class UserError(Exception):
 
 
 class Diverged(UserError):
-    """Something that learns met a loss or a weight that is infinite or not a number."""
+    """A loss or a weight that something learns or measures is infinite or not a number."""
 
     exit_code = 1
 
@@ -106,13 +106,14 @@ def keep_non_floats(tree: Params, original: Params) -> Params:
     return jax.tree.map(lambda new, old: new if is_inexact(old) else old, tree, original)
 
 
-def require_finite(what: str, tree: Params) -> None:
+def require_finite(what: str, tree: Params, remedy: str = "mend them") -> None:
     """An error that names the first leaf with an entry that is infinite or not a number."""
     for name, leaf in named_leaves(tree).items():
         # On a CPU by NumPy: JAX would compile a program for each shape.
         xp: Any = jnp if isinstance(leaf, jax.Array) and jax.default_backend() != "cpu" else np
         if is_inexact(leaf) and (wrong := int(np.size(leaf) - xp.isfinite(leaf).sum())):
-            raise UserError(f"{what} has {wrong} entries of {name or 'its only leaf'} that are not finite: mend them")
+            where = name or "its only leaf"
+            raise UserError(f"{what} has {wrong} entries of {where} that are not finite: {remedy}")
 
 
 def leaf_name(path: tuple[Any, ...]) -> str:

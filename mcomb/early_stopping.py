@@ -113,10 +113,12 @@ def descend(
         return estimate_statistics(apply, combined, train_inputs) if has_statistics else combined
 
     def look(numbers: Any) -> float:
-        found = score(apply, finish(compiled_combine(numbers, given[0])), *held_out, loss=loss).loss
-        if not np.isfinite(found):
-            raise Diverged("the held-out loss of a combination is infinite or not a number: look for such inputs")
-        return found
+        try:
+            return score(apply, finish(compiled_combine(numbers, given[0])), *held_out, loss=loss).loss
+        except Diverged as error:
+            raise Diverged(
+                "the held-out loss of a combination is infinite or not a number: look for such inputs"
+            ) from error
 
     start = initial_state(numbers, optimizer)
     kept = _Kept(None, "")

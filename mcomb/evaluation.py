@@ -15,6 +15,7 @@ from jaxtyping import Float, Int, Key
 from mcomb.base import (
     Apply,
     Array,
+    Diverged,
     Inputs,
     Labels,
     Params,
@@ -101,7 +102,8 @@ def evaluate(
     once (None: one on CPU, else all), on `batch_size` inputs each; if these do not fit into its memory, fewer.
 
     `loss` and `metrics` are functions of the output and the label of one example that return a sum and a count, as
-    those in `mcomb.objectives`; of a metric that counts nothing the mean is not a number. The default is for
+    those in `mcomb.objectives`; of a metric that counts nothing the mean is not a number. A combination may overflow:
+    then its loss is not finite, and where its logits are not finite no label is right. The default is for
     classifiers, and with it `references` are the labels that A and B predict (without them `agreement` has all inputs
     under "neither"), and `temperatures` those of `tempered` (by default 1).
 
@@ -213,7 +215,7 @@ def score(
 ) -> Score:
     """The score of one network on a whole dataset, whose inputs are shared out over all devices.
 
-    `loss`, `metrics` and `temperatures` are those of `evaluate`.
+    `loss`, `metrics` and `temperatures` are those of `evaluate`; a loss that is not finite raises Diverged.
     """
     count, mesh = count_examples(inputs, labels), two_axis_mesh(1)
     require_positive(batch_size=batch_size)
@@ -226,8 +228,11 @@ def score(
     means: dict[str, Any] = {name: float(_mean(name, *of_examples)) for name, of_examples in own.items()}
     if classified:
         losses, predicted, tempered = classified
-        means |= {"loss": float(losses.mean()), "accuracy": float(np.mean(predicted == np.asarray(labels)))}
+        with np.errstate(over="ignore"):
+            means["loss"] = float(losses.mean())
+        means["accuracy"] = float(np.mean(predicted == np.asarray(labels)))
         means |= {"predicted": predicted, "tempered": tempered.mean(0, dtype=np.float64)}
+    _require_finite_loss(means["loss"], losses if classified else own["loss"][0])
     return Score(means.pop("loss"), means)
 
 
@@ -268,7 +273,7 @@ def _evaluate(
             if not task.temperatures:
                 return totals, own
             losses, predicted, correct = classify(outputs, y)
-            is_a, is_b = (predicted == reference[:, i] for i in (0, 1))
+            is_a, is_b = ((predicted == reference[:, i]) & (predicted >= 0) for i in (0, 1))
             agrees_with = jnp.where(is_a, jnp.where(is_b, 2, 0), jnp.where(is_b, 1, 3))
             cell = jax.nn.one_hot(2 * agrees_with + ~correct, 8, dtype=jnp.int32)
             new = (
@@ -370,6 +375,14 @@ def _mean(name: str, sums: Array, counts: Array) -> Float[np.ndarray, "..."]:
         raise UserError("the loss counts nothing in any of the examples, as if all were padding: look at the labels")
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.asarray(total / count)
+
+
+def _require_finite_loss(mean: float, of_examples: Array) -> None:
+    """Raises an error that names the first example whose loss is not finite, if the mean is not."""
+    if not np.isfinite(mean):
+        wrong = np.flatnonzero(~np.isfinite(of_examples))
+        where = f"of example {wrong[0]} is {of_examples[wrong[0]]}" if len(wrong) else f"of all examples is {mean}"
+        raise Diverged(f"the loss {where}: look for weights, inputs or labels that are too large or not finite")
 
 
 def _find(name: str, values: dict[str, Any]) -> Any:

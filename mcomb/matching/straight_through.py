@@ -92,9 +92,10 @@ def match_straight_through(
     held_out = jax.tree.map(lambda x: x[train_count:], (inputs, labels))
 
     def evaluate_candidate(perms: Perms, permuted: Params) -> Candidate:
-        held_out_loss = score(apply, combine(a, permuted, 0.5), *held_out, loss=loss).loss
-        if not np.isfinite(held_out_loss):
-            raise _diverged("on the held-out data")
+        try:
+            held_out_loss = score(apply, combine(a, permuted, 0.5), *held_out, loss=loss).loss
+        except Diverged as error:
+            raise _diverged("on the held-out data") from error
         return Candidate(perms, objective(spec, a, b, perms), held_out_loss)
 
     def batches() -> Iterator[tuple[Int32[np.ndarray, "1 b"], Any]]:
