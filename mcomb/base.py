@@ -122,13 +122,16 @@ def leaf_name(path: tuple[Any, ...]) -> str:
 
 
 def named_leaves(tree: Params) -> dict[str, Any]:
-    """The leaves of a tree by name, in the tree's order; an error if one of them is no array or number."""
+    """The leaves of a tree by name, in the tree's order; an error if one of them is no number or array of these."""
     leaves: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if (name := leaf_name(path)) in leaves:
             raise UserError(f"two leaves of the tree have the name {name}: rename a branch with a / in its key")
         if not hasattr(leaf, "shape") and not isinstance(leaf, numbers.Number):
             raise UserError(f"{name or 'the tree'} is no array but {leaf!r:.50}: leave it out")
+        dtype = getattr(leaf, "dtype", None)
+        if isinstance(dtype, np.dtype) and dtype.kind != "b" and not jnp.issubdtype(dtype, np.number):
+            raise UserError(f"{name or 'the tree'} has the dtype {dtype}, no numbers: leave it out")
         leaves[name] = leaf
     return leaves
 

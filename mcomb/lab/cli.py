@@ -1,6 +1,7 @@
 """A typed dataclass as the command line: one field, one line of help, one flag."""
 
 import argparse
+import asyncio
 import dataclasses
 import logging
 import math
@@ -9,6 +10,7 @@ import signal
 import sys
 import types
 import typing
+import warnings
 from collections.abc import Callable, Collection
 from dataclasses import MISSING
 from functools import cache
@@ -188,10 +190,12 @@ def _mute_orbax() -> None:
     before = sys.unraisablehook
 
     def hook(problem: Any) -> None:
-        if str(problem.exc_value) != "Event loop is closed":  # for what was still being written
+        is_closed = str(problem.exc_value) == "Event loop is closed"  # for what was still being written
+        if not is_closed and problem.object is not asyncio.BaseEventLoop.__del__:  # type: ignore[attr-defined]
             before(problem)
 
     sys.unraisablehook = hook
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:

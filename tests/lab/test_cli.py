@@ -1,8 +1,10 @@
 """A typed dataclass is the whole command line."""
 
+import asyncio
 import dataclasses
 import os
 import signal
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,3 +179,16 @@ def test_a_bug_keeps_its_traceback():
 def test_a_program_that_ends_well_is_left_alone(capsys):
     cli.run(lambda: print("done"))
     assert capsys.readouterr() == ("done\n", "")
+
+
+def test_loops_that_orbax_could_not_open_are_no_news_but_others_problems_are(monkeypatch):
+    class Other:
+        def __del__(self):
+            raise ValueError("mine")
+
+    told = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda problem: told.append(str(problem.exc_value)))
+    cli._mute_orbax.__wrapped__()
+    asyncio.BaseEventLoop.__new__(asyncio.BaseEventLoop)  # never opened: it cannot be closed either
+    Other()
+    assert told == ["mine"]
