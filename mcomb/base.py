@@ -39,7 +39,7 @@ def fold_name(key: PRNGKeyArray, name: str | int) -> PRNGKeyArray:
 
 def stream(seed: int, *names: str | int) -> PRNGKeyArray:
     """The root seed's key, folded with the names of what it is for: `stream(0, "order", epoch)`."""
-    if not 0 <= seed < 2**32:  # JAX takes others modulo 2³² as long as it can
+    if not isinstance(seed, numbers.Integral) or not 0 <= seed < 2**32:  # JAX takes others modulo 2³² as long as it can
         raise UserError(f"there is no seed {seed}: give a whole number from 0 to {2**32 - 1}")
     return reduce(fold_name, names, jax.random.key(seed))
 
@@ -80,10 +80,21 @@ def name_error(error: Exception) -> str:
 
 
 def require_positive(**values: int | float | None) -> None:
-    """An error that names the first of the values that is not positive and finite; None is left out."""
+    """An error that names the first of the values that is no positive, finite number; None is left out."""
     for name, value in values.items():
-        if value is not None and not 0 < value < math.inf:
-            raise UserError(f"{name} is {value}: give more than 0")
+        try:
+            is_positive = value is None or bool(0 < value < math.inf)
+        except (TypeError, ValueError):  # it is no number
+            is_positive = False
+        if not is_positive:
+            raise UserError(f"{name} is {value!s:.50}: give more than 0")
+
+
+def require_whole(least: int = 1, **values: int | None) -> None:
+    """An error that names the first of the values that is no whole number from `least` on; None is left out."""
+    for name, value in values.items():
+        if value is not None and not (isinstance(value, numbers.Integral) and value >= least):
+            raise UserError(f"{name} is {value!r:.50}: give a whole number, {least} or more")
 
 
 def require_alike(what: str, a: Params, b: Params) -> None:

@@ -24,6 +24,7 @@ from mcomb.base import (
     output_shapes,
     require_finite,
     require_positive,
+    require_whole,
 )
 from mcomb.combination import Draw
 from mcomb.devices import (
@@ -112,13 +113,10 @@ def evaluate(
 
     `report` is given the metrics of the combinations of each compiled call, as they are measured.
     """
-    k, count = len(keys), count_examples(inputs, labels)
-    require_positive(combinations=k, batch_size=batch_size, vmap_size=vmap_size)
+    k, count = _count_combinations(networks, parameters, keys), count_examples(inputs, labels)
+    require_whole(batch_size=batch_size, vmap_size=vmap_size)
     task = _task(loss, metrics, temperatures, references)
-    for leaf in jax.tree.leaves(parameters):
-        if jnp.shape(leaf)[:1] != (k,):
-            raise UserError(f"there are {k} keys and parameters of shape {jnp.shape(leaf)}: give as many of both")
-    require_finite("the parameters", parameters)
+    _check_references(references, count)
     combination = output_shapes(draw, keys[0], _rows(parameters, 0), *networks)
     _check_fit(task, apply, combination, inputs, labels, min(batch_size, count))
     if names := statistics_of(apply, combination, jax.tree.map(lambda x: x[: min(batch_size, count)], inputs)):
@@ -218,7 +216,7 @@ def score(
     `loss`, `metrics` and `temperatures` are those of `evaluate`; a loss that is not finite raises Diverged.
     """
     count, mesh = count_examples(inputs, labels), two_axis_mesh(1)
-    require_positive(batch_size=batch_size)
+    require_whole(batch_size=batch_size)
     task = _task(loss, metrics, temperatures)
     _check_fit(task, apply, params, inputs, labels, min(batch_size, count))
     sizes = Sizes(1, min(batch_size, -(-count // mesh.size)))
@@ -349,6 +347,8 @@ def _task(
     own, taken = tuple((metrics or {}).items()), {"loss"}
     if loss is cross_entropy:
         temperatures = (1.0,) if temperatures is None else temperatures
+        if not isinstance(temperatures, tuple | list | np.ndarray):
+            raise UserError(f"the temperatures are {temperatures!r:.50}: give a tuple of numbers")
         require_positive(**{"the number of temperatures": len(temperatures)})
         require_positive(**{f"temperature {i}": temperature for i, temperature in enumerate(temperatures)})
         taken |= {"accuracy", "agreement", "predicted", "tempered"}
@@ -359,7 +359,32 @@ def _task(
         own, temperatures = (("loss", loss), *own), ()
     if wrong := taken.intersection(metrics or {}):
         raise UserError(f"there is a metric {min(wrong)!r} already: give yours another name")
-    return _Task(temperatures, own)
+    return _Task(tuple(map(float, temperatures)), own)
+
+
+def _count_combinations(networks: Any, parameters: Any, keys: Any) -> int:
+    """How many combinations there are to draw; an error unless there are networks, and as many parameters as keys."""
+    if not isinstance(networks, tuple | list):
+        raise UserError(f"the networks are of type {type(networks).__name__}: give a tuple of parameter trees")
+    if not getattr(keys, "ndim", 0):
+        raise UserError(f"the keys are of type {type(keys).__name__}: give an array with one for each combination")
+    require_whole(combinations=len(keys))
+    for leaf in jax.tree.leaves(parameters):
+        if jnp.shape(leaf)[:1] != (len(keys),):
+            raise UserError(
+                f"there are {len(keys)} keys and parameters of shape {jnp.shape(leaf)}: give as many of both"
+            )
+    require_finite("the parameters", parameters)
+    return len(keys)
+
+
+def _check_references(references: Any, count: int) -> None:
+    """Raises an error unless references, if there are any, are the labels that two networks predict for all inputs."""
+    if references is not None:
+        shape, dtype = np.shape(references), getattr(references, "dtype", None)
+        if shape != (2, count) or dtype is None or not jnp.issubdtype(dtype, jnp.integer):
+            wanted = f"the labels that A and B predict, whole numbers of shape {(2, count)}"
+            raise UserError(f"the references have the shape {shape} and the dtype {dtype}: give {wanted}")
 
 
 def _check_fit(task: _Task, apply: Apply, params: Params, inputs: Inputs, labels: Labels, rows: int) -> None:

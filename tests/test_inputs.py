@@ -344,6 +344,63 @@ def as_users_have_it():
     jaxtyping.config.update("jaxtyping_disable", before)
 
 
+KEYS_OF_THREE = jax.random.split(jax.random.key(0), 3)
+EVALUATE = (apply, mcomb.mix(mcomb.linear), (A, B), np.zeros(3, np.float32), KEYS_OF_THREE, X, Y)
+WITH_DATA = (SPEC, A, B, apply, X, Y)
+
+
+@pytest.mark.parametrize("value", [2.5, 2.0, "2", [2], float("nan")])
+@pytest.mark.parametrize(
+    ("function", "args", "name"),
+    [
+        (mcomb.evaluate, EVALUATE, "batch_size"),
+        (mcomb.evaluate, EVALUATE, "vmap_size"),
+        (mcomb.score, (apply, A, X, Y), "batch_size"),
+        (mcomb.match_weights, (SPEC, A, B), "restarts"),
+        (mcomb.match_weights, (SPEC, A, B), "seed"),
+        (mcomb.match_straight_through, WITH_DATA, "steps"),
+        (mcomb.match_straight_through, WITH_DATA, "batch_size"),
+        (mcomb.align_many, (SPEC, [A, B]), "reference"),
+        (mcomb.fine_tune, (apply, A, X, Y), "steps"),
+        (mcomb.fine_tune, (apply, A, X, Y), "batch_size"),
+        (mcomb.fine_tune, (apply, A, X, Y), "seed"),
+        (mcomb.repaired, (SPEC, apply, mcomb.mix(mcomb.linear), (A, B), X), "batch_size"),
+        (mcomb.check_spec, (apply, A, SPEC, X), "draws"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value) if isinstance(value, str) or callable(value) else "",
+)
+def test_a_size_is_a_whole_number(function, args, name, value):
+    with pytest.raises(UserError, match=rf"({name} |no network ).*give (a whole number|an index)"):
+        function(*args, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "problem"),
+    [
+        ({4: None}, {}, "the keys are of type NoneType: give an array"),
+        ({4: jax.random.key(0)}, {}, "the keys are of type .*Array: give an array"),
+        ({2: None}, {}, "the networks are of type NoneType: give a tuple"),
+        ({2: A}, {}, "the networks are of type dict: give a tuple"),
+        ({}, {"references": np.zeros((2, 5), int)}, r"references have the shape \(2, 5\) .* of shape \(2, 6\)"),
+        ({}, {"references": np.zeros((6, 2), int)}, r"references have the shape \(6, 2\) .* of shape \(2, 6\)"),
+        ({}, {"references": np.zeros((2, 600), int)}, r"references have the shape \(2, 600\) .* of shape \(2, 6\)"),
+        ({}, {"references": np.zeros((2, 6))}, "references have .* dtype float64: give"),
+        ({}, {"references": "AB"}, r"references have the shape \(\) .*: give"),
+        ({}, {"temperatures": 2.0}, r"temperatures are 2\.0: give a tuple of numbers"),
+        ({}, {"temperatures": ("warm",)}, "temperature 0 is warm: give more than 0"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_named(args, options, problem):
+    with pytest.raises(UserError, match=problem):
+        mcomb.evaluate(*(args.get(i, arg) for i, arg in enumerate(EVALUATE)), **options)
+
+
+def test_temperatures_may_be_a_list_or_an_array():
+    expected = mcomb.score(apply, A, X, Y, temperatures=(1.0, 2.0)).tempered
+    for temperatures in ([1.0, 2.0], np.array([1.0, 2.0])):
+        np.testing.assert_array_equal(mcomb.score(apply, A, X, Y, temperatures=temperatures).tempered, expected)
+
+
 @pytest.mark.parametrize("x", [X[:0], np.full_like(X, np.nan), np.zeros_like(X)], ids=["none", "nan", "zero"])
 def test_a_spec_is_not_checked_on_examples_that_tell_nothing(x):
     without_bias = changed(A, 1, np.zeros_like)  # so that zeros give zeros

@@ -144,6 +144,8 @@ def _checked(kind: Callable[[str], Any], at_least: int | None) -> Callable[[str]
     def convert(text: str) -> Any:
         if kind is Path and "://" in text:
             raise argparse.ArgumentTypeError(f"{text} is no path on this machine")
+        if kind in (Path, as_path) and not text:
+            raise argparse.ArgumentTypeError("a path is empty")
         value = kind(text)
         if kind is float and not math.isfinite(value):
             raise argparse.ArgumentTypeError(f"{text} is not finite")

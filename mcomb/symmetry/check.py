@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from mcomb.base import Array, Params, UserError, all_equations, named_leaves, output_shapes
+from mcomb.base import Array, Params, UserError, all_equations, named_leaves, output_shapes, require_whole
 from mcomb.symmetry.spec import Perms, PermutationSpec
 
 
@@ -28,8 +28,7 @@ def check_spec(
     spec.validate(params)
     if perms is not None:
         spec.check_perms(perms)
-    if draws < 0:
-        raise UserError(f"{draws} draws are none: give 0 or more")
+    require_whole(0, draws=draws)
     output_shapes(fn, params, *inputs)
     tolerance = _coarsest_eps(jax.make_jaxpr(fn)(params, *inputs)) ** 0.5
     run = jax.jit(lambda perms, params, inputs: fn(spec.apply(perms, params), *inputs))

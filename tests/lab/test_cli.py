@@ -74,6 +74,7 @@ def test_a_flag_sets_its_field_in_the_fields_own_type(words, changes):
         ("--rate -0.5", ["--rate", "-0.5 is less than 0"]),
         ("--rate nan", ["--rate", "nan is not finite"]),
         ("--rate inf", ["--rate", "inf is not finite"]),
+        ("--where=", ["--where", "a path is empty"]),
         ("--interval nan 1", ["--interval", "nan is not finite"]),
         ("--sizes 2 0", ["--sizes", "0 is less than 1"]),
         ("--sizes", ["--sizes", "at least one argument"]),
