@@ -19,6 +19,8 @@ Inputs = Any  # an array, or a pytree of arrays, whose first axis is that of exa
 Labels = Any  # the same, of whatever the loss takes
 Apply = Callable[[Params, Inputs], Any]  # returns outputs, such as logits, of the same kind
 
+LARGEST_SEED = 2**32 - 1  # JAX takes larger ones modulo 2³² as long as it can
+
 
 class UserError(Exception):
     """A problem a person can mend: its text says what was wrong and what to do next."""
@@ -39,8 +41,8 @@ def fold_name(key: PRNGKeyArray, name: str | int) -> PRNGKeyArray:
 
 def stream(seed: int, *names: str | int) -> PRNGKeyArray:
     """The root seed's key, folded with the names of what it is for: `stream(0, "order", epoch)`."""
-    if not isinstance(seed, numbers.Integral) or not 0 <= seed < 2**32:  # JAX takes others modulo 2³² as long as it can
-        raise UserError(f"there is no seed {seed}: give a whole number from 0 to {2**32 - 1}")
+    if not isinstance(seed, numbers.Integral) or not 0 <= seed <= LARGEST_SEED:
+        raise UserError(f"there is no seed {seed}: give a whole number from 0 to {LARGEST_SEED}")
     return reduce(fold_name, names, jax.random.key(seed))
 
 

@@ -126,7 +126,8 @@ def fit_tree(
     problems = []
     for name in sorted(found.keys() | wanted.keys()):
         if name not in found or name not in wanted:
-            problems.append(f"has no {name}" if name not in found else f"has {name}, which {whose} does not")
+            called = name or "a leaf without a name"
+            problems.append(f"has no {name}" if name not in found else f"has {called}, which {whose} does not")
         elif found[name].shape != wanted[name].shape:
             problems.append(f"has {name} of shape {found[name].shape} where {whose} has {wanted[name].shape}")
         elif not _casts(found[name].dtype, wanted[name].dtype):
@@ -236,7 +237,7 @@ def reading(folder: AnyPath, read: Callable[[], T]) -> T:
     try:
         return read()
     except Exception as error:
-        if number := _os_error(error):
+        if number := system_error(error):
             raise OSError(number, os.strerror(number), str(folder)) from error
         if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
             raise
@@ -245,7 +246,7 @@ def reading(folder: AnyPath, read: Callable[[], T]) -> T:
         ) from error
 
 
-def _os_error(error: Exception) -> int | None:
+def system_error(error: Exception) -> int | None:
     """The number of the system's error behind another, such as one of tensorstore; None for that of a missing file."""
     said = re.search(r"os[ _]error(?:_code)?\W+(\d+)", str(error), re.IGNORECASE)
     number = error.errno if isinstance(error, OSError) else int(said[1]) if said else None

@@ -177,7 +177,7 @@ def _exit(code: int) -> NoReturn:
 def _find(coordinator: str, first: bool) -> None:
     """An error unless the address is one, and somebody answers there before long."""
     host, _, port = coordinator.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdecimal() or int(port) > 65535:
         raise UserError(f"--coordinator {coordinator} is no address: give HOST:PORT, of process 0")
     end = time.monotonic() + PATIENCE
     while not first:

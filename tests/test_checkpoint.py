@@ -226,6 +226,12 @@ def test_other_peoples_safetensors_files_are_read_into_the_models_structure(tmp_
     assert_same(read_checkpoint(tmp_path / "list.safetensors", listed), listed)
 
 
+def test_a_tree_of_one_leaf_is_named_too(tmp_path):
+    (tmp_path / "net.msgpack").write_bytes(msgpack_serialize(np.ones(2)))
+    with pytest.raises(UserError, match="has a leaf without a name, which the model does not, has no w:"):
+        read_checkpoint(tmp_path / "net.msgpack", {"w": jnp.ones(2)})
+
+
 def test_weights_of_another_kind_of_number_are_refused(tmp_path):
     write_checkpoint(tmp_path / "net.safetensors", jax.tree.map(lambda leaf: leaf.astype(jnp.int32), PARAMS))
     with pytest.raises(UserError, match="has dense/bias of dtype int32 where the model has float32"):

@@ -254,6 +254,8 @@ def test_an_experiment_is_a_command_too(capsys):
         (["evaluate", "A"], "evaluate needs the model"),
         (["align", "A", "B", "C", "--model", "mlp-digits"], "is no model"),
         (["align", "A", "B", "C", "--model", "mlp-digits:x"], "has no width"),
+        (["align", "A", "B", "C", "--model", "mlp-digits:²"], "has no width"),
+        (["align", "A", "B", "C", "--model", "mlp-digits:100001"], "width 100001 is more than 100000: give less"),
         (["align", "A", "B", "C", "--model", "mlp-digits:3"], "does not fit"),
         (["combine", "A", "B", "C"], "--share"),
         (["combine", "A", "B", "C", "--share", "0.5", "--p", "0.5"], "--share"),

@@ -28,7 +28,7 @@ class Example:
     most_of: Annotated[int | None, Flag("at most (default: all)", at_least=1)] = None
     where: Annotated[Path, Flag("the place", identity=False)] = Path("here")
     interval: Annotated[tuple[float, float], Flag("from and to")] = (0.0, 1.0)
-    sizes: Annotated[tuple[int, ...], Flag("any number of them", at_least=1)] = (1, 2, 4)
+    sizes: Annotated[tuple[int, ...], Flag("any number of them", at_least=1, at_most=64)] = (1, 2, 4)
     loud: Annotated[bool, Flag("say more")] = False
 
 
@@ -68,6 +68,9 @@ def test_a_flag_sets_its_field_in_the_fields_own_type(words, changes):
     [
         ("--kind other", ["--kind", "'other'", "'this', 'that'"]),
         ("--count 0", ["--count", "0 is less than 1"]),
+        ("--count 10000001", ["--count", "10000001 is more than 10000000"]),
+        ("--sizes 2 65", ["--sizes", "65 is more than 64"]),
+        ("--count ²", ["--count", "whole number", "'²'"]),
         ("--count many", ["--count", "whole number", "'many'"]),
         ("--count 2.5", ["--count", "whole number", "'2.5'"]),
         ("--rate fast", ["--rate", "number", "'fast'"]),

@@ -148,6 +148,12 @@ def test_a_checkpoint_that_cannot_be_written_is_one_sentence_and_leaves_the_one_
     assert_equal(TrainingCheckpoints(tmp_path, {}).restore(state_of()), state_at(5))
 
 
+def test_a_checkpoint_whose_folder_is_a_file_is_said_to_be_that(tmp_path):
+    (tmp_path / "run").write_text("no folder")
+    with pytest.raises(UserError, match=r"5 cannot be written \(.*\): mend that, and the same command goes on"):
+        TrainingCheckpoints(tmp_path / "run", {}).save(5, state_at(5))
+
+
 def test_a_training_with_another_config_is_refused(tmp_path):
     config = dataclasses.asdict(RECIPE)
     TrainingCheckpoints(tmp_path, config).save(1, state_of())
