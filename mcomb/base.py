@@ -92,10 +92,10 @@ def require_positive(**values: int | float | None) -> None:
             raise UserError(f"{name} is {value!s:.50}: give more than 0")
 
 
-def require_whole(least: int = 1, **values: int | None) -> None:
-    """An error that names the first of the values that is no whole number from `least` on; None is left out."""
+def require_whole(least: int = 1, **values: int) -> None:
+    """An error that names the first of the values that is no whole number from `least` on."""
     for name, value in values.items():
-        if value is not None and not (isinstance(value, numbers.Integral) and value >= least):
+        if not isinstance(value, numbers.Integral) or value < least:
             raise UserError(f"{name} is {value!r:.50}: give a whole number, {least} or more")
 
 

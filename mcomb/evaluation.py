@@ -114,7 +114,7 @@ def evaluate(
     `report` is given the metrics of the combinations of each compiled call, as they are measured.
     """
     k, count = _count_combinations(networks, parameters, keys), count_examples(inputs, labels)
-    require_whole(batch_size=batch_size, vmap_size=vmap_size)
+    require_whole(batch_size=batch_size, vmap_size=1 if vmap_size is None else vmap_size)
     task = _task(loss, metrics, temperatures, references)
     _check_references(references, count)
     combination = output_shapes(draw, keys[0], _rows(parameters, 0), *networks)

@@ -3,7 +3,9 @@
 The short form tries a few dozen inputs of each function, the long one, `pytest -m long`, some thousands.
 """
 
+import tempfile
 import warnings
+from pathlib import Path
 
 import hypothesis.strategies as st
 import jax
@@ -96,14 +98,20 @@ PERMS = st.one_of(
     ),
 )
 SPECS = st.sampled_from([SPEC, SPEC, SPEC, FOREIGN, mcomb.PermutationSpec({}, {})])
-KEYS = st.sampled_from([0, 1, 3]).map(lambda count: jax.random.split(jax.random.key(0), count))
+KEYS = st.one_of(
+    st.sampled_from([0, 1, 3]).map(lambda count: jax.random.split(jax.random.key(0), count)),
+    st.sampled_from([None, 0, jax.random.key(0), np.arange(3), [jax.random.key(0)] * 3]),
+)
 PARAMETERS = st.one_of(
     st.sampled_from(
         [np.zeros(1), np.full(3, 0.5), np.array([0, np.nan, 1]), np.full(3, 1e30), -np.ones(3), np.zeros(4)]
     ),
     NUMBERS,
 )
-DRAWS = st.sampled_from([mcomb.linear, mcomb.uniform, mcomb.subcube, mcomb.hyperplane, mcomb.bernoulli, mcomb.centered])
+DISTRIBUTIONS = (mcomb.linear, mcomb.uniform, mcomb.subcube, mcomb.hyperplane, mcomb.bernoulli, mcomb.centered)
+DRAWS = st.sampled_from(DISTRIBUTIONS)
+KEY = (jax.random.key(0), st.integers(0, 9).map(jax.random.key))
+SHARES = NUMBERS.map(np.float32)
 
 
 def is_finite(tree):
@@ -130,12 +138,13 @@ def is_right_metrics(found, apply, draw, networks, parameters, keys, inputs, lab
     if loss is not mcomb.cross_entropy:
         return
     assert ((found.accuracy >= 0) & (found.accuracy <= 1)).all()
+    assert (np.isfinite(found.loss) | (found.accuracy < 1)).all()  # what overflows is not right
     assert (found.agreement.sum((1, 2)) == len(labels)).all()
 
 
 def is_right_score(found, apply, params, inputs, labels, *, loss, **options):
+    assert is_finite(found.loss)
     if loss is not mcomb.cross_entropy:
-        assert is_finite(found.loss) or not is_finite((params, inputs))
         return
     assert found.predicted.shape == (len(labels),)
     assert found.accuracy == np.mean(found.predicted == labels)
@@ -151,6 +160,42 @@ def is_right_merge(found, spec, networks, *rest, **options):
     assert jax.tree.structure(params) == jax.tree.structure(networks[0])
     for leaf, one in zip(*map(jax.tree.leaves, (params, networks[0])), strict=True):
         assert np.shape(leaf) == np.shape(one)
+
+
+def is_right_partial_merge(found, spec, networks, apply, inputs, *, budget, **options):
+    one = sum(np.size(leaf) for leaf in jax.tree.leaves(networks[0]))
+    assert one <= found.weights <= budget * one
+    assert len(found.apply(found.params, inputs)) == len(inputs)
+
+
+def is_like(found, apply, params, *rest, **options):
+    assert jax.tree.structure(found) == jax.tree.structure(params)
+
+
+def write_and_read(params, ending, target):
+    """What comes back of a tree that is written."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, f"network{ending}")
+        mcomb.write_checkpoint(path, params)
+        return mcomb.read_checkpoint(path, target)
+
+
+def is_what_was_written(found, params, ending, target):
+    for leaf, one in zip(*map(jax.tree.leaves, (found, params)), strict=True):
+        np.testing.assert_array_equal(np.asarray(leaf, np.float32), np.asarray(one, np.float32))
+
+
+def is_a_draw(found, key, parameter, *networks):
+    for leaf, one in zip(*map(jax.tree.leaves, (found, networks[0])), strict=True):
+        assert np.shape(leaf) == np.shape(one)
+
+
+def is_a_sum_and_a_count(found, output, label):
+    assert [np.shape(number) for number in found] == [(), ()]
+
+
+def is_right_between(found, i, j):
+    SPEC.check_perms(found)
 
 
 def is_right_training(found, apply, params, *rest, **options):
@@ -178,17 +223,25 @@ METRICS = (None, st.sampled_from([{}, {"mine": mcomb.accuracy}, {"loss": mcomb.a
 MIXES = DRAWS.map(mcomb.mix)
 PAIRS = st.tuples(TREES, TREES)
 LISTS = st.lists(st.sampled_from([A, B, network(2, units=5), {}, changed(A, 0, with_nan)]), max_size=3)
-SIZES = st.sampled_from([1, 4, 7, 0, -1])
-SEED = (0, st.sampled_from([0, 1, 2**32 - 1, 2**32, -1, 2**64]))
+WHOLE = st.sampled_from([1, 4, 7, 0, -1])
+SIZES = st.one_of(WHOLE, st.sampled_from([np.int64(4), 2.5, 4.0, "4", float("nan"), [4]]))
+STEPS = st.sampled_from([0, 2, -2, 1.5, "2", None])
+SEED = (0, st.sampled_from([0, 1, 2**32 - 1, 2**32, -1, 2**64, 0.5, "0", np.int64(3)]))
+FOLDER = tempfile.TemporaryDirectory()
+KEEP = (None, st.sampled_from([Path(FOLDER.name, "kept.npz"), f"{FOLDER.name}/nowhere/kept.npz", ""]))
 NETWORKS = ((A, TREES), (B, TREES))
 APPLY = (apply, st.just(apply))
 
 DESCENT = {
-    "steps": (1, st.sampled_from([0, 2, -2])),
+    "steps": (1, STEPS),
     "batch_size": (4, SIZES),
-    "learning_rate": (0.01, NUMBERS),
+    "learning_rate": (0.01, st.one_of(NUMBERS, st.sampled_from(["0.01", [0.01]]))),
     "seed": SEED,
+    "keep": KEEP,
 }
+
+ALIGNMENT = mcomb.align_many(SPEC, [A, B])
+INDICES = st.sampled_from([0, 1, 2, -1, 9, "A", None, 0.5])
 
 # For each function what its result must be, and for each of its arguments a right value and others, right or wrong.
 CALLS = {
@@ -208,21 +261,21 @@ CALLS = {
         {
             "start": (None, PERMS),
             "seed": SEED,
-            "restarts": (1, st.sampled_from([2, 4, 0, -1])),
+            "restarts": (1, st.sampled_from([2, 4, 0, -1, 1.5, "2"])),
             "coarse": (False, st.booleans()),
         },
     ),
     mcomb.match_activations: (
         is_right_matching,
         [(SPEC, SPECS), *NETWORKS, APPLY, (X, ARRAYS)],
-        {"batch_size": (4, SIZES), "inner_products": (False, st.booleans())},
+        {"batch_size": (4, WHOLE), "inner_products": (False, st.booleans())},
     ),
     mcomb.match_straight_through: (
         is_right_matching,
         [(SPEC, SPECS), *NETWORKS, APPLY, (X, ARRAYS), (Y, LABELS)],
         {
             "loss": LOSS,
-            "steps": (1, st.sampled_from([0, 2, -2])),
+            "steps": (1, STEPS),
             "learning_rate": (0.01, NUMBERS),
             "batch_size": (4, SIZES),
             "seed": SEED,
@@ -231,7 +284,7 @@ CALLS = {
     mcomb.align_many: (
         is_right_alignment,
         [(SPEC, SPECS), ([A, B, A], LISTS)],
-        {"reference": (0, st.sampled_from([1, 5, -1, None])), "seed": SEED},
+        {"reference": (0, st.sampled_from([1, 5, -1, None, 1.0, "A"])), "seed": SEED},
     ),
     mcomb.merge: (
         is_right_merge,
@@ -262,9 +315,14 @@ CALLS = {
         {
             "loss": LOSS,
             "metrics": METRICS,
-            "temperatures": (None, st.sampled_from([(), (0.0,), (-1.0, 2.0), (float("nan"),)])),
+            "temperatures": (None, st.sampled_from([(), (0.0,), (-1.0, 2.0), (float("nan"),), [0.5, 2.0], 2.0, "x"])),
+            "references": (
+                None,
+                st.sampled_from([np.zeros((2, 6), int), np.zeros((2, 5), int), np.zeros((6, 2), int), X, "AB"]),
+            ),
+            "statistics_from": (None, ARRAYS),
             "batch_size": (4, SIZES),
-            "vmap_size": (None, st.sampled_from([1, 2, 0, -3])),
+            "vmap_size": (None, st.sampled_from([1, 2, 0, -3, 1.5, "1"])),
         },
     ),
     mcomb.score: (
@@ -288,6 +346,26 @@ CALLS = {
         [(SPEC, SPECS), APPLY, (mcomb.mix(mcomb.uniform), MIXES), ((A, B), PAIRS), (X, ARRAYS)],
         {"batch_size": (4, SIZES)},
     ),
+    mcomb.merge_partly: (
+        is_right_partial_merge,
+        [(SPEC, SPECS), ((A, B), st.one_of(PAIRS, LISTS, st.none())), APPLY, (X, ARRAYS)],
+        {"budget": (1.5, st.one_of(NUMBERS, st.just("2"))), "per": ("unit", st.sampled_from(["layer", "x", None]))},
+    ),
+    mcomb.estimate_statistics: (is_like, [APPLY, (A, TREES), (X, ARRAYS)], {"batch_size": (4, SIZES)}),
+    write_and_read: (
+        is_what_was_written,
+        [(A, TREES), (".npz", st.sampled_from(["", ".npz", ".safetensors", ".msgpack"])), (None, TREES)],
+        {},
+    ),
+    **{
+        mcomb.mix(distribution): (is_a_draw, [KEY, (np.float32(0.5), SHARES), *NETWORKS], {})
+        for distribution in DISTRIBUTIONS
+    },
+    mcomb.cross_entropy: (is_a_sum_and_a_count, [(X[0], ARRAYS), (np.int32(1), LABELS)], {}),
+    mcomb.token_cross_entropy: (is_a_sum_and_a_count, [(X, ARRAYS), (Y, LABELS)], {}),
+    mcomb.accuracy: (is_a_sum_and_a_count, [(X, ARRAYS), (Y, LABELS)], {}),
+    mcomb.squared_error: (is_a_sum_and_a_count, [(X, ARRAYS), (X, ARRAYS)], {}),
+    ALIGNMENT.between: (is_right_between, [(0, INDICES), (1, INDICES)], {}),
     SPEC.apply: (anything, [(SPEC.identity(), PERMS), (A, TREES)], {}),
     SPEC.invert: (anything, [(SPEC.identity(), PERMS)], {}),
     SPEC.compose: (anything, [(SPEC.identity(), PERMS)] * 2, {}),

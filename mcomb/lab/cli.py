@@ -199,7 +199,7 @@ def _mute_orbax() -> None:
 
     def hook(problem: Any) -> None:
         is_closed = str(problem.exc_value) == "Event loop is closed"  # for what was still being written
-        if not is_closed and problem.object is not asyncio.BaseEventLoop.__del__:  # type: ignore[attr-defined]
+        if not is_closed and problem.object is not asyncio.BaseEventLoop.__del__:
             before(problem)
 
     sys.unraisablehook = hook
