@@ -127,6 +127,8 @@ def test_processes_with_other_flags_end_together_and_say_why(tmp_path):
         ("--process 0", "go together"),
         ("--coordinator localhost:1 --processes 2 --process 2", "--process 2 is not one of --processes 2: give 0 to 1"),
         ("--coordinator localhost --processes 2 --process 1", "localhost is no address: give HOST:PORT"),
+        ("--coordinator localhost:² --processes 2 --process 1", "localhost:² is no address: give HOST:PORT"),
+        ("--coordinator localhost:65536 --processes 2 --process 1", "localhost:65536 is no address: give HOST:PORT"),
         ("--coordinator localhost:1 --processes 2 --process 1", "nobody answers at --coordinator localhost:1"),
     ],
 )
