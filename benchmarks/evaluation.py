@@ -54,7 +54,7 @@ Problem = tuple[Setup, int, tuple[Any, Any], np.ndarray, np.ndarray, np.ndarray,
 def make_problem(name: str, config: EvaluationConfig) -> tuple[Problem, float]:
     """What is to be evaluated, and how many operations that takes."""
     named, _, width = name.partition(":")
-    if named not in SETUPS or not width.isdigit() or not int(width):
+    if named not in SETUPS or not width.isdecimal() or not int(width):
         raise UserError(f"--networks {name} is no setup with a width: give one such as {NETWORKS[0]}")
     setup, rng = SETUPS[named], np.random.default_rng(0)
     networks = setup.init(int(width), 0), setup.init(int(width), 1)

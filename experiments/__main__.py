@@ -67,7 +67,7 @@ def lines(listed: list[dict[str, Any]], width: int) -> list[str]:
     """A line for each experiment, its state at the end, cut to the width of a terminal where there is one."""
     colours = {True: "green", False: "red", None: "yellow"}
     name_width = max(len(entry["name"]) for entry in listed)
-    state_width = max(len(entry["said"]) for entry in listed if entry["kind"] != "impossible")
+    state_width = max((len(entry["said"]) for entry in listed if entry["kind"] != "impossible"), default=0)
     left = max(24, width - name_width - state_width - 4)
     found = []
     for entry in listed:

@@ -56,10 +56,10 @@ MEASURED = ("withheld", "test")
 class MergeConfig(Config):
     """The flags of the merges."""
 
-    pairs: Annotated[int, Flag("independent triples, of --seed and the seeds after it", at_least=1)] = 3
+    pairs: Annotated[int, Flag("independent triples, of --seed and the seeds after it", 1, 1000)] = 3
     split: Annotated[str, Flag("how the parents' train images differ", choices=SPLITS)] = "biased"
     skew: Annotated[
-        float | None, Flag("A's part of its classes (biased), or the concentration (dirichlet) [setup]", at_least=0)
+        float | None, Flag("A's part of its classes (biased), or the concentration (dirichlet) [setup]", 0, 10**6)
     ] = None
     withheld: Annotated[int | None, Flag("train images that no parent sees (default: a fifth)", at_least=20)] = None
     candidates: Annotated[int, Flag("random combinations, of which the best is taken", at_least=1)] = 100

@@ -26,7 +26,7 @@ from mcomb.lab.experiment import (
     read_results,
     run,
 )
-from mcomb.lab.setups import SETUPS
+from mcomb.lab.setups import SETUPS, WIDEST
 from mcomb.lab.store import Store
 from mcomb.processes import from_first
 from mcomb.progress import say, show, show_json
@@ -68,7 +68,7 @@ class ReportConfig(width.WidthConfig):
     setup: Annotated[tuple[str, ...], Flag("models, datasets and recipes", choices=tuple(SETUPS))] = (  # type: ignore[assignment]
         "resnet20-cifar10",
     )
-    width: Annotated[tuple[int, ...], Flag("width multipliers", at_least=1)] = (32,)  # type: ignore[assignment]
+    width: Annotated[tuple[int, ...], Flag("width multipliers", 1, WIDEST)] = (32,)  # type: ignore[assignment]
     run: Annotated[bool, Flag("run the experiments that are missing", identity=False)] = False
 
 

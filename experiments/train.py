@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from mcomb import score
+from mcomb.base import LARGEST_SEED
 from mcomb.files import absolute
 from mcomb.lab import cli
 from mcomb.lab.cli import Flag
@@ -24,7 +25,7 @@ from mcomb.progress import say, show, show_json
 class TrainConfig(TrainingConfig):
     """The flags of the training."""
 
-    seeds: Annotated[tuple[int, ...], Flag("seeds of the networks", at_least=0)] = (0, 1)
+    seeds: Annotated[tuple[int, ...], Flag("seeds of the networks", 0, LARGEST_SEED)] = (0, 1)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -37,7 +37,13 @@ class TriangleConfig(CombinationConfig):
     """The flags of the triangle."""
 
     grid: Annotated[int, Flag("steps along an edge of the triangle", at_least=2)] = 20
-    beyond: Annotated[float, Flag("how far past the edges the grid goes", at_least=0)] = 0.0
+    beyond: Annotated[float, Flag("how far past the edges the grid goes", 0, 1000)] = 0.0
+
+
+def count_points(steps: int, beyond: float) -> int:
+    """How many points the grid has."""
+    side = steps + 3 * round(steps * beyond)
+    return (side + 1) * (side + 2) // 2
 
 
 def grid(steps: int, beyond: float) -> np.ndarray:
@@ -144,7 +150,7 @@ EXPERIMENT = Experiment(
     networks="ABC",
     matchings=("B to A", "C to A"),
     config=TriangleConfig,
-    combinations=lambda config: len(grid(config.grid, config.beyond)),
+    combinations=lambda config: count_points(config.grid, config.beyond),
     measure=measure,
     draw=draw,
     judge=judge,

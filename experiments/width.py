@@ -24,6 +24,7 @@ from mcomb.lab.figures import LINES, STYLE, save
 from mcomb.lab.measure import Run
 from mcomb.lab.pairs import spread
 from mcomb.lab.results import METRICS, SPLITS, Results
+from mcomb.lab.setups import WIDEST
 from mcomb.lab.verdicts import Verdict, falls
 
 from . import bernoulli, hyperplane, linear, subcube, uniform
@@ -35,7 +36,7 @@ SWEEPS = {module.EXPERIMENT.name: module.EXPERIMENT for module in (linear, unifo
 class WidthConfig(SweepConfig):
     """The flags of the sweeps, and the widths to run them at."""
 
-    widths: Annotated[tuple[int, ...], Flag("widths to compare", at_least=1)] = (1, 2, 4, 8, 16, 32)
+    widths: Annotated[tuple[int, ...], Flag("widths to compare", 1, WIDEST)] = (1, 2, 4, 8, 16, 32)
 
 
 def sweeps(config: WidthConfig) -> Parts:

@@ -25,11 +25,12 @@ from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mcomb.base import (
+    LARGEST_SEED,
     Apply,
+    Diverged,
     Inputs,
     Labels,
     Params,
@@ -106,7 +107,7 @@ class AlignConfig(Output):
     model: Annotated[str | None, Flag("SETUP:WIDTH or MODULE:FUNCTION; it is needed")] = None
     names: Annotated[str | None, Flag("names of weights in the files: pytorch, git-re-basin, or a file")] = None
     matcher: Annotated[str, Flag("how units are matched", choices=MATCHERS.keys())] = "weights"
-    seed: Annotated[int, Flag("seed of the matcher", at_least=0)] = 0
+    seed: Annotated[int, Flag("seed of the matcher", 0, LARGEST_SEED)] = 0
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class CombineConfig(Output):
     p: Annotated[float | None, Flag("the probability of B's weight, of bernoulli, from 0 to 1")] = None
     model: Annotated[str | None, Flag("on whose inputs running statistics (BatchNorm) are estimated anew")] = None
     names: Annotated[str | None, Flag("names of weights in the files: pytorch, git-re-basin, or a file")] = None
-    seed: Annotated[int, Flag("seed of the shares", at_least=0)] = 0
+    seed: Annotated[int, Flag("seed of the shares", 0, LARGEST_SEED)] = 0
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ def load_model(text: str) -> Model:
     """The model that SETUP:WIDTH or MODULE:FUNCTION names."""
     module, _, name = text.rpartition(":")
     if module in SETUPS:
-        if not name.isdigit() or int(name) < 1:
+        if not name.isdecimal() or int(name) < 1:
             raise UserError(f"--model {text} has no width: give {module}:32 for width 32")
         setup = SETUPS[module]
         return Model(setup.apply(int(name)), *setup.dataset.load(None).test)
@@ -192,7 +193,7 @@ def require_new(to: AnyPath, *read: AnyPath) -> None:
         raise UserError(f"{to} is one of the networks that are read: give another name for the result")
     if to.suffix in FILES:
         require_folder(to)
-    elif to.suffix and not to.suffix[1:].isdigit():
+    elif to.suffix and not to.suffix[1:].isdecimal():
         raise UserError(
             f"{to} ends in none of {ENDINGS}: give one of these, or a name without an ending for an orbax folder"
         )
@@ -286,7 +287,10 @@ def combine(config: CombineConfig) -> None:
             f"{config.a} has running statistics, as {names[0]}, of which the combination needs its own: give the "
             "--model on whose inputs to estimate them"
         )
-    combination = jax.jit(mix(distribution))(stream(config.seed, "combine"), jnp.float32(value), a, b)
+    with np.errstate(over="ignore"):
+        parameter = np.float32(value)
+    combination = jax.jit(mix(distribution))(stream(config.seed, "combine"), parameter, a, b)
+    require_finite(f"the combination with --{wanted} {value:g}", combination, f"give a --{wanted} nearer to 0")
     if model:
         combination = estimate_statistics(model.apply, combination, model.inputs)
     write_network(config.to, combination, table, config.a)
@@ -301,7 +305,11 @@ def evaluate(config: EvaluateConfig) -> None:
         raise UserError(f"--model {config.model} has no labels: let it return (apply, inputs, labels)")
     count, scores = count_examples(model.inputs), {}
     for path in config.networks:
-        found = score(model.apply, read_network(path, table, model), model.inputs, model.labels, loss=model.loss)
+        params = read_network(path, table, model)
+        try:
+            found = score(model.apply, params, model.inputs, model.labels, loss=model.loss)
+        except Diverged as error:
+            raise UserError(f"{path} gives no loss: {error}") from error
         accuracy = {"accuracy": found.accuracy} if model.loss is cross_entropy else {}
         scores[str(path)] = {"loss": found.loss, **accuracy, "inputs": count}
     formats = {"loss": ".4f", "accuracy": ".2%", "inputs": ","}

@@ -19,6 +19,8 @@ Inputs = Any  # an array, or a pytree of arrays, whose first axis is that of exa
 Labels = Any  # the same, of whatever the loss takes
 Apply = Callable[[Params, Inputs], Any]  # returns outputs, such as logits, of the same kind
 
+LARGEST_SEED = 2**32 - 1  # JAX takes larger ones modulo 2³² as long as it can
+
 
 class UserError(Exception):
     """A problem a person can mend: its text says what was wrong and what to do next."""
@@ -27,7 +29,7 @@ class UserError(Exception):
 
 
 class Diverged(UserError):
-    """Something that learns met a loss or a weight that is infinite or not a number."""
+    """A loss or a weight that something learns or measures is infinite or not a number."""
 
     exit_code = 1
 
@@ -39,8 +41,8 @@ def fold_name(key: PRNGKeyArray, name: str | int) -> PRNGKeyArray:
 
 def stream(seed: int, *names: str | int) -> PRNGKeyArray:
     """The root seed's key, folded with the names of what it is for: `stream(0, "order", epoch)`."""
-    if not 0 <= seed < 2**32:  # JAX takes others modulo 2³² as long as it can
-        raise UserError(f"there is no seed {seed}: give a whole number from 0 to {2**32 - 1}")
+    if not isinstance(seed, numbers.Integral) or not 0 <= seed <= LARGEST_SEED:
+        raise UserError(f"there is no seed {seed}: give a whole number from 0 to {LARGEST_SEED}")
     return reduce(fold_name, names, jax.random.key(seed))
 
 
@@ -80,10 +82,21 @@ def name_error(error: Exception) -> str:
 
 
 def require_positive(**values: int | float | None) -> None:
-    """An error that names the first of the values that is not positive and finite; None is left out."""
+    """An error that names the first of the values that is no positive, finite number; None is left out."""
     for name, value in values.items():
-        if value is not None and not 0 < value < math.inf:
-            raise UserError(f"{name} is {value}: give more than 0")
+        try:
+            is_positive = value is None or bool(0 < value < math.inf)
+        except (TypeError, ValueError):  # it is no number
+            is_positive = False
+        if not is_positive:
+            raise UserError(f"{name} is {value!s:.50}: give more than 0")
+
+
+def require_whole(least: int = 1, **values: int) -> None:
+    """An error that names the first of the values that is no whole number from `least` on."""
+    for name, value in values.items():
+        if not isinstance(value, numbers.Integral) or value < least:
+            raise UserError(f"{name} is {value!r:.50}: give a whole number, {least} or more")
 
 
 def require_alike(what: str, a: Params, b: Params) -> None:
@@ -106,13 +119,14 @@ def keep_non_floats(tree: Params, original: Params) -> Params:
     return jax.tree.map(lambda new, old: new if is_inexact(old) else old, tree, original)
 
 
-def require_finite(what: str, tree: Params) -> None:
+def require_finite(what: str, tree: Params, remedy: str = "mend them") -> None:
     """An error that names the first leaf with an entry that is infinite or not a number."""
     for name, leaf in named_leaves(tree).items():
         # On a CPU by NumPy: JAX would compile a program for each shape.
         xp: Any = jnp if isinstance(leaf, jax.Array) and jax.default_backend() != "cpu" else np
         if is_inexact(leaf) and (wrong := int(np.size(leaf) - xp.isfinite(leaf).sum())):
-            raise UserError(f"{what} has {wrong} entries of {name or 'its only leaf'} that are not finite: mend them")
+            where = name or "its only leaf"
+            raise UserError(f"{what} has {wrong} entries of {where} that are not finite: {remedy}")
 
 
 def leaf_name(path: tuple[Any, ...]) -> str:
@@ -121,13 +135,16 @@ def leaf_name(path: tuple[Any, ...]) -> str:
 
 
 def named_leaves(tree: Params) -> dict[str, Any]:
-    """The leaves of a tree by name, in the tree's order; an error if one of them is no array or number."""
+    """The leaves of a tree by name, in the tree's order; an error if one of them is no number or array of these."""
     leaves: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if (name := leaf_name(path)) in leaves:
             raise UserError(f"two leaves of the tree have the name {name}: rename a branch with a / in its key")
         if not hasattr(leaf, "shape") and not isinstance(leaf, numbers.Number):
             raise UserError(f"{name or 'the tree'} is no array but {leaf!r:.50}: leave it out")
+        dtype = getattr(leaf, "dtype", None)
+        if isinstance(dtype, np.dtype) and dtype.kind != "b" and not jnp.issubdtype(dtype, np.number):
+            raise UserError(f"{name or 'the tree'} has the dtype {dtype}, no numbers: leave it out")
         leaves[name] = leaf
     return leaves
 

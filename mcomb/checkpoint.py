@@ -1,15 +1,19 @@
 """Parameter trees read and written: orbax folders, and safetensors, NumPy and Flax msgpack files."""
 
+import errno
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
+from zipfile import ZipFile
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from numpy.lib.format import write_array
 from safetensors import safe_open
 from safetensors.numpy import save
 
@@ -36,6 +40,8 @@ def write_checkpoint(path: str | os.PathLike[str], params: Params, metadata: Map
     leaves = named_leaves(params)
     if path.suffix in FILES:
         require_folder(path)
+    if path.suffix == NUMPY:
+        _require_own_dtypes(path, leaves)
     try:
         if path.suffix == SAFETENSORS:
             arrays = {name: np.asarray(leaf, order="C") for name, leaf in leaves.items()}
@@ -43,9 +49,10 @@ def write_checkpoint(path: str | os.PathLike[str], params: Params, metadata: Map
             with atomic(path) as temporary:
                 temporary.write_bytes(_in_order(content))
         elif path.suffix == NUMPY:
-            columns: dict[str, Any] = {name: np.asarray(leaf) for name, leaf in leaves.items()}
-            with atomic(path) as temporary, temporary.open("wb") as file:
-                np.savez(file, **columns)
+            with atomic(path) as temporary, ZipFile(temporary, "w") as archive:
+                for name, leaf in leaves.items():  # np.savez takes some names for arguments of its own
+                    with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                        write_array(file, np.asarray(leaf), allow_pickle=False)
         elif path.suffix == MSGPACK:
             from flax.serialization import to_bytes  # Flax is for those who use it
 
@@ -56,6 +63,15 @@ def write_checkpoint(path: str | os.PathLike[str], params: Params, metadata: Map
                 checkpointer.save(absolute(path), params, custom_metadata=fingerprint_entry(params))
     except Exception as error:
         raise UserError(f"checkpoint {path} cannot be written ({first_words(error)}): mend that") from error
+
+
+def _require_own_dtypes(path: AnyPath, leaves: Mapping[str, Any]) -> None:
+    """An error that names the first leaf of a dtype that is none of NumPy's own: its format has no name for it."""
+    for name, leaf in leaves.items():
+        dtype = getattr(leaf, "dtype", None)
+        if isinstance(dtype, np.dtype) and dtype.isbuiltin != 1:
+            problem = f"cannot be written, for it would hold {name} of dtype {dtype}, which NumPy's format has not"
+            raise UserError(f"{path} {problem}: give a name that ends in {SAFETENSORS}, or one of an orbax folder")
 
 
 def _in_order(content: bytes) -> bytes:
@@ -89,6 +105,7 @@ def read_checkpoint(path: str | os.PathLike[str], target: Params | None = None, 
     else:
         tree_folder = _find_tree(path)
         tree = reading(path, lambda: _restore_whole(tree_folder))
+    tree = _as_arrays(path, tree)
     if isinstance(tree, dict) and "params" in tree:
         has_statistics = "batch_stats" in tree
         tree = {name: tree[name] for name in ("params", "batch_stats")} if has_statistics else tree["params"]
@@ -109,7 +126,8 @@ def fit_tree(
     problems = []
     for name in sorted(found.keys() | wanted.keys()):
         if name not in found or name not in wanted:
-            problems.append(f"has no {name}" if name not in found else f"has {name}, which {whose} does not")
+            called = name or "a leaf without a name"
+            problems.append(f"has no {name}" if name not in found else f"has {called}, which {whose} does not")
         elif found[name].shape != wanted[name].shape:
             problems.append(f"has {name} of shape {found[name].shape} where {whose} has {wanted[name].shape}")
         elif not _casts(found[name].dtype, wanted[name].dtype):
@@ -142,6 +160,15 @@ def _read_file(path: AnyPath) -> Params:
 def _read_arrays(path: AnyPath) -> dict[str, np.ndarray]:
     with readable(path) as here, np.load(here, allow_pickle=False) as file:
         return dict(file)
+
+
+def _as_arrays(path: AnyPath, tree: Params) -> Params:
+    """The tree with its plain numbers as arrays; an error that names the file if there is anything else in it."""
+    try:
+        named_leaves(tree)
+    except UserError as error:
+        raise UserError(f"checkpoint {path} cannot be used: {error}") from error
+    return jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else np.asarray(leaf), tree)
 
 
 def _as_tree(path: AnyPath, leaves: Mapping[str, Any]) -> Params:
@@ -182,7 +209,7 @@ def _require_whole(metadata: Mapping[str, str], leaves: Mapping[str, Any]) -> No
 
 def saved_steps(folder: AnyPath) -> list[int]:
     """The steps that a folder of an orbax manager holds, in ascending order."""
-    steps = [path for path in folder.glob("*") if path.name.isdigit()]
+    steps = [path for path in folder.glob("*") if path.name.isdecimal()]
     if in_store(folder):  # where a checkpoint has its name from the start, and a mark at its end
         steps = [path for path in steps if (path / "commit_success.txt").is_file()]
     return sorted(int(path.name) for path in steps)
@@ -203,15 +230,27 @@ def restore_tree(folder: AnyPath, target: Any = None) -> Any:
 
 
 def reading(folder: AnyPath, read: Callable[[], T]) -> T:
-    """What `read` returns; whatever else goes wrong in it is a checkpoint that cannot be read."""
+    """What `read` returns; whatever goes wrong in it is a checkpoint that cannot be read.
+
+    But for what the machine lacks, such as descriptors, memory or rights: that says nothing of the checkpoint.
+    """
     try:
         return read()
-    except MemoryError:
-        raise
     except Exception as error:
+        if number := system_error(error):
+            raise OSError(number, os.strerror(number), str(folder)) from error
+        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+            raise
         raise UserError(
             f"checkpoint {folder} cannot be read ({first_words(error)}): replace it, or move it away"
         ) from error
+
+
+def system_error(error: Exception) -> int | None:
+    """The number of the system's error behind another, such as one of tensorstore; None for that of a missing file."""
+    said = re.search(r"os[ _]error(?:_code)?\W+(\d+)", str(error), re.IGNORECASE)
+    number = error.errno if isinstance(error, OSError) else int(said[1]) if said else None
+    return None if number in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR) else number
 
 
 def _find_tree(folder: AnyPath) -> AnyPath:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mcomb.base import Array, UserError, all_equations, count_examples, require_positive
+from mcomb.base import Array, UserError, all_equations, count_examples, require_whole
 from mcomb.processes import from_first
 
 AXIS = "mcomb_device"  # the name of the mesh's only axis, which is nobody else's
@@ -150,7 +150,7 @@ def equal_batches(tree: Any, batch_size: int) -> Any:
 
     equal_batches(x, 2) with x = [1, 2, 3] is [[1], [2]], and with batch_size=3 it is [[1, 2, 3]].
     """
-    require_positive(batch_size=batch_size)
+    require_whole(batch_size=batch_size)
     examples = count_examples(tree)
     count = -(-examples // batch_size)
     size = examples // count

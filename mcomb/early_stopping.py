@@ -36,6 +36,7 @@ from mcomb.base import (
     named_leaves,
     output_shapes,
     require_positive,
+    require_whole,
     stream,
 )
 from mcomb.devices import replicate
@@ -97,7 +98,8 @@ def descend(
     estimated on all examples that are learnt from. How far it has come is kept, after each look, in the file `keep`.
     The same call goes on from there; a file of another call, or a damaged one, is not used.
     """
-    require_positive(steps=steps, batch_size=batch_size, learning_rate=learning_rate)
+    require_whole(steps=steps, batch_size=batch_size)
+    require_positive(learning_rate=learning_rate)
     count = check_data(apply, networks[0], inputs, labels, loss)
     if count < 2:
         raise UserError(f"{count} examples are too few, for some are held out: give at least two")
@@ -113,10 +115,12 @@ def descend(
         return estimate_statistics(apply, combined, train_inputs) if has_statistics else combined
 
     def look(numbers: Any) -> float:
-        found = score(apply, finish(compiled_combine(numbers, given[0])), *held_out, loss=loss).loss
-        if not np.isfinite(found):
-            raise Diverged("the held-out loss of a combination is infinite or not a number: look for such inputs")
-        return found
+        try:
+            return score(apply, finish(compiled_combine(numbers, given[0])), *held_out, loss=loss).loss
+        except Diverged as error:
+            raise Diverged(
+                "the held-out loss of a combination is infinite or not a number: look for such inputs"
+            ) from error
 
     start = initial_state(numbers, optimizer)
     kept = _Kept(None, "")

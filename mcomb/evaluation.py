@@ -15,6 +15,7 @@ from jaxtyping import Float, Int, Key
 from mcomb.base import (
     Apply,
     Array,
+    Diverged,
     Inputs,
     Labels,
     Params,
@@ -23,6 +24,7 @@ from mcomb.base import (
     output_shapes,
     require_finite,
     require_positive,
+    require_whole,
 )
 from mcomb.combination import Draw
 from mcomb.devices import (
@@ -101,7 +103,8 @@ def evaluate(
     once (None: one on CPU, else all), on `batch_size` inputs each; if these do not fit into its memory, fewer.
 
     `loss` and `metrics` are functions of the output and the label of one example that return a sum and a count, as
-    those in `mcomb.objectives`; of a metric that counts nothing the mean is not a number. The default is for
+    those in `mcomb.objectives`; of a metric that counts nothing the mean is not a number. A combination may overflow:
+    then its loss is not finite, and where its logits are not finite no label is right. The default is for
     classifiers, and with it `references` are the labels that A and B predict (without them `agreement` has all inputs
     under "neither"), and `temperatures` those of `tempered` (by default 1).
 
@@ -110,13 +113,10 @@ def evaluate(
 
     `report` is given the metrics of the combinations of each compiled call, as they are measured.
     """
-    k, count = len(keys), count_examples(inputs, labels)
-    require_positive(combinations=k, batch_size=batch_size, vmap_size=vmap_size)
+    k, count = _count_combinations(networks, parameters, keys), count_examples(inputs, labels)
+    require_whole(batch_size=batch_size, vmap_size=1 if vmap_size is None else vmap_size)
     task = _task(loss, metrics, temperatures, references)
-    for leaf in jax.tree.leaves(parameters):
-        if jnp.shape(leaf)[:1] != (k,):
-            raise UserError(f"there are {k} keys and parameters of shape {jnp.shape(leaf)}: give as many of both")
-    require_finite("the parameters", parameters)
+    _check_references(references, count)
     combination = output_shapes(draw, keys[0], _rows(parameters, 0), *networks)
     _check_fit(task, apply, combination, inputs, labels, min(batch_size, count))
     if names := statistics_of(apply, combination, jax.tree.map(lambda x: x[: min(batch_size, count)], inputs)):
@@ -213,10 +213,10 @@ def score(
 ) -> Score:
     """The score of one network on a whole dataset, whose inputs are shared out over all devices.
 
-    `loss`, `metrics` and `temperatures` are those of `evaluate`.
+    `loss`, `metrics` and `temperatures` are those of `evaluate`; a loss that is not finite raises Diverged.
     """
     count, mesh = count_examples(inputs, labels), two_axis_mesh(1)
-    require_positive(batch_size=batch_size)
+    require_whole(batch_size=batch_size)
     task = _task(loss, metrics, temperatures)
     _check_fit(task, apply, params, inputs, labels, min(batch_size, count))
     sizes = Sizes(1, min(batch_size, -(-count // mesh.size)))
@@ -226,8 +226,11 @@ def score(
     means: dict[str, Any] = {name: float(_mean(name, *of_examples)) for name, of_examples in own.items()}
     if classified:
         losses, predicted, tempered = classified
-        means |= {"loss": float(losses.mean()), "accuracy": float(np.mean(predicted == np.asarray(labels)))}
+        with np.errstate(over="ignore"):
+            means["loss"] = float(losses.mean())
+        means["accuracy"] = float(np.mean(predicted == np.asarray(labels)))
         means |= {"predicted": predicted, "tempered": tempered.mean(0, dtype=np.float64)}
+    _require_finite_loss(means["loss"], losses if classified else own["loss"][0])
     return Score(means.pop("loss"), means)
 
 
@@ -268,7 +271,7 @@ def _evaluate(
             if not task.temperatures:
                 return totals, own
             losses, predicted, correct = classify(outputs, y)
-            is_a, is_b = (predicted == reference[:, i] for i in (0, 1))
+            is_a, is_b = ((predicted == reference[:, i]) & (predicted >= 0) for i in (0, 1))
             agrees_with = jnp.where(is_a, jnp.where(is_b, 2, 0), jnp.where(is_b, 1, 3))
             cell = jax.nn.one_hot(2 * agrees_with + ~correct, 8, dtype=jnp.int32)
             new = (
@@ -344,6 +347,8 @@ def _task(
     own, taken = tuple((metrics or {}).items()), {"loss"}
     if loss is cross_entropy:
         temperatures = (1.0,) if temperatures is None else temperatures
+        if not isinstance(temperatures, tuple | list | np.ndarray):
+            raise UserError(f"the temperatures are {temperatures!r:.50}: give a tuple of numbers")
         require_positive(**{"the number of temperatures": len(temperatures)})
         require_positive(**{f"temperature {i}": temperature for i, temperature in enumerate(temperatures)})
         taken |= {"accuracy", "agreement", "predicted", "tempered"}
@@ -354,7 +359,32 @@ def _task(
         own, temperatures = (("loss", loss), *own), ()
     if wrong := taken.intersection(metrics or {}):
         raise UserError(f"there is a metric {min(wrong)!r} already: give yours another name")
-    return _Task(temperatures, own)
+    return _Task(tuple(map(float, temperatures)), own)
+
+
+def _count_combinations(networks: Any, parameters: Any, keys: Any) -> int:
+    """How many combinations there are to draw; an error unless there are networks, and as many parameters as keys."""
+    if not isinstance(networks, tuple | list):
+        raise UserError(f"the networks are of type {type(networks).__name__}: give a tuple of parameter trees")
+    if not getattr(keys, "ndim", 0):
+        raise UserError(f"the keys are of type {type(keys).__name__}: give an array with one for each combination")
+    require_whole(combinations=len(keys))
+    for leaf in jax.tree.leaves(parameters):
+        if jnp.shape(leaf)[:1] != (len(keys),):
+            raise UserError(
+                f"there are {len(keys)} keys and parameters of shape {jnp.shape(leaf)}: give as many of both"
+            )
+    require_finite("the parameters", parameters)
+    return len(keys)
+
+
+def _check_references(references: Any, count: int) -> None:
+    """Raises an error unless references, if there are any, are the labels that two networks predict for all inputs."""
+    if references is not None:
+        shape, dtype = np.shape(references), getattr(references, "dtype", None)
+        if shape != (2, count) or dtype is None or not jnp.issubdtype(dtype, jnp.integer):
+            wanted = f"the labels that A and B predict, whole numbers of shape {(2, count)}"
+            raise UserError(f"the references have the shape {shape} and the dtype {dtype}: give {wanted}")
 
 
 def _check_fit(task: _Task, apply: Apply, params: Params, inputs: Inputs, labels: Labels, rows: int) -> None:
@@ -370,6 +400,14 @@ def _mean(name: str, sums: Array, counts: Array) -> Float[np.ndarray, "..."]:
         raise UserError("the loss counts nothing in any of the examples, as if all were padding: look at the labels")
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.asarray(total / count)
+
+
+def _require_finite_loss(mean: float, of_examples: Array) -> None:
+    """Raises an error that names the first example whose loss is not finite, if the mean is not."""
+    if not np.isfinite(mean):
+        wrong = np.flatnonzero(~np.isfinite(of_examples))
+        where = f"of example {wrong[0]} is {of_examples[wrong[0]]}" if len(wrong) else f"of all examples is {mean}"
+        raise Diverged(f"the loss {where}: look for weights, inputs or labels that are too large or not finite")
 
 
 def _find(name: str, values: dict[str, Any]) -> Any:

@@ -20,6 +20,9 @@ from etils import epath
 
 from mcomb.base import UserError, first_words
 
+LONGEST = 255  # bytes of the name of a file or a folder
+BUCKETS = ("gs", "s3")  # schemes of stores whose addresses begin with a bucket
+
 AnyPath: TypeAlias = Path | epath.Path
 """A path in a file system or in an object store."""
 
@@ -27,9 +30,16 @@ AnyPath: TypeAlias = Path | epath.Path
 def as_path(address: str | os.PathLike[str]) -> AnyPath:
     """The path of an address: of pathlib, or if it has a scheme, as gs://bucket/runs, of etils.epath."""
     text = os.fspath(address)
-    scheme, has_scheme, _ = text.partition("://")
+    if not text:
+        raise UserError("a path is empty: give a folder or a file, such as . for this folder")
+    scheme, has_scheme, rest = text.partition("://")
+    for part in (rest or scheme).split("/"):
+        if len(part.encode(errors="surrogateescape")) > LONGEST:
+            raise UserError(f"the name {part[:30]}… has more than {LONGEST} bytes: give a shorter one")
     if not has_scheme:
         return Path(text)
+    if scheme in BUCKETS and not rest.partition("/")[0]:
+        raise UserError(f"{text} names no bucket: give {scheme}://BUCKET/FOLDER")
     try:
         path = epath.Path(text)
     except KeyError:

@@ -54,8 +54,12 @@ def read_table(name: str) -> Table:
     path = Path(name)
     if not path.is_file():
         raise UserError(f"there are no names {name}: give {', '.join(TABLES)} or a file with a table")
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is no text ({error.reason}): give a table of names") from error
     rows = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         pattern, *rest = line.split() or ["#"]
         if pattern.startswith("#"):
             continue
@@ -92,7 +96,11 @@ def _renamed(table: Table, theirs: Mapping[str, Array]) -> Iterator[tuple[str, A
         row, found = next(((row, found) for row, found in rows if found), (None, None))
         if row is None or found is None:
             raise UserError(f"no row of the table of names fits {name} of shape {array.shape}: add one")
-        new = found.expand(row.name).replace(".", "/")
+        try:
+            new = found.expand(row.name).replace(".", "/")
+        except (re.error, IndexError) as error:
+            problem = f"the table's name {row.name} cannot be made of {name} ({error})"
+            raise UserError(f"{problem}: mend the table of names") from error
         if new in taken:
             raise UserError(f"{name} and {taken[new]} both become {new}: mend the table of names")
         taken[new] = name

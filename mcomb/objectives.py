@@ -48,7 +48,7 @@ def token_cross_entropy(logits: Array, tokens: Array) -> tuple[Array, Array]:
 def accuracy(logits: Array, labels: Array) -> tuple[Array, Array]:
     """How many labels, one or one at each position, have the largest logit; those below zero are left out."""
     _require_an_index_each(logits, labels)
-    return jnp.sum((logits.argmax(-1) == labels) & (labels >= 0)), jnp.sum(labels >= 0)
+    return jnp.sum((predict(logits) == labels) & (labels >= 0)), jnp.sum(labels >= 0)
 
 
 def squared_error(output: Array, target: Array) -> tuple[Array, int]:
@@ -61,8 +61,13 @@ def squared_error(output: Array, target: Array) -> tuple[Array, int]:
     return jnp.sum(jnp.square(at_least_float32(output - target))), jnp.size(output)
 
 
+def predict(logits: Float[Array, "... classes"]) -> Int[Array, "..."]:
+    """The label of the largest logit, and -1 where that is infinite or not a number: no label is predicted there."""
+    return jnp.where(jnp.isfinite(logits.max(-1)), logits.argmax(-1), -1)
+
+
 class Outcome(NamedTuple):
-    """The loss of each example, its predicted label, and whether that label is correct."""
+    """The loss of each example, its predicted label (-1: none), and whether that label is correct."""
 
     loss: Float[Array, "n"]
     predicted: Int[Array, "n"]
@@ -71,7 +76,7 @@ class Outcome(NamedTuple):
 
 def classify(logits: Float[Array, "n classes"], labels: Int[Array, "n"]) -> Outcome:
     """The cross-entropy, the predicted label (that of the largest logit) and its correctness, for each example."""
-    predicted = logits.argmax(axis=-1)
+    predicted = predict(logits)
     losses = optax.softmax_cross_entropy_with_integer_labels(at_least_float32(logits), labels)
     return Outcome(losses, predicted, predicted == labels)
 

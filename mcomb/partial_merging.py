@@ -29,6 +29,7 @@ from mcomb.base import (
     map_named,
     named_leaves,
     output_shapes,
+    require_positive,
 )
 from mcomb.devices import BATCH, equal_batches, replicate
 from mcomb.matching.activations import correlations
@@ -88,6 +89,7 @@ def merge_partly(
     if per not in GRANULARITIES:
         raise UserError(f"there is no merging per {per!r}: choose from {', '.join(GRANULARITIES)}")
     average = merge(spec, networks, apply, inputs, method="average")
+    require_positive(budget=budget)
     if not 1 <= budget <= len(networks):
         raise UserError(f"the budget is {budget}: give one from 1 to {len(networks)}, the number of networks")
     count_examples(inputs)

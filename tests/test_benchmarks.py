@@ -18,6 +18,7 @@ from benchmarks import (
     recovery,
     training,
 )
+from mcomb.base import UserError
 from mcomb.matching.core import Matching
 
 pytestmark = pytest.mark.slow
@@ -88,6 +89,12 @@ def test_ways_to_evaluate_are_measured_side_by_side(capsys, tmp_path):
     assert max(row["against the loop"] for row in rows[1:3]) == 1
     for row in rows:
         assert row["GFLOP/s"] / row["of the peak"] == pytest.approx(rows[0]["GFLOP/s"] / rows[0]["of the peak"])
+
+
+@pytest.mark.parametrize("name", ["mlp-digits", "mlp-digits:²", "mlp-digits:0", "mlp-digits:100001", "other:1"])
+def test_what_is_no_network_is_not_measured(name):
+    with pytest.raises(UserError, match=r"is no setup with a width: give|width 100001 is more than"):
+        evaluation.main(evaluation.EvaluationConfig(networks=(name,)))
 
 
 def test_growth_has_a_point_and_a_slope_for_each_series(capsys, tmp_path):

@@ -1,3 +1,4 @@
+import errno
 import gc
 import subprocess
 import sys
@@ -8,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from flax.serialization import msgpack_serialize
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from mcomb import read_checkpoint, write_checkpoint
+from mcomb import checkpoint, read_checkpoint, write_checkpoint
 from mcomb.base import UserError, named_leaves
 from mcomb.fingerprints import fingerprint
 
@@ -53,6 +55,40 @@ def test_what_several_devices_wrote_one_device_reads(tmp_path):
     env = {"JAX_NUM_CPU_DEVICES": "1", "JAX_PLATFORMS": "cpu", "PATH": "/usr/bin"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, env=env)
     assert done.stdout.strip() == str(values.tolist())
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "number"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), OSError, errno.EMFILE),
+        (OSError(errno.EIO, "Input/output error"), OSError, errno.EIO),
+        (PermissionError(errno.EACCES, "Permission denied"), OSError, errno.EACCES),
+        (ValueError("RESOURCE_EXHAUSTED: Failed to open [OS error 24: EMFILE Too many open files]"), OSError, 24),
+        (ValueError("PERMISSION_DENIED: Error reading local file [os_error_code='13']"), OSError, 13),
+        (ValueError("RESOURCE_EXHAUSTED: out of memory while trying to allocate 9 bytes"), ValueError, None),
+        (MemoryError(), MemoryError, None),
+    ],
+)
+def test_what_the_machine_lacks_is_no_damage(error, kind, number, tmp_path, monkeypatch):
+    def fail(*args):
+        raise error
+
+    write_checkpoint(tmp_path / "net", PARAMS)
+    monkeypatch.setattr(checkpoint, "restore_tree", fail)
+    with pytest.raises(kind) as found:
+        read_checkpoint(tmp_path / "net")
+    assert getattr(found.value, "errno", None) == number
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError(errno.ENOENT, "No such file"), ValueError("DATA_LOSS: ...")])
+def test_a_missing_or_a_broken_part_is_damage(error, tmp_path, monkeypatch):
+    def fail(*args):
+        raise error
+
+    write_checkpoint(tmp_path / "net", PARAMS)
+    monkeypatch.setattr(checkpoint, "restore_tree", fail)
+    with pytest.raises(UserError, match=r"net cannot be read .*: replace it, or move it away"):
+        read_checkpoint(tmp_path / "net")
 
 
 def test_another_width_is_an_error_that_names_the_leaf(tmp_path):
@@ -190,6 +226,12 @@ def test_other_peoples_safetensors_files_are_read_into_the_models_structure(tmp_
     assert_same(read_checkpoint(tmp_path / "list.safetensors", listed), listed)
 
 
+def test_a_tree_of_one_leaf_is_named_too(tmp_path):
+    (tmp_path / "net.msgpack").write_bytes(msgpack_serialize(np.ones(2)))
+    with pytest.raises(UserError, match="has a leaf without a name, which the model does not, has no w:"):
+        read_checkpoint(tmp_path / "net.msgpack", {"w": jnp.ones(2)})
+
+
 def test_weights_of_another_kind_of_number_are_refused(tmp_path):
     write_checkpoint(tmp_path / "net.safetensors", jax.tree.map(lambda leaf: leaf.astype(jnp.int32), PARAMS))
     with pytest.raises(UserError, match="has dense/bias of dtype int32 where the model has float32"):
@@ -215,3 +257,46 @@ def test_a_file_with_a_weight_above_another_is_a_clear_error(above, tmp_path):
     save_file({above: np.zeros(2), "a/b/c": np.zeros(2), "a0": np.zeros(2)}, tmp_path / "x.safetensors")
     with pytest.raises(UserError, match=rf"x\.safetensors has a/b/c and a weight {above} above it"):
         read_checkpoint(tmp_path / "x.safetensors")
+
+
+@pytest.mark.parametrize("leaf", [jnp.ones(3, jnp.bfloat16), jnp.ones(3, jnp.float8_e4m3fn)])
+def test_a_dtype_that_numpy_has_not_is_refused_and_leaves_the_file_before(leaf, tmp_path):
+    write_checkpoint(tmp_path / "net.npz", PARAMS)
+    with pytest.raises(UserError, match=r"net\.npz .* w of dtype .*float.*: give a name that ends in \.safetensors"):
+        write_checkpoint(tmp_path / "net.npz", {"w": leaf})
+    assert_same(read_checkpoint(tmp_path / "net.npz"), PARAMS)
+
+
+@pytest.mark.parametrize("ending", ["", ".npz", ".safetensors", ".msgpack"])
+@pytest.mark.parametrize("leaf", [np.array([{}, None]), np.array(["text"]), np.zeros(2, "V4"), np.zeros(2, "M8[s]")])
+def test_arrays_that_are_no_numbers_are_refused(leaf, ending, tmp_path):
+    with pytest.raises(UserError, match=r"w has the dtype .*, no numbers: leave it out"):
+        write_checkpoint(tmp_path / f"net{ending}", {"w": leaf})
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("leaf", [np.array(["text"]), np.zeros(2, "V4"), np.zeros(2, "M8[s]"), np.zeros(2, "i4,f4")])
+def test_a_file_with_arrays_that_are_no_numbers_is_refused(leaf, tmp_path):
+    np.savez(tmp_path / "net.npz", w=leaf)
+    with pytest.raises(UserError, match=r"net\.npz cannot be used: w has the dtype .*, no numbers"):
+        read_checkpoint(tmp_path / "net.npz")
+
+
+def test_plain_numbers_in_a_file_are_arrays(tmp_path):
+    (tmp_path / "net.msgpack").write_bytes(msgpack_serialize({"w": 0.5, "count": 3}))
+    found = read_checkpoint(tmp_path / "net.msgpack")
+    assert {name: (leaf.shape, leaf.tolist()) for name, leaf in found.items()} == {"w": ((), 0.5), "count": ((), 3)}
+    target = {"w": jnp.zeros(()), "count": np.zeros((), int)}
+    assert_same(read_checkpoint(tmp_path / "net.msgpack", target), {"w": 0.5, "count": 3})
+
+
+def test_a_folder_with_a_number_that_is_no_step_is_read(tmp_path):
+    write_checkpoint(tmp_path / "net" / "3" / "params", PARAMS)
+    (tmp_path / "net" / "²").mkdir()
+    assert_same(read_checkpoint(tmp_path / "net"), PARAMS)
+
+
+def test_a_leaf_may_have_any_name(tmp_path):
+    tree = {"allow_pickle": np.ones(2), "file": {"a b": np.zeros(1), "kwds": np.arange(3)}}
+    write_checkpoint(tmp_path / "net.npz", tree)
+    assert_same(read_checkpoint(tmp_path / "net.npz"), tree)

@@ -39,6 +39,9 @@ def unhappy():
     def apply(params, x):
         return params["nope"]
     return apply, jnp.zeros((4, 6)), jnp.zeros(4, int)
+def overflowing():
+    apply, *rest = model()
+    return lambda params, x: jnp.inf * apply(params, x), *rest
 def normed():
     x = jax.random.normal(jax.random.key(0), (40, 6))
     def apply(variables, x):
@@ -140,6 +143,18 @@ def test_networks_of_ones_own_function_are_evaluated(capsys, tmp_path, monkeypat
             main(["evaluate", "a.npz", "--model", f"mine_in_a_test:{model}"])
 
 
+@pytest.mark.parametrize("how", [[], ["--json"]])
+def test_a_network_without_a_finite_loss_is_refused_by_name(capsys, tmp_path, monkeypatch, how):
+    (tmp_path / "mine_overflowing.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    params = {"fc1": {"kernel": np.ones((6, 2), np.float32), "bias": np.ones(2, np.float32)}}
+    write_checkpoint(tmp_path / "a.npz", params | {"fc2": {"kernel": np.ones((2, 3), np.float32)}})
+    with pytest.raises(UserError, match=r"a\.npz gives no loss: the loss of example 0 is nan") as problem:
+        said(capsys, "evaluate", "a.npz", "--model", "mine_overflowing:overflowing", *how)
+    assert problem.value.exit_code == 2
+    assert capsys.readouterr().out == ""
+
+
 def test_running_statistics_are_estimated_on_the_model_s_inputs_and_never_averaged(capsys, tmp_path, monkeypatch):
     (tmp_path / "normed_in_a_test.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
@@ -239,6 +254,8 @@ def test_an_experiment_is_a_command_too(capsys):
         (["evaluate", "A"], "evaluate needs the model"),
         (["align", "A", "B", "C", "--model", "mlp-digits"], "is no model"),
         (["align", "A", "B", "C", "--model", "mlp-digits:x"], "has no width"),
+        (["align", "A", "B", "C", "--model", "mlp-digits:²"], "has no width"),
+        (["align", "A", "B", "C", "--model", "mlp-digits:100001"], "width 100001 is more than 100000: give less"),
         (["align", "A", "B", "C", "--model", "mlp-digits:3"], "does not fit"),
         (["combine", "A", "B", "C"], "--share"),
         (["combine", "A", "B", "C", "--share", "0.5", "--p", "0.5"], "--share"),
@@ -255,6 +272,10 @@ def test_an_experiment_is_a_command_too(capsys):
             "where .*a.safetensors has .* give two networks of",
         ),
         (["evaluate", "A", "--model", "nowhere_at_all:model"], "gives no model"),
+        (["combine", "A", "B", "C", "--share", "1e300"], "--share 1e[+]300 .* not finite: give a --share nearer"),
+        (["combine", "A", "B", "C", "--share", "-1e39"], "--share -1e[+]39 .* not finite: give a --share nearer"),
+        (["combine", "A", "B", "C", "--distribution", "uniform", "--s", "3e38"], "--s 3e[+]38 .* not finite: give a"),
+        (["combine", "A", "B", "C", "--distribution", "centered", "--s", "1e39"], "--s 1e[+]39 .* not finite: give a"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_sentence_and_nothing_is_written(networks, tmp_path, words, problem, capsys):

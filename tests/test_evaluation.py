@@ -8,8 +8,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from numerics import assert_close, assert_equal
 
-from mcomb import combine, evaluate, evaluation, linear, mix, score, uniform
-from mcomb.base import UserError
+from mcomb import combine, evaluate, evaluation, linear, mix, score, squared_error, uniform
+from mcomb.base import Diverged, UserError
 
 KEYS = jax.random.split(jax.random.key(0), 7)
 SHARES = jnp.linspace(0, 0.5, 7)
@@ -281,3 +281,25 @@ def test_any_function_of_any_number_of_networks_can_be_evaluated():
     metrics = evaluate(apply, draw, three, weights, KEYS[:2], x, y)
     for i in range(2):
         assert_close(metrics.loss[i], score_in_float64(draw(None, weights[i], *three), x, y)[0], roundings=ROUNDINGS)
+
+
+def test_a_network_without_a_finite_loss_has_no_score():
+    (a, _), x, y = problem()
+    broken = x.copy()
+    broken[7] = np.nan
+    with pytest.raises(Diverged, match="the loss of example 7 is nan: look for"):
+        score(apply, a, broken, y)
+    with pytest.raises(Diverged, match="the loss of example 7 is nan: look for"):
+        score(apply, a, broken, np.zeros((len(x), 4), np.float32), loss=squared_error)
+    with pytest.raises(Diverged, match="the loss of all examples is inf"):
+        score(lambda params, x: 3e38 * jnp.eye(4)[:1] + apply(params, x), a, x, np.ones_like(y))
+
+
+def test_a_combination_that_overflows_is_never_right():
+    networks, x, _ = problem()
+    predicted = np.zeros((2, len(x)), np.int32)
+    overflows = lambda params, x: jnp.inf * apply(params, x)  # noqa: E731
+    found = evaluate(overflows, mix(uniform), networks, SHARES[:2], KEYS[:2], x, predicted[0], references=predicted)
+    assert np.isnan(found.loss).all()
+    assert_equal(found.accuracy, np.zeros(2))
+    assert_equal(found.agreement[:, 3, 1], np.full(2, len(x)))

@@ -74,6 +74,22 @@ def test_a_path_without_a_scheme_is_local_and_one_that_nobody_knows_is_refused()
         as_path("ftp://host/runs")
 
 
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [
+        ("", "a path is empty: give a folder or a file"),
+        ("gs://", "gs:// names no bucket: give gs://BUCKET/FOLDER"),
+        ("gs:///runs", "gs:///runs names no bucket"),
+        ("s3://", "s3:// names no bucket: give s3://BUCKET/FOLDER"),
+        ("runs/" + "x" * 256, "x… has more than 255 bytes: give a shorter one"),
+        ("ä" * 128, "ä… has more than 255 bytes"),
+    ],
+)
+def test_an_address_that_is_none_is_refused(address, problem):
+    with pytest.raises(UserError, match=problem):
+        as_path(address)
+
+
 def test_an_address_in_a_store_stays_as_it_is_or_says_what_to_install():
     if find_spec("gcsfs") or find_spec("tensorflow"):
         path = as_path("gs://bucket/runs") / "x"

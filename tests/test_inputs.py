@@ -3,7 +3,9 @@
 The short form tries a few dozen inputs of each function, the long one, `pytest -m long`, some thousands.
 """
 
+import tempfile
 import warnings
+from pathlib import Path
 
 import hypothesis.strategies as st
 import jax
@@ -96,14 +98,20 @@ PERMS = st.one_of(
     ),
 )
 SPECS = st.sampled_from([SPEC, SPEC, SPEC, FOREIGN, mcomb.PermutationSpec({}, {})])
-KEYS = st.sampled_from([0, 1, 3]).map(lambda count: jax.random.split(jax.random.key(0), count))
+KEYS = st.one_of(
+    st.sampled_from([0, 1, 3]).map(lambda count: jax.random.split(jax.random.key(0), count)),
+    st.sampled_from([None, 0, jax.random.key(0), np.arange(3), [jax.random.key(0)] * 3]),
+)
 PARAMETERS = st.one_of(
     st.sampled_from(
         [np.zeros(1), np.full(3, 0.5), np.array([0, np.nan, 1]), np.full(3, 1e30), -np.ones(3), np.zeros(4)]
     ),
     NUMBERS,
 )
-DRAWS = st.sampled_from([mcomb.linear, mcomb.uniform, mcomb.subcube, mcomb.hyperplane, mcomb.bernoulli, mcomb.centered])
+DISTRIBUTIONS = (mcomb.linear, mcomb.uniform, mcomb.subcube, mcomb.hyperplane, mcomb.bernoulli, mcomb.centered)
+DRAWS = st.sampled_from(DISTRIBUTIONS)
+KEY = (jax.random.key(0), st.integers(0, 9).map(jax.random.key))
+SHARES = NUMBERS.map(np.float32)
 
 
 def is_finite(tree):
@@ -114,7 +122,7 @@ def is_right_matching(found, spec, a, b, *rest, **options):
     spec.check_perms(found.perms)
     aligned = spec.apply(found.perms, b)
     assert np.isfinite(found.objective)
-    if is_finite(apply(b, X)):
+    if is_finite(apply(b, X)) and np.any(apply(b, X)):
         mcomb.check_spec(apply, b, spec, X, perms=found.perms)
     assert jax.tree.structure(aligned) == jax.tree.structure(b)
 
@@ -130,12 +138,13 @@ def is_right_metrics(found, apply, draw, networks, parameters, keys, inputs, lab
     if loss is not mcomb.cross_entropy:
         return
     assert ((found.accuracy >= 0) & (found.accuracy <= 1)).all()
+    assert (np.isfinite(found.loss) | (found.accuracy < 1)).all()  # what overflows is not right
     assert (found.agreement.sum((1, 2)) == len(labels)).all()
 
 
 def is_right_score(found, apply, params, inputs, labels, *, loss, **options):
+    assert is_finite(found.loss)
     if loss is not mcomb.cross_entropy:
-        assert is_finite(found.loss) or not is_finite((params, inputs))
         return
     assert found.predicted.shape == (len(labels),)
     assert found.accuracy == np.mean(found.predicted == labels)
@@ -151,6 +160,42 @@ def is_right_merge(found, spec, networks, *rest, **options):
     assert jax.tree.structure(params) == jax.tree.structure(networks[0])
     for leaf, one in zip(*map(jax.tree.leaves, (params, networks[0])), strict=True):
         assert np.shape(leaf) == np.shape(one)
+
+
+def is_right_partial_merge(found, spec, networks, apply, inputs, *, budget, **options):
+    one = sum(np.size(leaf) for leaf in jax.tree.leaves(networks[0]))
+    assert one <= found.weights <= budget * one
+    assert len(found.apply(found.params, inputs)) == len(inputs)
+
+
+def is_like(found, apply, params, *rest, **options):
+    assert jax.tree.structure(found) == jax.tree.structure(params)
+
+
+def write_and_read(params, ending, target):
+    """What comes back of a tree that is written."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, f"network{ending}")
+        mcomb.write_checkpoint(path, params)
+        return mcomb.read_checkpoint(path, target)
+
+
+def is_what_was_written(found, params, ending, target):
+    for leaf, one in zip(*map(jax.tree.leaves, (found, params)), strict=True):
+        np.testing.assert_array_equal(np.asarray(leaf, np.float32), np.asarray(one, np.float32))
+
+
+def is_a_draw(found, key, parameter, *networks):
+    for leaf, one in zip(*map(jax.tree.leaves, (found, networks[0])), strict=True):
+        assert np.shape(leaf) == np.shape(one)
+
+
+def is_a_sum_and_a_count(found, output, label):
+    assert [np.shape(number) for number in found] == [(), ()]
+
+
+def is_right_between(found, i, j):
+    SPEC.check_perms(found)
 
 
 def is_right_training(found, apply, params, *rest, **options):
@@ -178,17 +223,25 @@ METRICS = (None, st.sampled_from([{}, {"mine": mcomb.accuracy}, {"loss": mcomb.a
 MIXES = DRAWS.map(mcomb.mix)
 PAIRS = st.tuples(TREES, TREES)
 LISTS = st.lists(st.sampled_from([A, B, network(2, units=5), {}, changed(A, 0, with_nan)]), max_size=3)
-SIZES = st.sampled_from([1, 4, 7, 0, -1])
-SEED = (0, st.sampled_from([0, 1, 2**32 - 1, 2**32, -1, 2**64]))
+WHOLE = st.sampled_from([1, 4, 7, 0, -1])
+SIZES = st.one_of(WHOLE, st.sampled_from([np.int64(4), 2.5, 4.0, "4", float("nan"), [4]]))
+STEPS = st.sampled_from([0, 2, -2, 1.5, "2", None])
+SEED = (0, st.sampled_from([0, 1, 2**32 - 1, 2**32, -1, 2**64, 0.5, "0", np.int64(3)]))
+FOLDER = tempfile.TemporaryDirectory()
+KEEP = (None, st.sampled_from([Path(FOLDER.name, "kept.npz"), f"{FOLDER.name}/nowhere/kept.npz", ""]))
 NETWORKS = ((A, TREES), (B, TREES))
 APPLY = (apply, st.just(apply))
 
 DESCENT = {
-    "steps": (1, st.sampled_from([0, 2, -2])),
+    "steps": (1, STEPS),
     "batch_size": (4, SIZES),
-    "learning_rate": (0.01, NUMBERS),
+    "learning_rate": (0.01, st.one_of(NUMBERS, st.sampled_from(["0.01", [0.01]]))),
     "seed": SEED,
+    "keep": KEEP,
 }
+
+ALIGNMENT = mcomb.align_many(SPEC, [A, B])
+INDICES = st.sampled_from([0, 1, 2, -1, 9, "A", None, 0.5])
 
 # For each function what its result must be, and for each of its arguments a right value and others, right or wrong.
 CALLS = {
@@ -208,21 +261,21 @@ CALLS = {
         {
             "start": (None, PERMS),
             "seed": SEED,
-            "restarts": (1, st.sampled_from([2, 4, 0, -1])),
+            "restarts": (1, st.sampled_from([2, 4, 0, -1, 1.5, "2"])),
             "coarse": (False, st.booleans()),
         },
     ),
     mcomb.match_activations: (
         is_right_matching,
         [(SPEC, SPECS), *NETWORKS, APPLY, (X, ARRAYS)],
-        {"batch_size": (4, SIZES), "inner_products": (False, st.booleans())},
+        {"batch_size": (4, WHOLE), "inner_products": (False, st.booleans())},
     ),
     mcomb.match_straight_through: (
         is_right_matching,
         [(SPEC, SPECS), *NETWORKS, APPLY, (X, ARRAYS), (Y, LABELS)],
         {
             "loss": LOSS,
-            "steps": (1, st.sampled_from([0, 2, -2])),
+            "steps": (1, STEPS),
             "learning_rate": (0.01, NUMBERS),
             "batch_size": (4, SIZES),
             "seed": SEED,
@@ -231,7 +284,7 @@ CALLS = {
     mcomb.align_many: (
         is_right_alignment,
         [(SPEC, SPECS), ([A, B, A], LISTS)],
-        {"reference": (0, st.sampled_from([1, 5, -1, None])), "seed": SEED},
+        {"reference": (0, st.sampled_from([1, 5, -1, None, 1.0, "A"])), "seed": SEED},
     ),
     mcomb.merge: (
         is_right_merge,
@@ -262,9 +315,14 @@ CALLS = {
         {
             "loss": LOSS,
             "metrics": METRICS,
-            "temperatures": (None, st.sampled_from([(), (0.0,), (-1.0, 2.0), (float("nan"),)])),
+            "temperatures": (None, st.sampled_from([(), (0.0,), (-1.0, 2.0), (float("nan"),), [0.5, 2.0], 2.0, "x"])),
+            "references": (
+                None,
+                st.sampled_from([np.zeros((2, 6), int), np.zeros((2, 5), int), np.zeros((6, 2), int), X, "AB"]),
+            ),
+            "statistics_from": (None, ARRAYS),
             "batch_size": (4, SIZES),
-            "vmap_size": (None, st.sampled_from([1, 2, 0, -3])),
+            "vmap_size": (None, st.sampled_from([1, 2, 0, -3, 1.5, "1"])),
         },
     ),
     mcomb.score: (
@@ -288,6 +346,26 @@ CALLS = {
         [(SPEC, SPECS), APPLY, (mcomb.mix(mcomb.uniform), MIXES), ((A, B), PAIRS), (X, ARRAYS)],
         {"batch_size": (4, SIZES)},
     ),
+    mcomb.merge_partly: (
+        is_right_partial_merge,
+        [(SPEC, SPECS), ((A, B), st.one_of(PAIRS, LISTS, st.none())), APPLY, (X, ARRAYS)],
+        {"budget": (1.5, st.one_of(NUMBERS, st.just("2"))), "per": ("unit", st.sampled_from(["layer", "x", None]))},
+    ),
+    mcomb.estimate_statistics: (is_like, [APPLY, (A, TREES), (X, ARRAYS)], {"batch_size": (4, SIZES)}),
+    write_and_read: (
+        is_what_was_written,
+        [(A, TREES), (".npz", st.sampled_from(["", ".npz", ".safetensors", ".msgpack"])), (None, TREES)],
+        {},
+    ),
+    **{
+        mcomb.mix(distribution): (is_a_draw, [KEY, (np.float32(0.5), SHARES), *NETWORKS], {})
+        for distribution in DISTRIBUTIONS
+    },
+    mcomb.cross_entropy: (is_a_sum_and_a_count, [(X[0], ARRAYS), (np.int32(1), LABELS)], {}),
+    mcomb.token_cross_entropy: (is_a_sum_and_a_count, [(X, ARRAYS), (Y, LABELS)], {}),
+    mcomb.accuracy: (is_a_sum_and_a_count, [(X, ARRAYS), (Y, LABELS)], {}),
+    mcomb.squared_error: (is_a_sum_and_a_count, [(X, ARRAYS), (X, ARRAYS)], {}),
+    ALIGNMENT.between: (is_right_between, [(0, INDICES), (1, INDICES)], {}),
     SPEC.apply: (anything, [(SPEC.identity(), PERMS), (A, TREES)], {}),
     SPEC.invert: (anything, [(SPEC.identity(), PERMS)], {}),
     SPEC.compose: (anything, [(SPEC.identity(), PERMS)] * 2, {}),
@@ -342,6 +420,73 @@ def as_users_have_it():
         warnings.simplefilter("ignore")
         yield
     jaxtyping.config.update("jaxtyping_disable", before)
+
+
+KEYS_OF_THREE = jax.random.split(jax.random.key(0), 3)
+EVALUATE = (apply, mcomb.mix(mcomb.linear), (A, B), np.zeros(3, np.float32), KEYS_OF_THREE, X, Y)
+WITH_DATA = (SPEC, A, B, apply, X, Y)
+
+
+@pytest.mark.parametrize("value", [2.5, 2.0, "2", [2], float("nan")])
+@pytest.mark.parametrize(
+    ("function", "args", "name"),
+    [
+        (mcomb.evaluate, EVALUATE, "batch_size"),
+        (mcomb.evaluate, EVALUATE, "vmap_size"),
+        (mcomb.score, (apply, A, X, Y), "batch_size"),
+        (mcomb.match_weights, (SPEC, A, B), "restarts"),
+        (mcomb.match_weights, (SPEC, A, B), "seed"),
+        (mcomb.match_straight_through, WITH_DATA, "steps"),
+        (mcomb.match_straight_through, WITH_DATA, "batch_size"),
+        (mcomb.align_many, (SPEC, [A, B]), "reference"),
+        (mcomb.fine_tune, (apply, A, X, Y), "steps"),
+        (mcomb.fine_tune, (apply, A, X, Y), "batch_size"),
+        (mcomb.fine_tune, (apply, A, X, Y), "seed"),
+        (mcomb.repaired, (SPEC, apply, mcomb.mix(mcomb.linear), (A, B), X), "batch_size"),
+        (mcomb.check_spec, (apply, A, SPEC, X), "draws"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value) if isinstance(value, str) or callable(value) else "",
+)
+def test_a_size_is_a_whole_number(function, args, name, value):
+    with pytest.raises(UserError, match=rf"({name} |no network ).*give (a whole number|an index)"):
+        function(*args, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "problem"),
+    [
+        ({4: None}, {}, "the keys are of type NoneType: give an array"),
+        ({4: jax.random.key(0)}, {}, "the keys are of type .*Array: give an array"),
+        ({2: None}, {}, "the networks are of type NoneType: give a tuple"),
+        ({2: A}, {}, "the networks are of type dict: give a tuple"),
+        ({}, {"references": np.zeros((2, 5), int)}, r"references have the shape \(2, 5\) .* of shape \(2, 6\)"),
+        ({}, {"references": np.zeros((6, 2), int)}, r"references have the shape \(6, 2\) .* of shape \(2, 6\)"),
+        ({}, {"references": np.zeros((2, 600), int)}, r"references have the shape \(2, 600\) .* of shape \(2, 6\)"),
+        ({}, {"references": np.zeros((2, 6))}, "references have .* dtype float64: give"),
+        ({}, {"references": "AB"}, r"references have the shape \(\) .*: give"),
+        ({}, {"temperatures": 2.0}, r"temperatures are 2\.0: give a tuple of numbers"),
+        ({}, {"temperatures": ("warm",)}, "temperature 0 is warm: give more than 0"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_named(args, options, problem):
+    with pytest.raises(UserError, match=problem):
+        mcomb.evaluate(*(args.get(i, arg) for i, arg in enumerate(EVALUATE)), **options)
+
+
+def test_temperatures_may_be_a_list_or_an_array():
+    expected = mcomb.score(apply, A, X, Y, temperatures=(1.0, 2.0)).tempered
+    for temperatures in ([1.0, 2.0], np.array([1.0, 2.0])):
+        np.testing.assert_array_equal(mcomb.score(apply, A, X, Y, temperatures=temperatures).tempered, expected)
+
+
+@pytest.mark.parametrize("x", [X[:0], np.full_like(X, np.nan), np.zeros_like(X)], ids=["none", "nan", "zero"])
+def test_a_spec_is_not_checked_on_examples_that_tell_nothing(x):
+    without_bias = changed(A, 1, np.zeros_like)  # so that zeros give zeros
+    wrong = mcomb.PermutationSpec({"up/w": (None, None), "up/b": (None,), "down": ("P", None)}, {"P": 4})
+    with pytest.raises(UserError, match="computes another function"):
+        mcomb.check_spec(apply, without_bias, wrong, X)
+    with pytest.raises(UserError, match="tells nothing of permutations: give"):
+        mcomb.check_spec(apply, without_bias, wrong, x)
 
 
 @pytest.mark.parametrize("function", CALLS, ids=lambda function: function.__name__)

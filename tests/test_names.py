@@ -96,3 +96,16 @@ def test_a_table_is_read_from_a_file(tmp_path):
             read_table(str(path))
     with pytest.raises(UserError, match="there are no names nowhere"):
         read_table("nowhere")
+
+
+def test_a_table_that_is_no_text_is_an_error(tmp_path):
+    path = tmp_path / "names.bin"
+    path.write_bytes(bytes(range(128, 256)))
+    with pytest.raises(UserError, match=r"names\.bin is no text .*: give a table of names"):
+        read_table(str(path))
+
+
+@pytest.mark.parametrize("name", [r"w\7", r"w\q", r"w\g<no>"])
+def test_a_name_that_cannot_be_made_of_the_pattern_is_an_error(name):
+    with pytest.raises(UserError, match=r"the table's name w\\.* cannot be made of layer1 \(.*\): mend the table"):
+        to_ours([Row(r"layer(\d)", name)], {"layer1": np.zeros(2)})

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numerics import assert_close, assert_equal
 
-from mcomb.objectives import add_up, classify, cross_entropy, token_cross_entropy
+from mcomb.objectives import accuracy, add_up, classify, cross_entropy, token_cross_entropy
 
 
 def log_softmax(logits):
@@ -47,3 +47,13 @@ def test_sums_of_half_precision_are_in_single():
     assert (total, count) == (1001, 1001)
     total, _ = token_cross_entropy(jnp.zeros((1001, 2), jnp.bfloat16), jnp.zeros(1001, int))
     assert_close(total, 1001 * np.log(2), roundings=16)
+
+
+@pytest.mark.parametrize("wrong", [[np.nan, 0, 0], [0, 0, np.nan], [np.inf, 0, 0], [-np.inf] * 3])
+def test_logits_that_are_not_finite_predict_no_label(wrong):
+    """The largest of them would be at some place, and be right by luck."""
+    logits = jnp.array([wrong, [0.0, -np.inf, 1.0]], jnp.float32)
+    for label in range(3):
+        outcome = classify(logits, jnp.array([label, 2]))
+        assert_equal((outcome.predicted, outcome.correct), (np.array([-1, 2]), np.array([False, True])))
+        assert accuracy(logits, jnp.array([label, 2])) == (1, 2)

@@ -221,7 +221,8 @@ def test_a_port_that_is_in_use_is_one_clear_line(capsys):
         ("--process 0", "go together"),
         ("--coordinator localhost:1 --processes 2 --process 2", "--process 2 is not one of --processes 2: give 0 to 1"),
         ("--coordinator localhost --processes 2 --process 1", "localhost is no address: give HOST:PORT"),
-        ("--coordinator localhost:65536 --processes 2 --process 0", "localhost:65536 is no address: give HOST:PORT"),
+        ("--coordinator localhost:² --processes 2 --process 1", "localhost:² is no address: give HOST:PORT"),
+        ("--coordinator localhost:65536 --processes 2 --process 1", "localhost:65536 is no address: give HOST:PORT"),
         ("--coordinator localhost:1 --processes 2 --process 1", "nobody answers at --coordinator localhost:1"),
     ],
 )

@@ -1,6 +1,7 @@
 """A typed dataclass as the command line: one field, one line of help, one flag."""
 
 import argparse
+import asyncio
 import dataclasses
 import logging
 import math
@@ -9,6 +10,7 @@ import signal
 import sys
 import types
 import typing
+import warnings
 from collections.abc import Callable, Collection
 from dataclasses import MISSING
 from functools import cache
@@ -24,6 +26,7 @@ from mcomb.files import AnyPath, as_path
 from mcomb.progress import coloured, set_mode
 
 C = TypeVar("C")
+LARGEST = 10**7  # of whole numbers: more of anything is a slip, and would take all memory before it is noticed
 METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH", as_path: "PATH"}
 
 
@@ -33,6 +36,7 @@ class Flag:
 
     help: str
     at_least: int | None = None
+    at_most: int | None = None  # whole numbers are at most LARGEST unless it says otherwise
     choices: Collection[str] | None = None
     identity: bool = True  # whether it changes the result, and so the name of its folder
 
@@ -82,22 +86,22 @@ def parse(
     )
     # Argparse takes -1e-05 for a flag: it knows no exponents.
     parser._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
-    hints = typing.get_type_hints(config)
+    hints, every_flag = typing.get_type_hints(config), flags(config)
     given = [field for field in dataclasses.fields(config) if field.name not in without]  # type: ignore[arg-type]
     for field in sorted(given, key=lambda field: field.kw_only is True):
-        flag = flags(config)[field.name]
+        flag = every_flag[field.name]
         if hints[field.name] is bool:
             parser.add_argument("--" + field.name.replace("_", "-"), action="store_true", help=flag.help)
             continue
         kind, count = _kind(hints[field.name])
         if field.default is MISSING:
-            parser.add_argument(field.name, type=_checked(kind, flag.at_least), nargs=count, help=flag.help)
+            parser.add_argument(field.name, type=_checked(kind, flag), nargs=count, help=flag.help)
             continue
         default = "the setup's" if field.default is None and "[setup]" in flag.help else field.default
         text = flag.help.replace(" [setup]", "")
         parser.add_argument(
             "--" + field.name.replace("_", "-"),
-            type=_checked(kind, flag.at_least),
+            type=_checked(kind, flag),
             default=field.default,
             choices=flag.choices,
             nargs=count,
@@ -138,15 +142,21 @@ def _kind(hint: Any) -> tuple[Callable[[str], Any], int | str | None]:
     return kind, None
 
 
-def _checked(kind: Callable[[str], Any], at_least: int | None) -> Callable[[str], Any]:
+def _checked(kind: Callable[[str], Any], flag: Flag) -> Callable[[str], Any]:
+    at_least, at_most = flag.at_least, LARGEST if kind is int and flag.at_most is None else flag.at_most
+
     def convert(text: str) -> Any:
         if kind is Path and "://" in text:
             raise argparse.ArgumentTypeError(f"{text} is no path on this machine")
+        if kind in (Path, as_path) and not text:
+            raise argparse.ArgumentTypeError("a path is empty")
         value = kind(text)
         if kind is float and not math.isfinite(value):
             raise argparse.ArgumentTypeError(f"{text} is not finite")
         if at_least is not None and value < at_least:
             raise argparse.ArgumentTypeError(f"{text} is less than {at_least}")
+        if at_most is not None and value > at_most:
+            raise argparse.ArgumentTypeError(f"{text} is more than {at_most}")
         return value
 
     names: dict[Any, str] = {int: "whole number", float: "number"}
@@ -188,10 +198,12 @@ def _mute_orbax() -> None:
     before = sys.unraisablehook
 
     def hook(problem: Any) -> None:
-        if str(problem.exc_value) != "Event loop is closed":  # for what was still being written
+        is_closed = str(problem.exc_value) == "Event loop is closed"  # for what was still being written
+        if not is_closed and problem.object is not asyncio.BaseEventLoop.__del__:
             before(problem)
 
     sys.unraisablehook = hook
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+from mcomb.base import LARGEST_SEED
 from mcomb.files import AnyPath
 from mcomb.lab.cli import Flag, Output, flags, is_installed_command
 from mcomb.lab.partition import Subset
-from mcomb.lab.setups import SETUPS
+from mcomb.lab.setups import SETUPS, WIDEST
 from mcomb.lab.training import Recipe
 from mcomb.matching import MATCHERS
 
@@ -22,7 +23,7 @@ class TrainingConfig(Output):
     """The flags of a training."""
 
     setup: Annotated[str, Flag("model, dataset and recipe", choices=SETUPS.keys())] = "resnet20-cifar10"
-    width: Annotated[int, Flag("width multiplier: the first layer has 16·N units", at_least=1)] = 32
+    width: Annotated[int, Flag("width multiplier: the first layer has 16·N units", 1, WIDEST)] = 32
     epochs: Annotated[int | None, Flag("training epochs; 0 leaves networks untrained [setup]", at_least=0)] = None
     batch_size: Annotated[int | None, Flag("training images in a batch [setup]", at_least=1)] = None
     learning_rate: Annotated[float | None, Flag("peak learning rate [setup]", at_least=0)] = None
@@ -59,14 +60,14 @@ class Config(TrainingConfig):
     matcher: Annotated[str, Flag("how units are matched", choices=MATCHERS.keys())] = "weights"
     train_images: Annotated[int | None, Flag("train images to evaluate on (default: all)", at_least=1)] = None
     test_images: Annotated[int | None, Flag("test images to evaluate on (default: all)", at_least=1)] = None
-    seed: Annotated[int, Flag("root seed N; networks A, B, C have seeds 3N, 3N+1, 3N+2", at_least=0)] = 0
-    seed_a: Annotated[int | None, Flag("seed of network A (default: from --seed)", at_least=0)] = None
-    seed_b: Annotated[int | None, Flag("seed of network B (default: from --seed)", at_least=0)] = None
-    seed_c: Annotated[int | None, Flag("seed of network C (default: from --seed)", at_least=0)] = None
+    seed: Annotated[int, Flag("root seed N; networks A, B, C have seeds 3N, 3N+1, 3N+2", 0, LARGEST_SEED // 3 - 1)] = 0
+    seed_a: Annotated[int | None, Flag("seed of network A (default: from --seed)", 0, LARGEST_SEED)] = None
+    seed_b: Annotated[int | None, Flag("seed of network B (default: from --seed)", 0, LARGEST_SEED)] = None
+    seed_c: Annotated[int | None, Flag("seed of network C (default: from --seed)", 0, LARGEST_SEED)] = None
     checkpoint_a: Annotated[AnyPath | None, Flag("orbax folder or safetensors file of network A")] = None
     checkpoint_b: Annotated[AnyPath | None, Flag("orbax folder or safetensors file of network B")] = None
     checkpoint_c: Annotated[AnyPath | None, Flag("orbax folder or safetensors file of network C")] = None
-    pairs: Annotated[int, Flag("independent pairs or triples, of --seed and the seeds after it", at_least=1)] = 1
+    pairs: Annotated[int, Flag("independent pairs or triples, of --seed and the seeds after it", 1, 1000)] = 1
     pretrained: Annotated[bool, Flag("take the networks that come with the repository instead of training")] = False
     vmap_size: Annotated[
         int | None, Flag("combinations side by side on a device (default: automatic)", at_least=1, identity=False)

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import lzma
 import os
 import pickle
 import tarfile
@@ -166,9 +167,10 @@ def _archive_members(archive: Path) -> Iterator[tuple[str, bytes]]:
         with tarfile.open(archive) as tar:
             for member in tar:
                 name = Path(member.name).name
-                if name in CIFAR10_MEMBERS and (content := tar.extractfile(member)):
+                # A link has no content of its own, and may lead nowhere or to itself.
+                if name in CIFAR10_MEMBERS and member.isfile() and (content := tar.extractfile(member)):
                     yield name, content.read()
-    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
+    except (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError) as error:
         raise UserError(f"{archive} cannot be read ({_reason(error)}): download it again") from error
 
 

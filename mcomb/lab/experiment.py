@@ -46,6 +46,9 @@ EXPERIMENTS = Path(__file__).parents[2] / "experiments"  # in a clone; elsewhere
 
 FIGURES = ".figures.json"  # in a result's folder: what its figure's files should be
 
+MOST = 10**7  # combinations of one experiment: more would take years, and all memory at once
+COUNTS = ("points", "samples", "grid", "beyond", "scatter", "counts", "line_points")  # flags that they follow from
+
 VERDICT = ("claim", "alt", "agrees", "finding", "is_open")  # of results, added when they are read
 
 
@@ -118,6 +121,7 @@ def run(experiment: Experiment, config: Config) -> Results:
     if config.pairs > 1:
         experiment = over_pairs(experiment)
     planned = experiment.parts(config)
+    count_combinations(experiment, config)
     store.trainings(experiment.networks)
     for letter in experiment.networks:
         store.given(letter)  # what is wrong with it, or with the flags, is said before a folder is made
@@ -237,9 +241,18 @@ def list_jobs(experiment: Experiment, config: Config) -> Iterator[Job]:
         trainings=list(store.trainings(letters).values()),
         given=list(given.values()),
         matchings=_methods(experiment, config) if letters else {},
-        combinations=experiment.combinations(config),
+        combinations=count_combinations(experiment, config),
         kept=kept,
     )
+
+
+def count_combinations(experiment: Experiment, config: Config) -> int:
+    """How many combinations are evaluated on each split; an error if no machine could."""
+    count = experiment.combinations(config)
+    if count > MOST:
+        named = (name.replace("_", "-") for name in COUNTS if hasattr(config, name))
+        raise UserError(f"{count:,} combinations are more than {MOST:,}: give less of --{', --'.join(named)}")
+    return count
 
 
 def _title(experiment: Experiment, config: Config, letters: str, with_parts: bool) -> str:

@@ -30,6 +30,7 @@ from mcomb.progress import say
 
 GRADIENT = 3  # times the operations of the network itself
 SWEEPS = 2  # of weight matching, counted in full ones: after the first, only what has moved is counted anew
+SLOWEST = 1e-9  # TFLOP/s that can be planned with: a thousand operations in a second
 TRIAL = 1e11  # operations of the work that is timed
 # What programs hold at once of the arrays inside a network, by their own account (benchmarks.account):
 LIVE, COMPARED = 4, 8  # evaluation and activation matching, as much as so many of the largest array
@@ -138,8 +139,8 @@ def host_rate() -> float:
 
 def plan_steps(jobs: Iterable[Job], tflops: float | None = None) -> list[Step]:
     """The steps of some jobs, each once, at the rates of this machine or at so many TFLOP/s of all devices."""
-    if tflops is not None and not 0 < tflops < np.inf:
-        raise UserError(f"--device-tflops {tflops:g} is no rate: give more than 0, or leave it out to measure")
+    if tflops is not None and not SLOWEST <= tflops < np.inf:
+        raise UserError(f"--device-tflops {tflops:g} is no rate: give {SLOWEST:g} or more, or leave it out to measure")
     steps: dict[tuple[AnyPath, str], Step] = {}
     known: dict[AnyPath, tuple[Work, Rates]] = {}
     for job in jobs:

@@ -48,7 +48,7 @@ class Rows:
         for path in files:
             header, *lines = read_text(path).splitlines() or [""]
             if header == self.header:
-                found = [unseal(line) for line in lines]
+                found = [row if row and "name" in row else None for row in map(unseal, lines)]
                 rows |= {row["name"]: row for row in found if row}
                 if damaged := found.count(None):
                     warn(f"{path} has {damaged} rows that are not whole: measuring them anew")

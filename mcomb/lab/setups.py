@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
-from mcomb.base import Apply, Params, stream
+from mcomb.base import Apply, Params, UserError, stream
 from mcomb.lab.augmentation import Augmentation
 from mcomb.lab.data import CIFAR10, DIGITS, Dataset
 from mcomb.lab.models import MLP, Classifier, ResNet20, Tiny10, classifier
@@ -16,6 +16,8 @@ from mcomb.lab.training import Recipe
 from mcomb.symmetry.derive import permutation_spec
 from mcomb.symmetry.spec import PermutationSpec
 from mcomb.threefry import unrolled
+
+WIDEST = 100_000  # the multiplier of widths: more would not even be counted
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class Setup:
 
     def module(self, width: int, dtype: str = "float32") -> Classifier:
         """The Flax module at a width, which computes in a dtype."""
+        if width > WIDEST:
+            raise UserError(f"width {width} is more than {WIDEST}: give less")
         return self.model(width=width, classes=self.dataset.classes, dtype=dtype)
 
     def apply(self, width: int, dtype: str = "float32") -> Apply:

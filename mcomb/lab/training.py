@@ -158,9 +158,11 @@ def train(
                 if not all_finite(state.params):
                     raise Diverged("a weight became infinite or not a number")
             except Diverged as error:
+                decays = recipe.weight_decay > max(1, recipe.learning_rate)  # no loss asks for that much
+                remedy = "weight-decay below {weight_decay:g}" if decays else "learning-rate below {learning_rate:g}"
                 raise Diverged(
                     f"{describe}: {error}, in epoch {epoch}; the last good checkpoint is kept, if there is one: "
-                    f"try a --learning-rate below {recipe.learning_rate:g}"
+                    f"try a --{remedy.format_map(vars(recipe))}"
                 ) from error
             losses, accuracies = map(np.concatenate, zip(*history, strict=True))
             yield epoch, state, Progress(float(losses.mean()), float(accuracies.mean()))

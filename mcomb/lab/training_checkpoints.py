@@ -1,5 +1,6 @@
 """Checkpoints of a training in progress: saved as it goes, restored to resume it."""
 
+import errno
 import json
 from collections.abc import Mapping
 from functools import partial
@@ -10,7 +11,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
 from mcomb.base import Params, UserError, first_words
-from mcomb.checkpoint import fingerprint_entry, read_checkpoint, reading, restore_tree, saved_steps
+from mcomb.checkpoint import fingerprint_entry, read_checkpoint, reading, restore_tree, saved_steps, system_error
 from mcomb.devices import describe_devices
 from mcomb.files import AnyPath, absolute, remove_folder, seal, unseal
 from mcomb.fingerprints import fingerprint
@@ -103,7 +104,8 @@ class TrainingCheckpoints:
             if are_several():  # another process may be the reason
                 raise
             problem = f"checkpoint {folder / str(number)} cannot be written ({first_words(error)})"
-            raise UserError(f"{problem}: make room there, and the same command goes on") from error
+            remedy = "make room there" if system_error(error) in (errno.ENOSPC, errno.EDQUOT) else "mend that"
+            raise UserError(f"{problem}: {remedy}, and the same command goes on") from error
         if epoch is not None and is_first():
             remove_folder(self.folder / "stopped")
 

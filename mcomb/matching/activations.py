@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
-from mcomb.base import Apply, Array, Inputs, Params, UserError, count_examples, output_shapes, require_positive
+from mcomb.base import Apply, Array, Inputs, Params, UserError, count_examples, output_shapes, require_whole
 from mcomb.dead_units import varies
 from mcomb.devices import (
     AXIS,
@@ -68,7 +68,7 @@ def match_activations(
     """
     check_networks(spec, a, b)
     count_examples(inputs)
-    require_positive(batch_size=batch_size)
+    require_whole(batch_size=batch_size)
     output_shapes(apply, a, inputs)
     kind = "product" if inner_products else "correlation"
     every = _scores(spec, a, b, apply, inputs, kind=kind, batch_size=batch_size)

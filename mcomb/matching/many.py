@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,8 @@ class Alignment:
 
         They are transitive: `between(i, j)` after `between(j, k)` is `between(i, k)`.
         """
+        for index in (i, j):
+            _require_index(index, len(self.perms))
         return self.spec.compose(self.spec.invert(self.perms[i]), self.perms[j])
 
 
@@ -51,8 +54,8 @@ def align_many(
     count = len(networks)
     if count < 2:
         raise UserError(f"there is nothing to align in {count} networks: give two or more")
-    if reference is not None and reference not in range(count):
-        raise UserError(f"there is no network {reference} among {count}: give an index from 0 to {count - 1}, or None")
+    if reference is not None:
+        _require_index(reference, count)
     perms, permuted = [spec.identity() for _ in networks], list(networks)
 
     def rematch(i: int, others: Sequence[int]) -> float:
@@ -79,6 +82,11 @@ def align_many(
         gain = sum(rematch(i, [j for j in range(count) if j != i]) for i in visit_order(len(trace)))
         trace.append(trace[-1] + gain)
     return Alignment(spec, tuple(perms), trace[-1], tuple(trace))
+
+
+def _require_index(index: int, count: int) -> None:
+    if not isinstance(index, Integral) or index not in range(count):
+        raise UserError(f"there is no network {index} among {count}: give an index from 0 to {count - 1}")
 
 
 def _pairwise_objective(spec: PermutationSpec, networks: Sequence[Params]) -> float:

@@ -23,6 +23,7 @@ from mcomb.base import (
     named_leaves,
     output_shapes,
     require_positive,
+    require_whole,
     stream,
 )
 from mcomb.combination import combine
@@ -82,7 +83,9 @@ def match_straight_through(
             raise UserError(f"{name} is no float, and nothing can be learnt of it: match by weights or activations")
     check_networks(spec, a, b)
     # Without steps, or with steps of no length, it is weight matching.
-    require_positive(steps=steps + 1, learning_rate=learning_rate or 1.0, batch_size=batch_size)
+    require_whole(0, steps=steps)
+    require_whole(batch_size=batch_size)
+    require_positive(learning_rate=learning_rate or 1.0)
     count = count_examples(inputs, labels)
     check_objectives({"loss": loss}, output_shapes(apply, a, inputs), labels, count)
     if count < 2:
@@ -92,9 +95,10 @@ def match_straight_through(
     held_out = jax.tree.map(lambda x: x[train_count:], (inputs, labels))
 
     def evaluate_candidate(perms: Perms, permuted: Params) -> Candidate:
-        held_out_loss = score(apply, combine(a, permuted, 0.5), *held_out, loss=loss).loss
-        if not np.isfinite(held_out_loss):
-            raise _diverged("on the held-out data")
+        try:
+            held_out_loss = score(apply, combine(a, permuted, 0.5), *held_out, loss=loss).loss
+        except Diverged as error:
+            raise _diverged("on the held-out data") from error
         return Candidate(perms, objective(spec, a, b, perms), held_out_loss)
 
     def batches() -> Iterator[tuple[Int32[np.ndarray, "1 b"], Any]]:

@@ -29,7 +29,7 @@ import numpy as np
 from jaxtyping import Float
 from threadpoolctl import ThreadpoolController
 
-from mcomb.base import Array, Params, UserError, stream
+from mcomb.base import Array, Params, UserError, require_whole, stream
 from mcomb.matching.core import (
     Matching,
     WeightPart,
@@ -74,8 +74,7 @@ def match_weights(
     fraction of the products and leaves few sweeps for the full weights. It ends at another optimum, usually as good.
     """
     check_networks(spec, a, b, start)
-    if restarts < 1:
-        raise UserError(f"{restarts} restarts find nothing: give one or more")
+    require_whole(restarts=restarts)
     parts, names = list(weight_parts(spec, a, b)), list(spec.sizes)
     matchings = []
     for restart in range(restarts):

@@ -1,6 +1,6 @@
 """Whether a permutation spec fits a function: permuted parameters must compute the same."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from mcomb.base import Array, Params, UserError, all_equations, named_leaves, output_shapes
+from mcomb.base import Array, Params, UserError, all_equations, named_leaves, output_shapes, require_whole
 from mcomb.symmetry.spec import Perms, PermutationSpec
 
 
@@ -22,13 +22,13 @@ def check_spec(
 ) -> None:
     """Raises an error unless random permutations, and `perms` if given, leave `fn(params, *inputs)` as it is.
 
-    A float output may change by √eps of its largest entry, where eps is that of the coarsest float dtype inside.
+    A float output may change by √eps of its largest entry, where eps is that of the coarsest float dtype inside. Some
+    of it must be finite and not zero, or any spec would do.
     """
     spec.validate(params)
     if perms is not None:
         spec.check_perms(perms)
-    if draws < 0:
-        raise UserError(f"{draws} draws are none: give 0 or more")
+    require_whole(0, draws=draws)
     output_shapes(fn, params, *inputs)
     tolerance = _coarsest_eps(jax.make_jaxpr(fn)(params, *inputs)) ** 0.5
     run = jax.jit(lambda perms, params, inputs: fn(spec.apply(perms, params), *inputs))
@@ -39,12 +39,26 @@ def check_spec(
             after = named_leaves(run(candidate, params, inputs))
             for name in before:
                 _check_equal(f"output {name}" if name else "the output", before[name], after[name], tolerance)
+    if candidates and spec.sizes:
+        _require_telling(before)
+
+
+def _require_telling(outputs: Mapping[str, Array]) -> None:
+    """Raises an error if no entry of the outputs is finite and not zero: any permutation could leave them so."""
+    values = [np.asarray(_numbers(output)) for output in outputs.values()]
+    if not any((np.isfinite(value) & (value != 0)).any() for value in values):
+        how = "has no entries" if not any(value.size for value in values) else "is nowhere finite and other than zero"
+        raise UserError(f"the output {how}, which tells nothing of permutations: give other inputs or weights")
+
+
+def _numbers(output: Array) -> Array:
+    """An output as an array of numbers, which random keys are not."""
+    return jax.random.key_data(output) if jnp.issubdtype(output.dtype, jax.dtypes.extended) else output
 
 
 def _check_equal(what: str, before: Array, after: Array, tolerance: float) -> None:
     """Raises an error unless two arrays are equal, finite floats but for `tolerance` times the largest of them."""
-    if jnp.issubdtype(before.dtype, jax.dtypes.extended):  # random keys
-        before, after = jax.random.key_data(before), jax.random.key_data(after)
+    before, after = _numbers(before), _numbers(after)
     exact = not jnp.issubdtype(before.dtype, jnp.inexact)
     dtype = np.float64 if exact or not jnp.iscomplexobj(before) else np.complex128
     old, new = (np.asarray(value).astype(dtype) for value in (before, after))

@@ -65,6 +65,12 @@ def test_flags_that_an_experiment_does_not_take_are_said_to_be_so(listed):
     assert "--lengths" in found["said"]
 
 
+def test_a_list_of_experiments_none_of_which_takes_the_flags_is_printed(tmp_path, capsys):
+    (tmp_path / "text").write_text("no network")
+    everything.main([*FLAGS, *(f"--checkpoint-{x}={tmp_path / 'text'}" for x in "abc"), "--out", str(tmp_path)])
+    assert capsys.readouterr().out.count("not with these flags") == len(everything.EXPERIMENTS)
+
+
 def test_flags_that_change_nothing_in_an_experiment_are_left_out_of_its_command(listed):
     found = {name: listed("--seed-c", "9", "--test-images", "500")[name]["command"] for name in ("uniform", "triangle")}
     assert ["--seed-c 9" in found[name] for name in ("uniform", "triangle")] == [False, True]

@@ -99,6 +99,7 @@ def test_parents_see_their_own_images_and_the_joint_network_all(config_of):
         (["--split", "none", "--skew", "0.5"], r"--skew 0\.5 does not go with --split none: leave it out"),
         (["--skew", "1.5"], r"--skew 1\.5 does not go with --split biased: give a part from 0 to 1"),
         (["--split", "dirichlet", "--skew", "0"], r"--skew 0 is no concentration of --split dirichlet"),
+        (["--split", "dirichlet", "--skew", "1e308"], r"--skew: 1e308 is more than 1000000"),
         (["--pretrained"], r"merge trains networks on images of their own: leave out --pretrained"),
         (["--withheld", "3"], r"--withheld: 3 is less than 20"),
         (

@@ -52,6 +52,11 @@ def test_places_on_the_triangle_are_named(shares, place):
     assert triangle.locate(shares) == place
 
 
+@pytest.mark.parametrize("beyond", [0.0, 0.3, 1.0])
+def test_the_points_of_the_grid_are_counted_without_making_them(beyond):
+    assert triangle.count_points(7, beyond) == len(triangle.grid(7, beyond))
+
+
 @pytest.mark.parametrize("steps", [3, 7, 20])
 def test_every_point_of_the_grid_is_where_it_is_said_to_be(steps):
     """Shares are float32: those of an edge do not add up to one exactly."""

@@ -1,8 +1,10 @@
 """A typed dataclass is the whole command line."""
 
+import asyncio
 import dataclasses
 import os
 import signal
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +29,7 @@ class Example:
     most_of: Annotated[int | None, Flag("at most (default: all)", at_least=1)] = None
     where: Annotated[Path, Flag("the place", identity=False)] = Path("here")
     interval: Annotated[tuple[float, float], Flag("from and to")] = (0.0, 1.0)
-    sizes: Annotated[tuple[int, ...], Flag("any number of them", at_least=1)] = (1, 2, 4)
+    sizes: Annotated[tuple[int, ...], Flag("any number of them", at_least=1, at_most=64)] = (1, 2, 4)
     loud: Annotated[bool, Flag("say more")] = False
 
 
@@ -67,12 +69,16 @@ def test_a_flag_sets_its_field_in_the_fields_own_type(words, changes):
     [
         ("--kind other", ["--kind", "'other'", "'this', 'that'"]),
         ("--count 0", ["--count", "0 is less than 1"]),
+        ("--count 10000001", ["--count", "10000001 is more than 10000000"]),
+        ("--sizes 2 65", ["--sizes", "65 is more than 64"]),
+        ("--count ²", ["--count", "whole number", "'²'"]),
         ("--count many", ["--count", "whole number", "'many'"]),
         ("--count 2.5", ["--count", "whole number", "'2.5'"]),
         ("--rate fast", ["--rate", "number", "'fast'"]),
         ("--rate -0.5", ["--rate", "-0.5 is less than 0"]),
         ("--rate nan", ["--rate", "nan is not finite"]),
         ("--rate inf", ["--rate", "inf is not finite"]),
+        ("--where=", ["--where", "a path is empty"]),
         ("--interval nan 1", ["--interval", "nan is not finite"]),
         ("--sizes 2 0", ["--sizes", "0 is less than 1"]),
         ("--sizes", ["--sizes", "at least one argument"]),
@@ -188,3 +194,16 @@ def test_programs_multiply_float32_in_float32():
     finally:
         jax.config.update("jax_default_matmul_precision", before)
     assert "precision = [HIGHEST, HIGHEST]" in lowered[0]
+
+
+def test_loops_that_orbax_could_not_open_are_no_news_but_others_problems_are(monkeypatch):
+    class Other:
+        def __del__(self):
+            raise ValueError("mine")
+
+    told = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda problem: told.append(str(problem.exc_value)))
+    cli._mute_orbax.__wrapped__()
+    asyncio.BaseEventLoop.__new__(asyncio.BaseEventLoop)  # never opened: it cannot be closed either
+    Other()
+    assert told == ["mine"]

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experiments import __main__ as listing
 from experiments import linear, matchers, triangle, width
 from mcomb.base import UserError
 from mcomb.lab import cli
@@ -18,6 +19,7 @@ from mcomb.lab.config import (
     recipe,
     recipe_dict,
 )
+from mcomb.lab.experiment import list_jobs, run
 from mcomb.lab.setups import SETUPS
 
 CONFIGS = [SweepConfig]
@@ -66,6 +68,50 @@ def test_the_command_gives_the_config_back(kind, data):
     names = sorted(VALUES.keys() & {field.name for field in dataclasses.fields(kind)})
     config = kind(**{name: data.draw(VALUES[name], label=name) for name in names})
     assert parsed(kind, command("name", config)) == config
+
+
+def every_flag():
+    """Each flag of all experiments, once, with an experiment that has it."""
+    found = {}
+    for module in listing.EXPERIMENTS:
+        for name, flag in cli.flags(module.EXPERIMENT.config).items():
+            found.setdefault((name, flag.help), (module.EXPERIMENT, name))
+    return [pytest.param(*own, id=f"{own[0].name}-{own[1]}") for own in found.values()]
+
+
+@pytest.mark.parametrize(("experiment", "name"), every_flag())
+def test_whatever_a_flag_is_given_the_run_can_be_listed_or_one_sentence_says_why_not(experiment, name, tmp_path):
+    problems = []
+    for value in ("1e300", "1" + "0" * 30, "1e-320", "", "text", "²", "nan"):
+        flag = f"--{name.replace('_', '-')}"
+        try:
+            words = ["--setup", "mlp-digits", "--width", "1", "--out", str(tmp_path), f"{flag}={value}"]
+            list(list_jobs(experiment, cli.parse(experiment.config, "", words)))
+        except UserError as error:
+            problems.append(str(error))
+    assert all(20 < len(problem) < 600 and "\n" not in problem for problem in problems)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("experiment", "flags", "problem"),
+    [
+        (linear, "--width 100001", r"--width: 100001 is more than 100000"),
+        (width, "--widths 1 100001", r"--widths: 100001 is more than 100000"),
+        (linear, "--points 10000000", r"20,000,000 combinations are more than 10,000,000: give less .*points"),
+        (matchers, "--points 9000 --samples 9000", r"combinations are more than .*: give less .*--points, --samples"),
+        (triangle, "--beyond 999 --grid 20", r"combinations are more than .*: give less .*--grid, --beyond"),
+        (linear, "--seed 4294967296", r"--seed: 4294967296 is more than 1431655764"),
+        (linear, "--seed-a 4294967296", r"--seed-a: 4294967296 is more than 4294967295"),
+        (linear, "--pairs 1001", r"--pairs: 1001 is more than 1000"),
+    ],
+)
+def test_what_no_machine_can_do_is_refused_before_a_folder_is_made(experiment, flags, problem, tmp_path):
+    words = ["--setup", "mlp-digits", "--out", str(tmp_path), *flags.split()]
+    for work in (run, lambda *job: list(list_jobs(*job))):
+        with pytest.raises(UserError, match=problem):
+            work(experiment.EXPERIMENT, cli.parse(experiment.EXPERIMENT.config, "", words))
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_config_of_another_experiment_keeps_the_flags_that_both_have():

@@ -169,6 +169,30 @@ def test_a_truncated_archive_is_a_clear_error(small_cifar, tmp_path):
         load_cifar10(path)
 
 
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE])
+@pytest.mark.parametrize("target", ["nowhere", "data_batch_1.bin"])
+def test_a_link_in_an_archive_is_no_image(kind, target, small_cifar, tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        info = tarfile.TarInfo("data_batch_1.bin")
+        info.type, info.linkname = kind, target
+        tar.addfile(info)
+    with pytest.raises(UserError, match="nothing of it was found"):
+        load_cifar10(tmp_path / "a.tar")
+
+
+def test_a_damaged_xz_archive_is_a_clear_error(small_cifar, tmp_path):
+    with tarfile.open(tmp_path / "a.tar.xz", "w:xz") as tar:
+        for name, content in small_cifar["cifar-10-batches-bin"].items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    content = bytearray((tmp_path / "a.tar.xz").read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    (tmp_path / "a.tar.xz").write_bytes(content)
+    with pytest.raises(UserError, match="cannot be read"):
+        load_cifar10(tmp_path / "a.tar.xz")
+
+
 def test_a_place_without_the_data_is_a_clear_error(small_cifar, tmp_path):
     with pytest.raises(UserError, match="nothing of it was found"):
         load_cifar10(tmp_path / "nowhere")

@@ -89,7 +89,7 @@ def test_a_plan_is_printed_in_place_of_a_run(tmp_path, capsys):
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("flags", [["--plan", "--device-tflops", "0"], ["--device-tflops", "3"]])
+@pytest.mark.parametrize("flags", ["--plan --device-tflops 0", "--plan --device-tflops 1e-320", "--device-tflops 3"])
 def test_a_rate_that_is_none_or_for_nothing_is_an_error(flags, tmp_path):
     with pytest.raises(UserError, match="--device-tflops"):
-        train.main([*SMALL, *flags, "--out", str(tmp_path)])
+        train.main([*SMALL, *flags.split(), "--out", str(tmp_path)])

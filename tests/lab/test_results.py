@@ -58,6 +58,14 @@ def test_a_row_that_is_added_again_replaces_the_first(tmp_path):
     assert Rows(tmp_path, {})["a"]["loss"] == 0.75
 
 
+def test_a_row_without_a_name_is_not_whole(tmp_path, capsys):
+    Rows(tmp_path, {}).add([row("a")])
+    with (tmp_path / "samples.jsonl").open("a") as file:
+        file.write(json.dumps(seal({"loss": 0.5}, "x")) + "\n")
+    assert Rows(tmp_path, {}).rows.keys() == {"a"}
+    assert "has 1 rows that are not whole" in capsys.readouterr().err
+
+
 LAST = len(json.dumps(seal(row("b"), "b"))) + 1
 
 

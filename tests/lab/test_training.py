@@ -111,6 +111,11 @@ def test_a_loss_that_is_not_finite_stops_the_run(digits):
         run(digits, dataclasses.replace(RECIPE, learning_rate=1e30, clip=None))
 
 
+def test_a_weight_decay_that_blows_weights_up_is_named(digits):
+    with pytest.raises(Diverged, match=r"not a number in step .*: try a --weight-decay below 1e\+38"):
+        run(digits, dataclasses.replace(RECIPE, weight_decay=1e38, clip=None))
+
+
 def test_a_last_step_that_blows_up_is_not_taken_for_good(digits):
     """The loss of a step is that before it, so that the last step's harm shows only in the weights."""
     recipe = dataclasses.replace(RECIPE, epochs=1, batch_size=100, learning_rate=1e38, weight_decay=1e3, clip=None)

@@ -1,6 +1,7 @@
 """Checkpoints of a training in progress: what is saved is restored, and only if nothing else made it."""
 
 import dataclasses
+import errno
 import gc
 import json
 
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from numerics import assert_equal
 
-from mcomb import read_checkpoint
+from mcomb import checkpoint, read_checkpoint
 from mcomb.base import UserError
 from mcomb.devices import describe_devices
 from mcomb.lab import training_checkpoints
@@ -118,6 +119,22 @@ def test_a_damaged_checkpoint_with_none_before_it_is_refused_with_the_remedy(tmp
     gc.collect()
 
 
+def test_a_checkpoint_that_cannot_be_read_for_lack_of_files_stays(tmp_path, monkeypatch):
+    def fail(*args):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    for epoch in (5, 10):
+        TrainingCheckpoints(tmp_path, {}).save(epoch, state_at(epoch))
+    checkpoints = TrainingCheckpoints(tmp_path, {})
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "restore_tree", fail)
+        with pytest.raises(OSError, match="Too many open files"):
+            checkpoints.read_params(PARAMS)
+        with pytest.raises(OSError, match="Too many open files"):
+            checkpoints.restore(state_of())
+    assert names(tmp_path) == {"5", "10"}
+
+
 def test_a_checkpoint_that_cannot_be_written_is_one_sentence_and_leaves_the_one_before(tmp_path, monkeypatch):
     TrainingCheckpoints(tmp_path, {}).save(5, state_at(5))
 
@@ -129,6 +146,12 @@ def test_a_checkpoint_that_cannot_be_written_is_one_sentence_and_leaves_the_one_
         with pytest.raises(UserError, match=r"10 cannot be written \(.*No space left on device\): make room"):
             TrainingCheckpoints(tmp_path, {}).save(10, state_at(10))
     assert_equal(TrainingCheckpoints(tmp_path, {}).restore(state_of()), state_at(5))
+
+
+def test_a_checkpoint_whose_folder_is_a_file_is_said_to_be_that(tmp_path):
+    (tmp_path / "run").write_text("no folder")
+    with pytest.raises(UserError, match=r"5 cannot be written \(.*\): mend that, and the same command goes on"):
+        TrainingCheckpoints(tmp_path / "run", {}).save(5, state_at(5))
 
 
 def test_a_training_with_another_config_is_refused(tmp_path):

@@ -8,10 +8,10 @@ import pytest
 from numerics import EPS, assert_close, assert_equal, assert_never_falls, inner_product, inner_product_scale
 from zoo import CASES, random_arrays
 
-from mcomb import match_weights, permutation_spec
+from mcomb import PermutationSpec, match_weights, permutation_spec
 from mcomb.base import UserError
 from mcomb.matching import many
-from mcomb.matching.many import align_many
+from mcomb.matching.many import Alignment, align_many
 
 
 @cache
@@ -145,3 +145,10 @@ def test_what_cannot_be_aligned_is_refused(count, reference, words):
     spec, networks = unrelated_networks("VGG", 3)
     with pytest.raises(UserError, match=words):
         align_many(spec, networks[:count], reference=reference)
+
+
+@pytest.mark.parametrize("pair", [(0, 9), (-1, 0), (2, 2)])
+def test_there_is_nothing_between_networks_that_are_not_there(pair):
+    found = Alignment(PermutationSpec({}, {}), ({}, {}), 0.0, (0.0,))
+    with pytest.raises(UserError, match=r"there is no network .* among 2: give an index from 0 to 1"):
+        found.between(*pair)

@@ -130,7 +130,7 @@ def test_scalars_count_and_integers_do_not():
 
 def test_no_restart_is_refused():
     a = {"w": np.eye(4)}
-    with pytest.raises(UserError, match="0 restarts"):
+    with pytest.raises(UserError, match="restarts is 0: give a whole number"):
         match_weights(PermutationSpec.from_axes(a, {"w": (None, "P")}), a, a, restarts=0)
 
 
