@@ -272,6 +272,7 @@ def scale_by_constant(rng: Rng, param: Any, values: Values) -> Result:
         lambda: jnp.where(count % 2, jnp.inf, -jnp.inf).astype(jnp.int8),
         lambda: jax.lax.reshape(jnp.stack([0.0 * count, count // 2 + 1.0])[:, ::2], count.shape, (1, 0)),
         lambda: jnp.copysign(1.0, np.where(count % 2, 0.0, -0.0)),
+        lambda: jnp.repeat(count[::2], 2),
     ]
     known = constants[rng.integers(len(constants) if len(count) % 2 == 0 else 5)]()
     return value * known.reshape([-1 if i == axis else 1 for i in range(value.ndim)])
@@ -430,6 +431,9 @@ def use_positions(rng: Rng, param: Any, values: Values) -> Result:
         lambda: value * along_last(jnp.zeros(width, value.dtype).at[largest].add(1.0)),
         lambda: value * along_last(jnp.zeros(width, value.dtype).at[largest].set(rows[:, 0])),
         lambda: jax.vmap(sparse)(rows),
+        lambda: rows[:, largest[:2]],
+        lambda: rows.at[:, largest[:2]].multiply(2.0),
+        lambda: jnp.take(param(2 * width, random_size(rng)), jnp.tile(rows, 2).argmax(-1), axis=0),
     ]
     result = ways[rng.integers(len(ways))]()
     return result.reshape(*value.shape[:-1], -1)
@@ -488,6 +492,7 @@ def linear_algebra(rng: Rng, param: Any, values: Values) -> Result:
         lambda: jnp.linalg.solve(gram, value),
         lambda: jnp.linalg.cholesky(gram),
         lambda: jnp.linalg.svd(value, compute_uv=False),
+        lambda: jax.lax.linalg.triangular_solve(gram, jnp.ones_like(value), left_side=True, lower=True) * value,
     ]
     return ways[rng.integers(len(ways))]()
 

@@ -89,7 +89,7 @@ def merge_partly(
     if per not in GRANULARITIES:
         raise UserError(f"there is no merging per {per!r}: choose from {', '.join(GRANULARITIES)}")
     average = merge(spec, networks, apply, inputs, method="average")
-    require_positive(budget=budget)
+    require_positive(**{"the budget": budget})
     if not 1 <= budget <= len(networks):
         raise UserError(f"the budget is {budget}: give one from 1 to {len(networks)}, the number of networks")
     count_examples(inputs)

@@ -24,7 +24,7 @@ from mcomb import (
     squared_error,
     token_cross_entropy,
 )
-from mcomb.base import UserError
+from mcomb.base import Diverged, UserError
 from mcomb.matching import straight_through
 from mcomb.objectives import classify
 
@@ -161,14 +161,15 @@ def test_regression_with_trees_of_outputs_and_labels():
         assert swept.accuracy
 
 
-def test_a_loss_that_is_not_finite_comes_back_as_it_is():
-    """As that of a classifier does."""
+def test_a_loss_that_is_not_finite_is_that_of_a_combination_but_no_networks_score():
+    """As with a classifier."""
     networks, inputs, labels = sequences()
     broken = networks[0] | {"down": np.full_like(networks[0]["down"], np.nan)}
     found = evaluate(language_model, mix(linear), (networks[0], broken), SHARES[:1], KEYS[:1], inputs, labels,
                      loss=token_cross_entropy)  # fmt: skip
     assert np.isnan(found.loss).all()
-    assert np.isnan(score(language_model, broken, inputs, labels, loss=token_cross_entropy).loss)
+    with pytest.raises(Diverged, match="the loss of example 0 is nan"):
+        score(language_model, broken, inputs, labels, loss=token_cross_entropy)
 
 
 def classifier(params, x):

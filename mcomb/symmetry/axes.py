@@ -19,6 +19,9 @@ class Axis:
 
     size: int
     frozen: str | None = None  # the reason, if all of it is known to be frozen
+    tied: bool = (
+        False  # whether in some array all entries along it are equal, so that only their order tells them apart
+    )
     kind: Literal["", "blocks", "segments"] = ""
     parts: "list[Axis]" = field(default_factory=list)
     ends: list[int] = field(default_factory=list)  # where each of its segments ends
@@ -87,28 +90,33 @@ def freeze(axis: Axis, reason: str) -> None:
 
 def unite(a: Axis, b: Axis, reason: str) -> None:
     """Makes two axes of one size move together; freezes both, for `reason`, where their parts do not fit."""
-    a, b = find(a), find(b)
-    if a is b:
-        return
-    if a.parts and not b.parts:
-        a, b = b, a
-    if not a.parts:
-        if a.frozen is not None:
-            freeze(b, a.frozen)
-            if not b.parts:
-                b.frozen = a.frozen  # of two reasons the first
-        a.parent = b
-        return
-    parts_b = flat_parts(b, b.kind)
-    split = split_product if b.kind == "blocks" else split_segments
-    parts_a = split(a, [part.size for part in parts_b], reason)
-    if parts_a is None:
-        freeze(a, reason)
-        freeze(b, reason)
-        return
-    for part_a, part_b in zip(parts_a, parts_b, strict=True):
-        unite(part_a, part_b, reason)
-    a.parent = b
+    pairs = [(a, b)]
+    while pairs:
+        a, b = map(find, pairs.pop())
+        if a is b:
+            continue
+        if a.parts and not b.parts:
+            a, b = b, a
+        if not a.parts:
+            if a.frozen is not None:
+                freeze(b, a.frozen)
+                if not b.parts:
+                    b.frozen = a.frozen  # of two reasons the first
+            if a.tied:
+                for atom in atoms(b):
+                    atom.tied = True
+            a.parent = b
+            continue
+        parts_b = flat_parts(b, b.kind)
+        split = split_product if b.kind == "blocks" else split_segments
+        parts_a = split(a, [part.size for part in parts_b], reason)
+        if parts_a is None:
+            freeze(a, reason)
+            freeze(b, reason)
+            continue
+        if find(a) is not find(b):
+            a.parent = b
+        pairs += reversed(list(zip(parts_a, parts_b, strict=True)))
 
 
 def split_product(axis: Axis, sizes: Sequence[int], reason: str) -> list[Axis] | None:
@@ -141,7 +149,7 @@ def _split_outer(axis: Axis, outer: int, reason: str) -> tuple[Axis, Axis] | Non
         return None
     inner = axis.size // outer
     if axis.kind == "":
-        axis.kind, axis.parts = "blocks", [Axis(outer, axis.frozen), Axis(inner, axis.frozen)]
+        axis.kind, axis.parts = "blocks", [Axis(size, axis.frozen, axis.tied) for size in (outer, inner)]
         return axis.parts[0], axis.parts[1]
     # A concatenation of products is itself a product if all of them have the same inner factor.
     pairs = []
@@ -170,7 +178,7 @@ def split_segments(axis: Axis, sizes: Sequence[int], reason: str) -> list[Axis] 
     if not axis.parts:
         if axis.frozen is not None:  # no part of it will ever move, so it need not know them
             return [Axis(size, axis.frozen) for size in sizes]
-        axis.kind, axis.parts = "segments", [Axis(size) for size in sizes]
+        axis.kind, axis.parts = "segments", [Axis(size, tied=axis.tied) for size in sizes]
         axis.ends = list(itertools.accumulate(sizes))
     segments, start = [], 0
     for end in itertools.accumulate(sizes):

@@ -291,7 +291,7 @@ class Interpreter:
         """The product of axes; one along which all entries are equal is a free factor."""
         if all(axis is None for axis in axes):
             return None
-        return product([axis or Axis(size) for axis, size in zip(axes, sizes, strict=True)])
+        return product([axis or Axis(size, tied=True) for axis, size in zip(axes, sizes, strict=True)])
 
     def _scope(self, eqn: core.JaxprEqn) -> str:
         """Where in the model an equation comes from: its module, or else its line."""
@@ -338,11 +338,11 @@ def _constant_axis(array: np.ndarray, axis: int) -> Axis:
     starts = [0, *(1 + np.flatnonzero(~same(entries[1:], entries[:-1]))), count]
     sizes = [int(stop - start) for start, stop in itertools.pairwise(starts)]
     if max(sizes) > 1:
-        return concatenation([Axis(size, "a constant" if size == 1 else None) for size in sizes])
+        return concatenation([Axis(size, "a constant" if size == 1 else None, tied=True) for size in sizes])
     candidates = 1 + np.flatnonzero(same(entries[1 : count // 2 + 1], entries[:1]))
     for period in map(int, candidates[:MOST_PERIODS]):
         if count % period == 0 and same(entries[period:], entries[:-period]).all():
-            return product([Axis(count // period), Axis(period, "a constant")])
+            return product([Axis(count // period, tied=True), Axis(period, "a constant")])
     return Axis(count, "a constant")
 
 
@@ -470,12 +470,20 @@ def _broadcast(params: Any, value: np.ndarray, *sizes: Any) -> np.ndarray:
 
 
 def _convert(params: Any, value: np.ndarray) -> np.ndarray | None:
-    """The value, unless it has floats that are no numbers of the integer type that it is converted to."""
+    """The value, of complex numbers the real part, unless floats in it are no numbers of an integer type."""
+    if np.iscomplexobj(value) and not jax.numpy.issubdtype(params["new_dtype"], np.complexfloating):
+        value = value.real
     if jax.numpy.issubdtype(value.dtype, np.inexact) and jax.numpy.issubdtype(params["new_dtype"], np.integer):
         limits = jax.numpy.iinfo(params["new_dtype"])
-        whole = np.trunc(value.real.astype(np.float64))
+        whole = np.trunc(value.astype(np.float64))
         return value if ((whole >= limits.min) & (whole < limits.max + 1)).all() else None
     return value
+
+
+def _reshape(params: Any, value: np.ndarray) -> np.ndarray:
+    """The value in another shape, its axes in another order before."""
+    order = params["dimensions"]
+    return (value if order is None else value.transpose(order)).reshape(params["new_sizes"])
 
 
 SCALAR_OPERATIONS = {"add", "convert_element_type", "lt", "max", "min", "mul", "select_n", "sub"}
@@ -499,8 +507,10 @@ WORKED_OUT: dict[str, Callable[..., np.ndarray | None]] = {
     "not": lambda _, x: ~x,
     "or": lambda _, x, y: x | y,
     "rem": lambda _, x, y: np.fmod(x, y) if y.all() else None,
-    "reshape": lambda params, x: x.transpose(params["dimensions"]).reshape(params["new_sizes"]),
-    "select_n": lambda _, which, *cases: np.choose(which.astype(int), cases),
+    "reshape": _reshape,
+    "select_n": lambda _, which, *cases: (
+        np.choose(which.astype(int), cases) if which.min() >= 0 and which.max() < len(cases) else None
+    ),
     "squeeze": lambda params, x: x.squeeze(params["dimensions"]),
     "stack": lambda params, *values: np.stack(values, params["axis"]),
     "sub": lambda _, x, y: x - y,

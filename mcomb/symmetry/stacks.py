@@ -99,9 +99,8 @@ def _families(stack: Stack) -> list[Family]:
         if axis is not None and i != stack.along
     ]
     for index in stack.entries:
-        if stack.is_whole and isinstance(index, int):
-            split_segments(along, [size for size in (index, 1, along.size - index - 1) if size], REASON)
-        else:
+        sizes = [size for size in (index, 1, along.size - index - 1) if size] if isinstance(index, int) else []
+        if not (stack.is_whole and sizes) or split_segments(along, sizes, REASON) is None:
             freeze(along, REASON)
     if not stack.is_whole:
         return families

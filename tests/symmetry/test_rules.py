@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.scipy.linalg import solve_triangular
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from zoo import Shape, random_arrays
@@ -38,6 +39,13 @@ def layer(middle, free, **shapes):
 def pooled(pool, free):
     """A layer of tanh units, of which something is computed."""
     return Program(lambda p, x: pool(jnp.tanh(x @ p["up"])), {"up": (FEATURES, UNITS)}, free)
+
+
+def weights(fn, free, *shapes):
+    """Something that is computed of parameters alone, of tanh of these."""
+    names = "abc"[: len(shapes)]
+    run = lambda p, x: fn(*(jnp.tanh(p[name]) for name in names))  # noqa: E731
+    return Program(run, dict(zip(names, shapes, strict=True)), free)
 
 
 def rotate_pairs(h, params):
@@ -81,6 +89,12 @@ def sharded_units(params, x):
     return jax.shard_map(jnp.tanh, mesh=mesh, in_specs=P(None, "device"), out_specs=P(None, "device"))(
         params["in"]
     ).sum()
+
+
+def exchanged(a):
+    mesh = Mesh(np.array(jax.devices()[:2]), "device")
+    swap = lambda part: jax.lax.ppermute(part, "device", [(0, 1), (1, 0)])  # noqa: E731
+    return jnp.sum(jax.shard_map(swap, mesh=mesh, in_specs=P("device"), out_specs=P("device"))(a) * jnp.sin(a))
 
 
 def choose(params, x):
@@ -397,6 +411,59 @@ PROGRAMS = {
     "infinite constant as an integer": layer(
         lambda h, p: h * jnp.array([jnp.inf, -jnp.inf] * 3).astype(jnp.int32).astype(jnp.int8), [(2, 3)]
     ),
+    "constant of repeated numbers": layer(lambda h, p: h * jnp.repeat(jnp.arange(3.0), 2), [(2,), (2,), (2,)]),
+    "choice among two by a number that is too large": layer(
+        lambda h, p: h * jax.lax.select_n(jnp.array([0, 1, 2, 2, 1, 0]), jnp.ones(UNITS), jnp.zeros(UNITS)), [(2,)]
+    ),
+    "equations with a constant side": weights(
+        lambda a, w: jnp.sum(solve_triangular(a + 5 * jnp.eye(UNITS), jnp.ones(UNITS), lower=True) * w),
+        [],
+        (6, 6),
+        (6,),
+    ),
+    "equations with several sides": weights(
+        lambda a, b: solve_triangular(a + 5 * jnp.eye(UNITS), b, lower=True).sum(1), [(4,)], (6, 6), (6, 4)
+    ),
+    "equations from the right": weights(
+        lambda a, b: jnp.tanh(
+            jax.lax.linalg.triangular_solve(a + 5 * jnp.eye(UNITS), b, left_side=False, lower=True)
+        ).sum(0),
+        [(4,)],
+        (6, 6),
+        (4, 6),
+    ),
+    "singular values of weights": weights(lambda a: jnp.linalg.svd(a, compute_uv=False), [(4,), (6,)], (4, 6)),
+    "columns at the largest of all rows": weights(lambda a: a[:, jnp.argmax(a, 1)].sum(), [(4,), (5,)], (4, 5)),
+    "columns at the largest of one row": weights(lambda a: a[:, jnp.argmax(a, 1)[0]].sum(), [(3,), (5,)], (4, 5)),
+    "written to the largest of all rows": weights(
+        lambda a: jnp.square(jnp.tanh(a.at[:, jnp.argmax(a, 1)].add(1.0))).sum(), [(4,), (5,)], (4, 5)
+    ),
+    "the largest of each row": weights(
+        lambda a: jnp.take_along_axis(a, jnp.argmax(a, 1, keepdims=True), 1).sum(), [(4,), (4, 5)], (4, 5)
+    ),
+    "groups of a stack of which one entry is read": weights(
+        lambda w: w.reshape(2, 3, 4).sum((0, 1)) + w[1], [], (6, 4)
+    ),
+    "equal rows by groups": weights(
+        lambda w, v: (jax.lax.ragged_dot(jnp.ones((6, 3)), w, jnp.array([2, 3, 1])) * v.reshape(-1, 1)).sum(0),
+        [(3, 4, 3)],
+        (3, 3, 4),
+        (6,),
+    ),
+    "exchanged among devices": weights(exchanged, [(6,)], (4, 6)),
+    "the largest of copies": weights(lambda w, v: v[jnp.argmax(jnp.tile(w, 2))], [(3,)], (3,), (6,)),
+    "the largest of repeated entries": weights(lambda w, v: v[jnp.argmax(jnp.repeat(w, 2))], [(3,)], (3,), (6,)),
+    "the largest of entries and zeros": weights(
+        lambda w, v: v[jnp.argmax(jnp.concatenate([-jnp.exp(w), jnp.zeros(3)]))], [(3,)], (3,), (6,)
+    ),
+    "the largest of entries and padding": weights(
+        lambda w, v: v[jnp.argsort(jnp.pad(-jnp.exp(w), (0, 3)))[0]], [(3,)], (3,), (6,)
+    ),
+    "the largest of constants": weights(lambda v: v[jnp.argmax(jnp.array([1.0, 1.0, 1.0, 0.0, 0.0, 0.0]))], [], (6,)),
+    "the largest as one of all positions": weights(
+        lambda w, v: ((jnp.argmax(w) == jnp.arange(UNITS)) * v).sum(), [(6,)], (6,), (6,)
+    ),
+    "nothing after nothing": layer(lambda h, p: jnp.concatenate([h[:, :0], h[:, :0], h], 1), WHOLE),
     "constant that is reshaped by columns": layer(
         lambda h, p: h * jax.lax.reshape(jnp.array([[1.0] * 3, [2.0] * 3]), (UNITS,), (1, 0)), [(2, 3)]
     ),
@@ -426,6 +493,21 @@ def test_units_of_rows_that_are_shared_out_by_explicit_sharding_are_free():
         spec = permutation_spec(fn, params, x)
         assert [spec.shape(name) for name in spec.sizes] == WHOLE, str(spec)
         check_spec(fn, random_arrays(params), spec, random_arrays(x))
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values")
+def test_complex_constants_are_converted_as_xla_does():
+    mask = np.array([1, 1j, 0, 0, 1, 1])
+    fn = lambda p, x: jnp.sum(jnp.tanh(p) * jax.lax.convert_element_type(mask, bool))  # noqa: E731
+    spec = permutation_spec(fn, Shape((UNITS,), jnp.float32), Shape((), float))
+    assert sorted(spec.shape(name) for name in spec.sizes) == [(2,), (3,)]
+
+
+def test_a_chain_of_neighbours_is_as_long_as_it_may_be():
+    spec = permutation_spec(
+        lambda p, x: jnp.square(p[1:] - p[:-1]).sum(), Shape((3000,), jnp.float32), Shape((), float)
+    )
+    assert not spec.sizes
 
 
 def test_what_sorting_freezes_is_blamed_on_it():

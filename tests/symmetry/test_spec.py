@@ -260,11 +260,11 @@ def test_the_table_shows_permutations_and_what_is_frozen():
         "params/conv1  5     params/conv1/bias[0] params/conv1/kernel[3] params/dense/kernel[0: 4×·]",
         "params/dense  7     params/dense/bias[0] params/dense/kernel[1] params/head/kernel[0]",
         "",
-        "frozen by                          axes",
-        "conv_general_dilated in VGG/conv0  params/conv0/kernel[0,1]",
-        "input 0                            params/conv0/kernel[2]",
-        "conv_general_dilated in VGG/conv1  params/conv1/kernel[0,1] params/dense/kernel[0]",
-        "the output                         params/head/bias[0] params/head/kernel[1]",
+        "frozen by                                                  axes",
+        "conv_general_dilated (positions of a window) in VGG/conv0  params/conv0/kernel[0,1]",
+        "input 0                                                    params/conv0/kernel[2]",
+        "conv_general_dilated (positions of a window) in VGG/conv1  params/conv1/kernel[0,1] params/dense/kernel[0]",
+        "the output                                                 params/head/bias[0] params/head/kernel[1]",
     ]
 
 

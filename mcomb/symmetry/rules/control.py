@@ -113,6 +113,7 @@ def collective(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) ->
     """Elementwise: combines or exchanges what devices have at the same position."""
     if any(isinstance(axis, int) for axis in eqn.params.get("axes", ())):
         return freeze_everything(interp, eqn, *operands)
+    interp.record((operand, [(i, axis) for axis in range(len(operand))]) for i, operand in enumerate(operands))
     return [tuple(operand) for operand in operands]  # what was known of them is not known any more
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from mcomb.symmetry.axes import Axis, concatenation, unite
+from mcomb.symmetry.axes import Axis, atoms, concatenation, unite
 from mcomb.symmetry.interpreter import ArrayAxes, Interpreter, Known, Labels, Positions, known_value, positions
 from mcomb.symmetry.rules.common import elementwise, other_axes, positional, resized_axes, shape_of
 from mcomb.symmetry.rules.reductions import reduction
@@ -26,15 +26,17 @@ def arg_reduction(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -
 def _positions_along(interp: Interpreter, eqn: core.JaxprEqn, axes: ArrayAxes, along: Axis | None) -> ArrayAxes:
     """Positions, chosen by the size of entries along an axis, which is frozen unless these are floats.
 
-    Of entries that are exactly equal the first is taken, whichever that is. Of floats we count on there being none;
-    among integers and truth values there are.
+    Of entries that are exactly equal the first is taken, whichever that is. Of floats we count on there being none but
+    those that are equal by construction, as copies and padding are; among integers and truth values there are.
     """
     if along is None:
         return axes
-    if is_float(eqn.invars[0]) and holds_positions(eqn.outvars[-1], along):
-        return positions(axes, along, interp.reason)
-    if not is_float(eqn.invars[0]):
+    reason, tied = interp.reason, [atom for atom in atoms(along) if atom.tied]
+    if tied or not is_float(eqn.invars[0]):
         interp.explain(eqn.primitive.name, "of equal entries it takes the first")
+    interp.freeze(tied)
+    if is_float(eqn.invars[0]) and holds_positions(eqn.outvars[-1], along):
+        return positions(axes, along, reason)
     interp.freeze([along])
     return axes
 
@@ -60,7 +62,7 @@ def sort(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[
     along = others[0][axis] if len(others) == keys == 1 and is_float(eqn.invars[0]) else None
     if along is not None and isinstance(last, Known) and counts_up(last.value, axis):
         values, ranked = positional(interp, eqn, others, [axis], order_blind=True)  # as `argsort` does
-        return [values, positions(ranked, along, interp.reason)]
+        return [values, _positions_along(interp, eqn, ranked, along)]
     return positional(interp, eqn, operands, [axis], order_blind=keys == len(operands))
 
 
@@ -106,14 +108,22 @@ def gather(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes, indices:
     offsets = dict(zip(dims.offset_dims, kept, strict=True))
     offset_labels = {i: ("result", axis) if axis in indexed else axis for i, axis in offsets.items()}
     index_axes = iter(range(len(indices)))
+    of_indices: list[Hashable] = [("index", i) for i in range(len(indices))]
     return interp.relate(
         [
             (operand, [labels.get(axis, axis) for axis in range(len(shape))]),
-            (indices, [("index", i) for i in range(len(indices))]),
+            _with_their_axis(indices, of_indices, labels[indexed[0]])
+            if isinstance(indices, Positions)
+            else (indices, of_indices),
         ],
         [[offset_labels[i] if i in offset_labels else ("index", next(index_axes)) for i in range(rank)]],
         {("result", axis): Axis(sizes[axis], interp.reason) for axis in indexed},
     )
+
+
+def _with_their_axis(indices: Positions, labels: Labels, along: Hashable) -> tuple[ArrayAxes, Labels]:
+    """Positions as an array of all that they tell apart: their own axes, and the axis that they are positions along."""
+    return (*indices, indices.along), [*labels, along]
 
 
 def _one_entry_each(
@@ -156,7 +166,11 @@ def scatter_at(
     of_batch: dict[int, Hashable] = {axis: ("index", i) for axis, i in zip(batched, together, strict=True)}
     array = [of_batch.get(axis, axis) for axis in range(len(shape))]
     return interp.relate(
-        [(operand, array), (updates, of_update), (tuple(indices), [("index", i) for i in range(len(indices))])],
+        [
+            (operand, array),
+            (updates, of_update),
+            _with_their_axis(indices, [("index", i) for i in range(len(indices))], written),
+        ],
         [array],
         {written: indices.along},
     )
@@ -226,6 +240,7 @@ def dynamic_slice_at(interp: Interpreter, eqn: core.JaxprEqn, operand: Any, *sta
     operand, _ = interp.plain(operand), [interp.plain(other) for i, other in enumerate(starts) if i != axis]
     if (along := operand[axis]) is not None:
         unite(along, start.along, interp.reason)
+    interp.record([((start.along,), [0])])  # whatever it was one of several positions of
     return replace_axis(interp, operand, axis, [None])
 
 
@@ -255,7 +270,8 @@ def _update_segments(
     updated: dict[Hashable, Axis | None] = {}
     for axis, (start, size) in segments.items():
         sizes = [start, size, shape[axis] - start - size]
-        parts = [part or Axis(n) for part, n in zip(cut_segments(interp, operand[axis], sizes), sizes, strict=True)]
+        cut = zip(cut_segments(interp, operand[axis], sizes), sizes, strict=True)
+        parts = [part or Axis(n, tied=True) for part, n in cut]
         if (new := update[axis]) is not None:
             unite(parts[1], new, interp.reason)
         updated["result", axis] = concatenation([part for part in parts if part.size])
@@ -307,7 +323,11 @@ def compare_positions(interp: Interpreter, eqn: core.JaxprEqn, left: Any, right:
     if not isinstance(known, Known) or isinstance(found, Known) or found.shifted or len(varying) != 1:
         return None
     (axis,) = varying
-    if found[axis] is not None or not counts_up(known.value, axis) or known.value.shape[axis] != found.along.size:
+    if (
+        (found and found[axis] is not None)
+        or not counts_up(known.value, axis)
+        or known.value.shape[axis] != found.along.size
+    ):
         return None
     all_positions = tuple(found.along if i == axis else None for i in range(len(known)))
     return elementwise(interp, eqn, tuple(found), all_positions)

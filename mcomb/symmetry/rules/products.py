@@ -67,7 +67,8 @@ def ragged_dot(
     right = [shared[1].get(axis, ("right", axis)) for axis in range(len(matrices))]
     kept = [label for label in left if label[0] == "left"]
     kept += [label for axis, label in enumerate(right) if label[0] == "right" and axis not in groups]
-    return interp.relate([(rows, left), (matrices, right)], [kept])
+    new = {("left", ragged): Axis(shape_of(eqn.invars[0])[ragged], interp.reason)}
+    return interp.relate([(rows, left), (matrices, right)], [kept], new)
 
 
 def factorisation(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
@@ -76,8 +77,11 @@ def factorisation(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes)
     Singular values by themselves do not depend on the order of rows and columns.
     """
     batch = len(operands[0]) - 2
-    for operand in operands if eqn.params.get("compute_uv", True) else ():
-        interp.freeze(operand[batch:])
+    for operand in operands:
+        if eqn.params.get("compute_uv", True):
+            interp.freeze(operand[batch:])
+        for axis in operand[batch:]:  # one order of the columns for all rows, and the other way round
+            interp.record([((*operand[:batch], axis), range(batch + 1))])
 
     def labels(rank: int, *array: Hashable) -> Labels:
         return [*range(batch), *((*array, axis) for axis in range(rank - batch))]
@@ -100,9 +104,10 @@ def triangular_solve(interp: Interpreter, eqn: core.JaxprEqn, matrix: ArrayAxes,
     interp.freeze(matrix[-2:])
     ordered, free = (-2, -1) if eqn.params["left_side"] else (-1, -2)
     interp.freeze([known[ordered]])
-    order = {ordered: "ordered", free: "free"}
-    labels = [*batch, order[-2], order[-1]]
-    return interp.relate([(matrix, [*batch, "row", "column"]), (known, labels)], [labels])
+    names = [{ordered: name, free: "free"} for name in ("ordered", "solved")]
+    before, after = ([*batch, order[-2], order[-1]] for order in names)
+    solved = Axis(shape_of(eqn.outvars[0])[ordered], interp.reason)
+    return interp.relate([(matrix, [*batch, "row", "column"]), (known, before)], [after], {"solved": solved})
 
 
 def linear_solve(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:

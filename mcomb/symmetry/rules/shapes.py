@@ -81,11 +81,12 @@ def concatenate(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -
         return [label if axis == dimension else axis for axis in range(rank)]
 
     sizes = [shape_of(atom)[dimension] for atom in eqn.invars]
-    parts = [operand[dimension] or Axis(size) for operand, size in zip(operands, sizes, strict=True) if size]
+    pairs = zip(operands, sizes, strict=True)
+    parts = [operand[dimension] or Axis(size, tied=True) for operand, size in pairs if size]
     return interp.relate(
         [(operand, labels(("part", i))) for i, operand in enumerate(operands)],
         [labels("all")],
-        {"all": concatenation(parts)},
+        {"all": concatenation(parts) if parts else None},
     )
 
 
@@ -166,7 +167,7 @@ def pad(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes, filler: Arr
             interp.freeze([operand[axis]])
             padded = Axis(shape_of(eqn.outvars[0])[axis], interp.reason)
         elif low or high:
-            segments = [Axis(int(low)), operand[axis] or Axis(size), Axis(int(high))]
+            segments = [Axis(int(low), tied=True), operand[axis] or Axis(size, tied=True), Axis(int(high), tied=True)]
             padded = concatenation([segment for segment in segments if segment.size])
         else:
             continue
