@@ -224,7 +224,7 @@ class Interpreter:
         if array.size > MOST_KNOWN:
             return tuple(axes)
         for i, j in _diagonals(array, [axis for axis, d in enumerate(differs) if d]):
-            axes[i] = axes[j] = Axis(shape[i])
+            axes[i] = axes[j] = Axis(shape[i], tied=True)
         known = Known(axes)
         known.value = array
         return known

@@ -459,6 +459,7 @@ PROGRAMS = {
     "the largest of entries and padding": weights(
         lambda w, v: v[jnp.argsort(jnp.pad(-jnp.exp(w), (0, 3)))[0]], [(3,)], (3,), (6,)
     ),
+    "the second of an identity matrix": weights(lambda v: v[jax.lax.top_k(jnp.eye(6), 2)[1][:, 1]].sum(), [], (6,)),
     "the largest of constants": weights(lambda v: v[jnp.argmax(jnp.array([1.0, 1.0, 1.0, 0.0, 0.0, 0.0]))], [], (6,)),
     "the largest as one of all positions": weights(
         lambda w, v: ((jnp.argmax(w) == jnp.arange(UNITS)) * v).sum(), [(6,)], (6,), (6,)
