@@ -195,6 +195,7 @@ def test_processes_with_other_code_of_the_experiments_end_together_and_say_why(t
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_a_process_whose_others_do_not_come_says_so():
     program = "from mcomb import processes; processes.PATIENCE = 1; processes.join('localhost:{}', 2, 0)"
     words = [sys.executable, "-c", program.format(free_port())]
