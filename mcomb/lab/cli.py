@@ -5,6 +5,7 @@ import asyncio
 import dataclasses
 import logging
 import math
+import os
 import re
 import signal
 import sys
@@ -15,6 +16,7 @@ from collections.abc import Callable, Collection
 from dataclasses import MISSING
 from functools import cache
 from pathlib import Path
+from threading import Timer
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import jax
@@ -172,6 +174,7 @@ def run(main: Callable[[], object]) -> None:
     use_a_device_per_core()
     jax.config.update("jax_default_matmul_precision", "highest")  # float32 is float32, also on accelerators
     _mute_orbax()
+    _repeat_lost_interrupts()
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         main()
@@ -204,6 +207,21 @@ def _mute_orbax() -> None:
 
     sys.unraisablehook = hook
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+
+
+@cache
+def _repeat_lost_interrupts() -> None:
+    """Sends an interrupt again that came where Python drops exceptions, as in a callback of the garbage collector."""
+    before = sys.unraisablehook
+
+    def hook(problem: Any) -> None:
+        if isinstance(problem.exc_value, KeyboardInterrupt):
+            number = problem.exc_value.args[0] if problem.exc_value.args else signal.SIGINT
+            Timer(0.01, os.kill, [os.getpid(), number]).start()  # once that is over
+        else:
+            before(problem)
+
+    sys.unraisablehook = hook
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import gc
 import os
 import signal
 import sys
@@ -174,6 +175,28 @@ def test_a_machine_that_is_taken_away_ends_a_program_like_an_interrupt(capsys):
     assert stopped.value.code == 128 + signal.SIGTERM
     assert capsys.readouterr().err == "error: interrupted: the same command goes on from here\n"
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_that_python_drops_comes_again(number, capsys, monkeypatch):
+    """As one that comes while callbacks of the garbage collector run."""
+    once = [number]
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    cli._repeat_lost_interrupts.__wrapped__()
+
+    def callback(phase, info):
+        if once:
+            os.kill(os.getpid(), once.pop())
+            time.sleep(1)
+
+    gc.callbacks.append(callback)
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            cli.run(lambda: (gc.collect(), time.sleep(30)))
+    finally:
+        gc.callbacks.remove(callback)
+    assert stopped.value.code == 128 + number
+    assert capsys.readouterr().err == "error: interrupted: the same command goes on from here\n"
 
 
 def test_a_bug_keeps_its_traceback():
