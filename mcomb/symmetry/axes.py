@@ -78,6 +78,12 @@ def atoms(axis: Axis) -> Iterator[Axis]:
             yield part
 
 
+def tie(axis: Axis | None) -> None:
+    """Notes that in some array all entries along an axis are equal."""
+    for atom in () if axis is None else atoms(axis):
+        atom.tied = True
+
+
 def freeze(axis: Axis, reason: str) -> None:
     """Forbids any permutation of an axis; what is frozen already keeps its first reason."""
     stack = [axis]
@@ -103,8 +109,7 @@ def unite(a: Axis, b: Axis, reason: str) -> None:
                 if not b.parts:
                     b.frozen = a.frozen  # of two reasons the first
             if a.tied:
-                for atom in atoms(b):
-                    atom.tied = True
+                tie(b)
             a.parent = b
             continue
         parts_b = flat_parts(b, b.kind)

@@ -210,9 +210,11 @@ def _outer_indices(axis: Axis, others: LabelledAxes) -> dict[Axis, list[Hashable
     """For each atom with an index wherever the axis has one, not just in some segment, its indices in an array."""
     indices: dict[Axis, list[Hashable]] = {}
     for label, other in others:
-        for i, factor in enumerate(flat_parts(other, "blocks")):
+        stride = 1
+        for factor in reversed(flat_parts(other, "blocks")):
             if not factor.parts and factor.size > 1 and factor is not axis:
-                indices.setdefault(factor, []).append((label, i))
+                indices.setdefault(factor, []).append((label, stride))
+            stride *= factor.size
     return indices
 
 

@@ -480,6 +480,17 @@ def _convert(params: Any, value: np.ndarray) -> np.ndarray | None:
     return value
 
 
+def _multiply(_: Any, x: np.ndarray, y: np.ndarray) -> np.ndarray | None:
+    """The product, unless it is rounded: XLA may add to it before it rounds."""
+    result = np.asarray(x * y)
+    if np.iscomplexobj(result):
+        return None
+    if jax.numpy.issubdtype(result.dtype, np.floating):
+        exact = x.astype(np.longdouble) * y.astype(np.longdouble)
+        return result if np.array_equal(result.astype(np.longdouble), exact, equal_nan=True) else None
+    return result
+
+
 def _reshape(params: Any, value: np.ndarray) -> np.ndarray:
     """The value in another shape, its axes in another order before."""
     order = params["dimensions"]
@@ -502,7 +513,7 @@ WORKED_OUT: dict[str, Callable[..., np.ndarray | None]] = {
     ),
     "le": lambda _, x, y: x <= y,
     "lt": lambda _, x, y: x < y,
-    "mul": lambda _, x, y: x * y,
+    "mul": _multiply,
     "ne": lambda _, x, y: x != y,
     "not": lambda _, x: ~x,
     "or": lambda _, x, y: x | y,

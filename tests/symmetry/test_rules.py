@@ -97,6 +97,10 @@ def exchanged(a):
     return jnp.sum(jax.shard_map(swap, mesh=mesh, in_specs=P("device"), out_specs=P("device"))(a) * jnp.sin(a))
 
 
+own_mapping = jax.custom_batching.custom_vmap(jnp.sin)
+own_mapping.def_vmap(lambda size, is_mapped, x: (jnp.sin(x), is_mapped[0]))
+
+
 def choose(params, x):
     return jax.lax.top_k(jax.nn.softmax(x @ params["router"]), 2)
 
@@ -464,6 +468,32 @@ PROGRAMS = {
     "the largest as one of all positions": weights(
         lambda w, v: ((jnp.argmax(w) == jnp.arange(UNITS)) * v).sum(), [(6,)], (6,), (6,)
     ),
+    "reshaped across its axes": weights(
+        lambda c: (jnp.tanh(c.reshape(4, 3, 2)) * c.transpose(0, 2, 1)).sum(), [(4,)], (4, 2, 3)
+    ),
+    "factors in another order": weights(
+        lambda a, b: (a.sum((0, 2)) * b.sum((0, 2))).sum() + (a.reshape(24, 5) * b.reshape(24, 5)).sum(),
+        [(5,)],
+        (2, 3, 4, 5),
+        (4, 3, 2, 5),
+    ),
+    "a row in every step": weights(
+        lambda a, b: jax.lax.scan(lambda c, r: (c + 1.0, (r * a[0]).sum()), 0.0, b)[1].sum() + (a * b).sum(),
+        [(5,)],
+        (4, 5),
+        (4, 5),
+    ),
+    "the same in every step": weights(
+        lambda a, b: (jax.lax.scan(lambda c, r: (c + 1.0, a), 0.0, b)[1][:, 0] * b).sum() + (a * b).sum(),
+        [(5,)],
+        (4, 5),
+        (4, 5),
+    ),
+    "the first of some that are set": weights(lambda w, v: v[jnp.argsort(w.at[:3].set(-9.0))[0]], [(3,)], (6,), (6,)),
+    "products of constants that are rounded": weights(
+        lambda w: jnp.where(jnp.arange(4096) * 0.1 - np.arange(4096) * np.float32(0.1) > 0, w, 0.0).sum(), [], (4096,)
+    ),
+    "own rule of mapping": layer(lambda h, p: own_mapping(h), WHOLE),
     "nothing after nothing": layer(lambda h, p: jnp.concatenate([h[:, :0], h[:, :0], h], 1), WHOLE),
     "constant that is reshaped by columns": layer(
         lambda h, p: h * jax.lax.reshape(jnp.array([[1.0] * 3, [2.0] * 3]), (UNITS,), (1, 0)), [(2, 3)]

@@ -17,7 +17,9 @@ def call(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[
 
 def inner_jaxpr(eqn: core.JaxprEqn) -> tuple[core.Jaxpr, Sequence[Any]]:
     """The one jaxpr inside an equation, and its constants."""
-    return open_jaxpr(next(eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params))
+    return open_jaxpr(
+        next(eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call") if key in eqn.params)
+    )
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[core.Jaxpr, Sequence[Any]]:
@@ -53,18 +55,24 @@ def scan(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[
         if x[0] is not None:
             unite(steps, x[0], reason)
     ys: list[ArrayAxes] = []
+    # A constant is the same in all steps. Positions that are one are recorded with the axis that they are along.
+    same = [(*axes, axes.along) if isinstance(axes, Positions) else tuple(axes) for axes in consts]
+
+    def record(arrays: Iterable[ArrayAxes]) -> None:
+        for axes in arrays:
+            if any(axis in interp.first_use for axis in axes):
+                interp.record([(axes, range(len(axes)))])
 
     def body(carry: list[ArrayAxes]) -> list[ArrayAxes]:
         interp.scan_steps.append((("step", len(interp.scan_steps)), steps))
         results = interp.interpret(*inner_jaxpr(eqn), [*consts, *carry, *(x[1:] for x in xs)])
+        record(same)
         interp.scan_steps.pop()
         ys[:] = [(steps, *y) for y in results[len(carry) :]]
         return results[: len(carry)]
 
     carry = _loop_carry(interp, carry, body)
-    for axes in (*consts, *xs):
-        if any(axis in interp.first_use for axis in axes):  # outside of the scan, constants have no axis of steps
-            interp.record([(axes, range(len(axes)))])
+    record([*same, *xs, *ys])  # outside of the scan, constants have no axis of steps
     interp.loop_axes += [axis for y in ys for axis in y if axis is not None]
     return [*carry, *ys]
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from mcomb.symmetry.axes import Axis, atoms, concatenation, unite
+from mcomb.symmetry.axes import Axis, atoms, concatenation, tie, unite
 from mcomb.symmetry.interpreter import ArrayAxes, Interpreter, Known, Labels, Positions, known_value, positions
 from mcomb.symmetry.rules.common import elementwise, other_axes, positional, resized_axes, shape_of
 from mcomb.symmetry.rules.reductions import reduction
@@ -172,8 +172,14 @@ def scatter_at(
             _with_their_axis(indices, [("index", i) for i in range(len(indices))], written),
         ],
         [array],
-        {written: indices.along},
+        {written: _tied(indices.along) if operand[written] is None else indices.along},
     )
+
+
+def _tied(axis: Axis) -> Axis:
+    """The axis, along which there is an array with equal entries."""
+    tie(axis)
+    return axis
 
 
 def scatter(
@@ -274,6 +280,8 @@ def _update_segments(
         parts = [part or Axis(n, tied=True) for part, n in cut]
         if (new := update[axis]) is not None:
             unite(parts[1], new, interp.reason)
+        else:
+            tie(parts[1])
         updated["result", axis] = concatenation([part for part in parts if part.size])
 
     def labels(array: str) -> Labels:

@@ -7,7 +7,7 @@ from typing import SupportsIndex
 
 from jax.extend import core
 
-from mcomb.symmetry.axes import Axis, concatenation, split_product, split_segments
+from mcomb.symmetry.axes import Axis, atoms, concatenation, split_product, split_segments
 from mcomb.symmetry.interpreter import (
     ArrayAxes,
     DeferredReshape,
@@ -64,6 +64,13 @@ def _reshape(
     result = tuple(new_axes[i] for i in reshape.order)
     old_labels = [("old", i) for i in range(len(reshape.source))]
     interp.record([(reshape.source, old_labels), (result, range(len(result)))])
+    for old, new in reshape_groups(reshape.old_shape, reshape.new_shape):
+        before = {atom for one in reshape.source[old] if one is not None for atom in atoms(one)}
+        inside = [i for i, place in enumerate(reshape.order) if new.start <= place < new.stop]
+        if not before.issuperset(atom for i in inside if (one := result[i]) is not None for atom in atoms(one)):
+            # It could not be split. Its new axes, frozen like the old ones, are others: nothing is batched over them.
+            others = tuple(None if i in inside else one for i, one in enumerate(result))
+            interp.record([(others, range(len(others)))])
     return result
 
 
