@@ -19,9 +19,7 @@ class Axis:
 
     size: int
     frozen: str | None = None  # the reason, if all of it is known to be frozen
-    tied: bool = (
-        False  # whether in some array all entries along it are equal, so that only their order tells them apart
-    )
+    tied: bool = False  # whether all entries along it are equal in some array, as in copies and padding
     kind: Literal["", "blocks", "segments"] = ""
     parts: "list[Axis]" = field(default_factory=list)
     ends: list[int] = field(default_factory=list)  # where each of its segments ends
