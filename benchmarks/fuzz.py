@@ -12,6 +12,7 @@ again.
 """
 
 import collections
+import itertools
 import traceback
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -30,11 +31,13 @@ from mcomb.progress import progress_bar, say
 from mcomb.repair import repaired
 
 TOLERANCE = 1e-7  # of the largest entry, in double precision: what roundings may grow to
+ROUNDING = 1e-13  # of numbers about one, as there are in these programs: a result that is no larger is nothing else
 
 QUICK = {  # to compile, not to run
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
     "xla_cpu_use_fusion_emitters": False,
+    "xla_cpu_parallel_codegen_split_count": 1,
 }
 
 
@@ -106,8 +109,9 @@ def check_matching_and_repair(program: Program, spec: PermutationSpec) -> None:
         return jax.vmap(lambda pair: program(params, pair).reshape(-1))(x)
 
     matching = match_activations(spec, a, b, apply, pairs)
+    families = {*spec.batched_over, *itertools.chain.from_iterable(spec.batched_over.values())}  # matched as a whole
     for name in spec.sizes:
-        if name in spec.batched_over or spec.nested_in(name) or name in matching.by_weights:
+        if name in families or name in matching.by_weights:
             continue
         n = spec.sizes[name]
         scores = np.zeros((n, n))
@@ -128,14 +132,19 @@ def check_matching_and_repair(program: Program, spec: PermutationSpec) -> None:
 
 
 def distance(found: Any, wanted: Any) -> float:
-    """The largest difference beside the largest entry; infinite where they differ in what is infinite or no number."""
+    """The largest difference beside the largest entry; infinite where they differ in what is infinite or no number.
+
+    It is none if it is no more than roundings are, as in the smallest singular value of a singular matrix.
+    """
     found, wanted = np.asarray(found), np.asarray(wanted)
     other, wanted_other = (np.where(np.isfinite(values), 0, values) for values in (found, wanted))
     if not np.array_equal(other, wanted_other, equal_nan=True):
         return float("inf")
     found, wanted = found[np.isfinite(found)], wanted[np.isfinite(wanted)]
     off, largest = (np.abs(values).max(initial=0) for values in (found - wanted, wanted))
-    return float(off / largest) if largest else float("inf" if off else 0)
+    if off <= ROUNDING:
+        return 0.0
+    return float(off / largest) if largest else float("inf")
 
 
 def require(holds: Any, what: str) -> None:

@@ -103,6 +103,17 @@ def attention(rng: Rng, param: Any, values: Values) -> Result:
     return jnp.einsum("bqhd,hdo->bqo", mixed, param(heads, dims, value.shape[-1])) if rng.random() < 0.7 else mixed
 
 
+def halves(rng: Rng, param: Any, values: Values) -> Result:
+    """Heads, of which one parameter has all keys before all values."""
+    value = pick(rng, values)
+    if value.ndim != 3:
+        return None
+    heads, dims = random_size(rng), random_size(rng)
+    keys, others = jnp.split(param(2 * heads, value.shape[-1], dims), 2)
+    mixed = jnp.einsum("bti,hid->bthd", value, keys) * jnp.cos(jnp.einsum("bti,hid->bthd", value, others))
+    return jnp.einsum("bthd,hdo->bto", mixed, param(heads, dims, random_size(rng)))
+
+
 def bias(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     shape = tuple(n if rng.random() < 0.6 else 1 for n in value.shape[1:])
@@ -112,6 +123,14 @@ def bias(rng: Rng, param: Any, values: Values) -> Result:
 def scale_by_own_sum(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     return value / (1 + jnp.abs(value.sum(random_axis(rng, value), keepdims=True)))
+
+
+def compare_with_all(rng: Rng, param: Any, values: Values) -> Result:
+    """What is mapped along a named axis, and beside it what there is along all of it."""
+    value = pick(rng, values)
+    axis = random_axis(rng, value)
+    combine = (jax.lax.pmean, jax.lax.pmax)[rng.integers(2)]
+    return jax.vmap(lambda one: one * combine(one, "all"), axis, axis, axis_name="all")(value)
 
 
 def combine_two(rng: Rng, param: Any, values: Values) -> Result:
@@ -270,11 +289,15 @@ def scale_by_constant(rng: Rng, param: Any, values: Values) -> Result:
         lambda: count * 0 + 1,
         lambda: jnp.where(count % 2, 300.0, 44.0).astype(jnp.uint8),  # what is too large is the largest that there is
         lambda: jnp.where(count % 2, jnp.inf, -jnp.inf).astype(jnp.int8),
+        lambda: (jnp.arange(len(count), dtype=jnp.float32) + 1e8) - 1e8,  # XLA does not round it
+        lambda: ((jax.lax.iota(jnp.bfloat16, len(count)) + 256) - 256).astype(jnp.float32),
+        lambda: jnp.clip(1 / (jnp.where(jnp.arange(len(count)) % 2, -0.0, 0.0) + 0.0), -1, 1),
+        lambda: jnp.asarray(count % 2).astype(jnp.int4).astype(jnp.uint4).astype(jnp.int32),
         lambda: jax.lax.reshape(jnp.stack([0.0 * count, count // 2 + 1.0])[:, ::2], count.shape, (1, 0)),
         lambda: jnp.copysign(1.0, np.where(count % 2, 0.0, -0.0)),
         lambda: jnp.repeat(count[::2], 2),
     ]
-    known = constants[rng.integers(len(constants) if len(count) % 2 == 0 else 5)]()
+    known = constants[rng.integers(len(constants) if len(count) % 2 == 0 else 9)]()
     return value * known.reshape([-1 if i == axis else 1 for i in range(value.ndim)])
 
 
@@ -409,6 +432,8 @@ def use_positions(rng: Rng, param: Any, values: Values) -> Result:
     """What may be done with positions, and with those of equal entries."""
     value = pick(rng, values)
     width, last = value.shape[-1], value.ndim - 1
+    if width < 2:
+        return None
     rows = distinct(param, value, last).reshape(-1, width)
     largest = rows.argmax(-1)
 
@@ -416,7 +441,7 @@ def use_positions(rng: Rng, param: Any, values: Values) -> Result:
         return entries.reshape([1] * last + [width])
 
     def sparse(row: Any) -> Any:
-        values, index = jax.lax.top_k(row, 2)
+        values, index = jax.lax.top_k(row, min(2, width))
         return jnp.zeros(width, value.dtype).at[index].set(values)
 
     ways: list[Any] = [
@@ -434,6 +459,11 @@ def use_positions(rng: Rng, param: Any, values: Values) -> Result:
         lambda: rows[:, largest[:2]],
         lambda: rows.at[:, largest[:2]].multiply(2.0),
         lambda: jnp.take(param(2 * width, random_size(rng)), jnp.tile(rows, 2).argmax(-1), axis=0),
+        lambda: value * jnp.take(param(width**2), (rows.T @ rows).argmax()),
+        lambda: value * jnp.take(param(len(rows)), jnp.take(param(width), largest).argmax()),
+        lambda: value * jnp.take(param(width), jax.lax.map(lambda one: rows.sum() + one, jnp.ones(width)).argmax()),
+        lambda: value * along_last(jnp.bincount(largest, length=width) + (largest[0] != np.arange(width))),
+        lambda: rows * jax.lax.select_n(-1, largest, (-rows).argmax(-1)).reshape(-1, 1),
     ]
     result = ways[rng.integers(len(ways))]()
     return result.reshape(*value.shape[:-1], -1)
@@ -617,9 +647,9 @@ def nested(rng: Rng, param: Any, values: Values) -> Result:
 
 
 SIMPLE: list[Operation] = [
-    *(dense, dense, dense, dense_over_two, local, attention, bias, symmetrise, embed, convolve),
+    *(dense, dense, dense, dense_over_two, local, attention, halves, bias, symmetrise, embed, convolve),
     *(transpose, split_axis, merge_axes, reshape, slice_axis, gate, split_fused, pad, concatenate, combine_two),
-    *(scale_by_own_sum, reduce, softmax, self_product, scale_by_constant, pool, convert),
+    *(scale_by_own_sum, compare_with_all, reduce, softmax, self_product, scale_by_constant, pool, convert),
     *(positional, one_hot_maximum, look_up, update, write, strided, pool_tiles, generic_reduction),
     *(stack, unstack, unstack_fused, tile, order_blind, route, use_positions, use_positions),
     *(identity_matrix, linear_algebra),

@@ -130,8 +130,14 @@ class Interpreter:
         """The axes of a jaxpr's results, from those of its arguments; positions are taken for plain numbers."""
         return [self.plain(axes) for axes in self.interpret_call(jaxpr, consts, args)]
 
-    def interpret_call(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[ArrayAxes]) -> list[ArrayAxes]:
-        """The axes of a jaxpr's results, from those of its arguments."""
+    def interpret_call(
+        self,
+        jaxpr: core.Jaxpr,
+        consts: Sequence[Any],
+        args: Sequence[ArrayAxes],
+        expressions: Mapping[Any, Hashable] = MappingProxyType({}),
+    ) -> list[ArrayAxes]:
+        """The axes of a jaxpr's results, from those of its arguments and how some of these are computed."""
         env: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
         env |= zip(jaxpr.constvars, map(self.constant, consts), strict=True)
 
@@ -141,7 +147,7 @@ class Interpreter:
         path, eqns = self._path, live_equations(jaxpr)
         self._store((*path, ARGUMENTS), args)
         deferred = _deferrable_reshapes(eqns, jaxpr.outvars)
-        expressions: dict[Any, Hashable] = {var: (path, i) for i, var in enumerate(jaxpr.invars)}
+        expressions = {var: expressions.get(var, (path, i)) for i, var in enumerate(jaxpr.invars)}
         for index, eqn in enumerate(eqns):
             if deferred.intersection(eqn.outvars):
                 env[eqn.outvars[0]] = reshape = defer_reshape(eqn, self.plain(read(eqn.invars[0])))
@@ -196,7 +202,7 @@ class Interpreter:
         if work_out is None or not all(isinstance(operand, Known) for operand in operands):
             return None
         aval: Any = eqn.outvars[0].aval
-        if math.prod(aval.shape) > MOST_KNOWN:
+        if math.prod(aval.shape) > MOST_KNOWN or not _is_type_of_numpy(aval.dtype):
             return None
         with np.errstate(all="ignore"):
             result = work_out(eqn.params, *map(known_value, operands))
@@ -225,6 +231,8 @@ class Interpreter:
             return tuple(axes)
         for i, j in _diagonals(array, [axis for axis, d in enumerate(differs) if d]):
             axes[i] = axes[j] = Axis(shape[i], tied=True)
+        if not _numpy_knows(array):
+            return tuple(axes)
         known = Known(axes)
         known.value = array
         return known
@@ -362,13 +370,30 @@ def _diagonals(array: np.ndarray, axes: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _look_the_same(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """For each entry, whether no program can tell two arrays apart: 0.0 and −0.0 it can, and NaN from −NaN."""
+    """For each entry, whether no program can tell two arrays apart: 0.0 and −0.0 it can, and NaN by their bits."""
     if np.iscomplexobj(x):
         return _look_the_same(x.real, y.real) & _look_the_same(x.imag, y.imag)
-    if not jax.numpy.issubdtype(x.dtype, np.floating):
-        return x == y
-    same_sign = np.signbit(x.astype(np.float32)) == np.signbit(y.astype(np.float32))
-    return same_sign & ((x == y) | (np.isnan(x) & np.isnan(y)))
+    if jax.numpy.issubdtype(x.dtype, np.floating):
+        x, y = (array.view(f"u{array.itemsize}") for array in (x, y))
+    return x == y
+
+
+def _is_type_of_numpy(dtype: Any) -> bool:
+    """Whether a type is one of NumPy's own: what it does with others, such as `int4`, XLA may do in another way."""
+    return isinstance(dtype, np.dtype) and dtype.isbuiltin == 1
+
+
+def _numpy_knows(array: np.ndarray) -> bool:
+    """Whether NumPy can be trusted to do with an array what XLA does.
+
+    Not with numbers so small that XLA may take them for zero, nor with −0.0: XLA takes x + 0.0 for x.
+    """
+    if np.iscomplexobj(array):
+        return _numpy_knows(array.real) and _numpy_knows(array.imag)
+    if array.dtype.kind != "f" or not _is_type_of_numpy(array.dtype):
+        return _is_type_of_numpy(array.dtype)
+    zero = array == 0
+    return not (zero & np.signbit(array) | ~zero & (np.abs(array) < np.finfo(array.dtype).tiny)).any()
 
 
 def reshape_groups(old_shape: Sequence[int], new_shape: Sequence[int]) -> list[tuple[slice, slice]]:
@@ -470,25 +495,58 @@ def _broadcast(params: Any, value: np.ndarray, *sizes: Any) -> np.ndarray:
 
 
 def _convert(params: Any, value: np.ndarray) -> np.ndarray | None:
-    """The value, of complex numbers the real part, unless floats in it are no numbers of an integer type."""
-    if np.iscomplexobj(value) and not jax.numpy.issubdtype(params["new_dtype"], np.complexfloating):
-        value = value.real
-    if jax.numpy.issubdtype(value.dtype, np.inexact) and jax.numpy.issubdtype(params["new_dtype"], np.integer):
-        limits = jax.numpy.iinfo(params["new_dtype"])
+    """The value, of complex numbers the real part, unless it is rounded or floats are no numbers of an integer type."""
+    dtype, value = params["new_dtype"], value.real
+    if value.dtype.kind == "f" and dtype.kind in "iu":
+        limits = np.iinfo(dtype)
         whole = np.trunc(value.astype(np.float64))
         return value if ((whole >= limits.min) & (whole < limits.max + 1)).all() else None
-    return value
+    return _as_floats(value, dtype) if dtype.kind in "fc" else value
 
 
-def _multiply(_: Any, x: np.ndarray, y: np.ndarray) -> np.ndarray | None:
-    """The product, unless it is rounded: XLA may add to it before it rounds."""
-    result = np.asarray(x * y)
-    if np.iscomplexobj(result):
+def _as_floats(value: np.ndarray, dtype: Any) -> np.ndarray | None:
+    """The value as floats, unless these are complex or it is rounded: XLA may do without."""
+    floats = None if dtype.kind == "c" else value.astype(dtype)
+    return floats if floats is not None and (floats.astype(value.dtype) == value).all() else None
+
+
+def _iota(params: Any) -> np.ndarray | None:
+    """Numbers along an axis, unless they are rounded."""
+    shape, axis, dtype = params["shape"], params["dimension"], params["dtype"]
+    numbers = np.arange(shape[axis]).reshape([-1 if i == axis else 1 for i in range(len(shape))])
+    return _as_floats(numbers, dtype) if dtype.kind in "fc" else numbers
+
+
+def _arithmetic(operation: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Callable[..., np.ndarray | None]:
+    """The operation, of floats only if they and its result are small whole numbers.
+
+    These are exact in whatever order XLA adds and multiplies: it takes (x + 1e8) - 1e8 for x, and may add to a product
+    before it rounds.
+    """
+
+    def small_whole(x: np.ndarray) -> bool:
+        limit = 2 ** (np.finfo(x.dtype).nmant // 2) if x.dtype.kind == "f" else 0
+        return bool(((np.abs(x) <= limit) & (x == np.trunc(x))).all())
+
+    def work_out(_: Any, x: np.ndarray, y: np.ndarray) -> np.ndarray | None:
+        result = np.asarray(operation(x, y))
+        exact = result.dtype.kind != "c" and all(z.dtype.kind != "f" or small_whole(z) for z in (x, y, result))
+        return result if exact else None
+
+    return work_out
+
+
+def _rem(_: Any, x: np.ndarray, y: np.ndarray) -> np.ndarray | None:
+    """The remainder, unless something is divided by zero."""
+    return _arithmetic(np.fmod)(_, x, y) if y.all() else None
+
+
+def _select(_: Any, which: np.ndarray, *cases: np.ndarray) -> np.ndarray | None:
+    """The chosen entries, unless a number is that of no case."""
+    if which.min() < 0 or which.max() >= len(cases):
         return None
-    if jax.numpy.issubdtype(result.dtype, np.floating):
-        exact = x.astype(np.longdouble) * y.astype(np.longdouble)
-        return result if np.array_equal(result.astype(np.longdouble), exact, equal_nan=True) else None
-    return result
+    which = np.broadcast_to(which, cases[0].shape).astype(int)
+    return np.take_along_axis(np.stack(cases), which[None], 0).squeeze(0)
 
 
 def _reshape(params: Any, value: np.ndarray) -> np.ndarray:
@@ -500,7 +558,7 @@ def _reshape(params: Any, value: np.ndarray) -> np.ndarray:
 SCALAR_OPERATIONS = {"add", "convert_element_type", "lt", "max", "min", "mul", "select_n", "sub"}
 
 WORKED_OUT: dict[str, Callable[..., np.ndarray | None]] = {
-    "add": lambda _, x, y: x + y,
+    "add": _arithmetic(np.add),
     "and": lambda _, x, y: x & y,
     "broadcast_in_dim": _broadcast,
     "concatenate": lambda params, *values: np.concatenate(values, params["dimension"]),
@@ -508,23 +566,19 @@ WORKED_OUT: dict[str, Callable[..., np.ndarray | None]] = {
     "eq": lambda _, x, y: x == y,
     "ge": lambda _, x, y: x >= y,
     "gt": lambda _, x, y: x > y,
-    "iota": lambda params: np.arange(params["shape"][params["dimension"]]).reshape(
-        [-1 if i == params["dimension"] else 1 for i in range(len(params["shape"]))]
-    ),
+    "iota": _iota,
     "le": lambda _, x, y: x <= y,
     "lt": lambda _, x, y: x < y,
-    "mul": _multiply,
+    "mul": _arithmetic(np.multiply),
     "ne": lambda _, x, y: x != y,
     "not": lambda _, x: ~x,
     "or": lambda _, x, y: x | y,
-    "rem": lambda _, x, y: np.fmod(x, y) if y.all() else None,
+    "rem": _rem,
     "reshape": _reshape,
-    "select_n": lambda _, which, *cases: (
-        np.choose(which.astype(int), cases) if which.min() >= 0 and which.max() < len(cases) else None
-    ),
+    "select_n": _select,
     "squeeze": lambda params, x: x.squeeze(params["dimensions"]),
     "stack": lambda params, *values: np.stack(values, params["axis"]),
-    "sub": lambda _, x, y: x - y,
+    "sub": _arithmetic(np.subtract),
     "transpose": lambda params, x: x.transpose(params["permutation"]),
 }
 """How NumPy does what simple primitives do, None where it might differ; the result still has to be broadcast and

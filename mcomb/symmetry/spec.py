@@ -7,7 +7,7 @@ row for each head, in the order that the heads themselves are put in: new[h, d] 
 
 import math
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -276,9 +276,7 @@ class PermutationSpec:
         xp: Any = np if all(isinstance(value, np.ndarray) for value in (leaf, *perms.values())) else jnp
         leaf = xp.asarray(leaf)
         positions = np.ogrid[tuple(slice(size) for size in leaf.shape)]
-        coordinates: dict[str, np.ndarray] = {}
-        for layout, position in zip(layouts, positions, strict=True):
-            coordinates |= self._coordinates(layout, position)
+        coordinates = _overlay(map(self._coordinates, layouts, positions))
         sources = {axis: self._source(perms, layouts[axis], positions[axis], coordinates) for axis in moving}
         if any(source.size > leaf.shape[axis] for axis, source in sources.items()):
             return leaf[tuple(sources.get(axis, position) for axis, position in enumerate(positions))]
@@ -294,9 +292,7 @@ class PermutationSpec:
         Each is a permutation's name, the indices into its index array, and at which positions there is a unit at all.
         """
         positions = np.ogrid[tuple(slice(size) for size in shape)]
-        coordinates: dict[str, np.ndarray] = {}
-        for layout, position in zip(layouts, positions, strict=True):
-            coordinates |= self._coordinates(layout, position)
+        coordinates = _overlay(map(self._coordinates, layouts, positions))
         for layout, position in zip(layouts, positions, strict=True):
             for perm, index, stride in self._terms(layout, position, coordinates):
                 if perm is not None:
@@ -343,7 +339,7 @@ class PermutationSpec:
         if isinstance(layout, str) and layout in self.sizes:
             yield layout, (*(coordinates[outer] for outer in self.batched_over.get(layout, ())), position), stride
         elif isinstance(layout, Blocks):
-            coordinates = coordinates | self._coordinates(layout, position)
+            coordinates = _overlay([coordinates, self._coordinates(layout, position)])
             for factor, inner, inner_stride in self._unravel(layout, position):
                 yield from self._terms(factor, inner, coordinates, stride * inner_stride)
         elif isinstance(layout, Segments):
@@ -358,13 +354,20 @@ class PermutationSpec:
             yield None, position, stride
 
     def _coordinates(self, layout: Layout, position: np.ndarray) -> dict[str, np.ndarray]:
-        """The position along each named factor of an axis, for each position on the axis."""
+        """The position along each named part of an axis, -1 where it is none, for each position on the axis."""
         if isinstance(layout, str):
             return {layout: position}
         if isinstance(layout, Blocks):
-            factors = (self._coordinates(factor, inner) for factor, inner, _ in self._unravel(layout, position))
-            return {name: inner for coordinates in factors for name, inner in coordinates.items()}
-        return {}
+            return _overlay(self._coordinates(factor, inner) for factor, inner, _ in self._unravel(layout, position))
+        coordinates: dict[str, np.ndarray] = {}
+        start = 0
+        for part in layout.parts if isinstance(layout, Segments) and self.batched_over else ():
+            size = self.length(part)
+            inside = (position >= start) & (position < start + size)
+            inner = self._coordinates(part, np.clip(position - start, 0, size - 1))
+            coordinates = _overlay([coordinates, {name: np.where(inside, at, -1) for name, at in inner.items()}])
+            start += size
+        return coordinates
 
     def _unravel(self, blocks: Blocks, position: np.ndarray) -> Iterator[tuple[Layout, np.ndarray, int]]:
         """Each factor of a product with the position along it and its stride, as in `np.unravel_index`."""
@@ -373,6 +376,16 @@ class PermutationSpec:
             size = self.length(factor)
             stride //= size
             yield factor, position // stride % size, stride
+
+
+def _overlay(each: Iterable[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """The last of several coordinates of each name; where that is none (-1), the one before."""
+    result: dict[str, np.ndarray] = {}
+    for coordinates in each:
+        for name, position in coordinates.items():
+            partial = name in result and (position < 0).any()
+            result[name] = np.where(position < 0, result[name], position) if partial else position
+    return result
 
 
 def axis_names(layout: Layout) -> list[str]:

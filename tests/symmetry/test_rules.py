@@ -62,6 +62,14 @@ def fused(params, x):
     return attend(jnp.unstack((x @ params["qkv"]).reshape(ROWS, 3, UNITS), axis=1)) @ params["down"]
 
 
+def heads_in_halves(params, x):
+    """Attention, the heads of keys and those of values in one parameter, one after the other."""
+    keys, values = jnp.split(params["kv"], 2)
+    q, k, v = (jnp.einsum("ni,hid->nhd", x, kernel) for kernel in (params["q"], keys, values))
+    weights = jax.nn.softmax(jnp.einsum("qhd,khd->hqk", q, k), axis=-1)
+    return jnp.einsum("hqk,khd,hdo->qo", weights, v, params["down"])
+
+
 def class_token(params, x):
     tokens = jnp.tanh(x.reshape(ROWS, FEATURES, 1) @ params["up"])
     return jnp.concatenate([jnp.tile(params["class"], (ROWS, 1, 1)), tokens], 1).max(1) @ params["down"]
@@ -203,6 +211,16 @@ def by_counter(params, x):
     return jax.lax.fori_loop(0, 3, lambda i, x: residual(params, x, i), x)
 
 
+def by_counter_of_a_function(params, x):
+    """An entry of each stack, read by a function that JAX traces for each stack anew."""
+
+    def step(i, x):
+        entry = {name: jax.lax.dynamic_index_in_dim(stack, i, keepdims=True) for name, stack in params.items()}
+        return residual(entry, x, 0)
+
+    return jax.lax.fori_loop(0, 3, step, x)
+
+
 def while_counting(params, x):
     return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, residual(params, c[1], c[0])), (0, x))[1]
 
@@ -257,6 +275,10 @@ def rotary(params, x):
     return jnp.einsum("hqk,khd,hdo->qo", weights, v, params["out"])
 
 
+def every_second():
+    return jnp.arange(UNITS) % 2
+
+
 def autoregressive(params, x):
     """Each unit sees the inputs, and units, up to its number, of which there are three."""
     numbers = [np.arange(FEATURES), np.arange(UNITS) % 3, np.arange(UNITS) % 3, np.arange(2)]
@@ -266,6 +288,7 @@ def autoregressive(params, x):
 
 
 MASK = np.repeat(np.array([[1, 2, 3]], np.float32), [2, 1, 3], axis=1)  # of six units, two, one and three are alike
+NO_NUMBERS = np.array([0x7FC00000, 0x7FC00001] * 3, np.uint32).view(np.float32)  # they differ in their last bit
 LAYERS = {"up": (3, FEATURES, UNITS), "bias": (3, UNITS), "down": (3, UNITS, FEATURES)}
 EXPERTS = {"router": (FEATURES, 3), "in": (3, FEATURES, UNITS), "out": (3, UNITS, 2)}
 ONE_OUTPUT = {"router": (FEATURES, 3), "in": (3, FEATURES, UNITS), "last": (UNITS, 2)}
@@ -340,10 +363,16 @@ PROGRAMS = {
     "code book": Program(code_book, {"in": (FEATURES, UNITS), "codes": (7, UNITS), "out": (UNITS, 2)}, [(6,), (7,)]),
     "layers by their number": Program(by_number, LAYERS, [(3, UNITS)]),
     "layers by a counter": Program(by_counter, LAYERS, [(3, UNITS)]),
+    "layers by a counter of a function": Program(by_counter_of_a_function, LAYERS, [(3, UNITS)]),
     "layers by a counter of a while loop": Program(while_counting, LAYERS, [(3, UNITS)]),
     "layers whose units meet those of the next": Program(carried_over, LAYERS, WHOLE),
     "layers in reverse": Program(in_reverse, LAYERS, WHOLE),
     "layers that are also used as a whole": Program(and_as_a_whole, LAYERS, WHOLE),
+    "heads in halves": Program(
+        heads_in_halves,
+        {"q": (2, FEATURES, 3), "kv": (4, FEATURES, 3), "down": (2, 3, 2)},
+        [(2,), (2, 3)],
+    ),
     "heads in layers": Program(heads_in_layers, {"up": (2, 5, 3, 4), "down": (2, 3, 4, 2)}, [(2, 3), (2, 3, 4)]),
     "a batch of one": layer(lambda h, p: jax.nn.softmax(h, 0) * h.mean(0, keepdims=True), WHOLE)._replace(
         input=(1, FEATURES)
@@ -454,8 +483,17 @@ PROGRAMS = {
         (3, 3, 4),
         (6,),
     ),
+    "normalised over examples of a named axis": layer(
+        lambda h, p: jax.vmap(lambda row: row - jax.lax.pmean(row, "rows"), axis_name="rows")(h), WHOLE
+    ),
+    "units compared along a named axis": layer(
+        lambda h, p: jax.vmap(lambda unit: unit / jax.lax.pmax(unit, "units"), 1, 1, axis_name="units")(h), WHOLE
+    ),
     "exchanged among devices": weights(exchanged, [(6,)], (4, 6)),
     "the largest of copies": weights(lambda w, v: v[jnp.argmax(jnp.tile(w, 2))], [(3,)], (3,), (6,)),
+    "repeated rows": weights(
+        lambda v, o: (jnp.repeat(v, 2, axis=0) * o).sum(), [(2,), (2, 4), (2, 4, 2)], (2, 4), (4, 4)
+    ),  # as keys and values that several queries share
     "the largest of repeated entries": weights(lambda w, v: v[jnp.argmax(jnp.repeat(w, 2))], [(3,)], (3,), (6,)),
     "the largest of entries and zeros": weights(
         lambda w, v: v[jnp.argmax(jnp.concatenate([-jnp.exp(w), jnp.zeros(3)]))], [(3,)], (3,), (6,)
@@ -492,6 +530,79 @@ PROGRAMS = {
     "the first of some that are set": weights(lambda w, v: v[jnp.argsort(w.at[:3].set(-9.0))[0]], [(3,)], (6,), (6,)),
     "products of constants that are rounded": weights(
         lambda w: jnp.where(jnp.arange(4096) * 0.1 - np.arange(4096) * np.float32(0.1) > 0, w, 0.0).sum(), [], (4096,)
+    ),
+    "constants whose sum is rounded": weights(lambda w: (((jnp.arange(8.0) + 1e8) - 1e8) * w).sum(), [], (8,)),
+    "constants whose sum is rounded in another order": weights(
+        lambda w: jnp.where((jnp.where(every_second(), 0.0, 2.0) - 2.0**24) + 2.0**24 + 0.5 > 0, w, 0.0).sum(),
+        [(2, 3)],
+        (6,),
+    ),
+    "numbers that are rounded as they are made": weights(
+        lambda w: (jax.lax.iota(jnp.bfloat16, 600).astype(jnp.float32) * w).sum(), [], (600,)
+    ),
+    "numbers that are taken for zero": weights(
+        lambda w: jnp.where(jnp.array([1e-40, 1, 1, 0, 0, 0]) > jax.lax.optimization_barrier(0.0), w, 0.0).sum(),
+        [(2,), (3,)],
+        (6,),
+    ),
+    "zeros of both signs plus zero": weights(
+        lambda w: (jnp.clip(1 / (jnp.where(every_second(), -0.0, 0.0) + 0.0), -1, 1) * w).sum(), [(2, 3)], (6,)
+    ),
+    "bits of what is no number": weights(
+        lambda w: ((jax.lax.bitcast_convert_type(NO_NUMBERS, jnp.int32) & 1) * w).sum(), [(2, 3)], (6,)
+    ),
+    "constants of few bits": weights(
+        lambda w: (
+            (1 + every_second()).astype(jnp.int4).astype(jnp.uint4).astype(jnp.float8_e8m0fnu).astype(float) * w
+        ).sum(),
+        [(2, 3)],
+        (6,),
+    ),
+    "choice among a hundred": weights(
+        lambda w: (jax.lax.select_n(every_second().astype(int), *(jnp.full(6, i) for i in range(100))) * w).sum(),
+        [(2, 3)],
+        (6,),
+    ),
+    "positions of no case": weights(
+        lambda a, b, c: (
+            c[jax.lax.select_n(-1, jnp.argmax(a), jnp.argmax(b))] + c[jax.lax.select_n(7, 0, jnp.argmax(b))]
+        ),
+        [],
+        *[(6,)] * 3,
+    ),
+    "the largest of a symmetric matrix": weights(
+        lambda a, b: b.reshape(-1)[jnp.argmax((a + a.T).reshape(-1))], [], (4, 4), (4, 4)
+    ),
+    "the largest of pairs": weights(
+        lambda a, b: b.reshape(-1)[jnp.argmax((a[:, None] * a[None]).sum(-1).reshape(-1))], [(3,)], (4, 3), (4, 4)
+    ),
+    "the largest of what is the same in every step": weights(
+        lambda a, b: b[jnp.argmax(jax.lax.map(lambda one: jnp.sin(a.sum() + one), jnp.ones(6)))], [(5,)], (5,), (6,)
+    ),
+    "the largest of looked up entries": weights(
+        lambda a, b, c: c[jnp.argmax(b[jnp.argmax(a, 1)])], [(3,)], (6, 3), (3,), (6,)
+    ),
+    "the largest of products with one-hot vectors": weights(
+        lambda a, b, c: c[jnp.argmax(jax.nn.one_hot(jnp.argmax(a, 1), 3) @ b)], [(3,)], (6, 3), (3,), (6,)
+    ),
+    "the largest of each block": Program(
+        lambda p, x: (
+            ((h := (x @ p["up"]).reshape(ROWS, 3, 2)) * jax.nn.one_hot(h.argmax(-1), 2)).reshape(ROWS, UNITS)
+            @ p["down"]
+        ),
+        {"up": (FEATURES, UNITS), "down": (UNITS, 2)},
+        [(3,), (3, 2)],
+    ),
+    "all but the largest": weights(lambda w, v: ((jnp.argmax(w) != jnp.arange(UNITS)) * v).sum(), [(6,)], (6,), (6,)),
+    "how often each is the largest": weights(
+        lambda a, w: (jnp.bincount(jnp.argmax(a, 1), length=3) * w).sum(), [(5,), (3,)], (5, 3), (3,)
+    ),
+    "positions that are made larger": weights(lambda w, v: v[jnp.maximum(jnp.argmax(w), 2)], [], (6,), (6,)),
+    "sums of constants that are infinite": weights(
+        lambda w: (jnp.where(jnp.arange(6) < 3, -jnp.inf, 0.0) + 1.0 < w).sum(), [(3,), (3,)], (6,)
+    ),
+    "a window of one number": weights(
+        lambda w: jax.lax.reduce_window(w.sum(), -jnp.inf, jax.lax.max, (), (), "VALID"), [(6,)], (6,)
     ),
     "own rule of mapping": layer(lambda h, p: own_mapping(h), WHOLE),
     "nothing after nothing": layer(lambda h, p: jnp.concatenate([h[:, :0], h[:, :0], h], 1), WHOLE),
@@ -534,6 +645,7 @@ def test_complex_constants_are_converted_as_xla_does():
     assert sorted(spec.shape(name) for name in spec.sizes) == [(2,), (3,)]
 
 
+@pytest.mark.slow
 def test_a_chain_of_neighbours_is_as_long_as_it_may_be():
     spec = permutation_spec(
         lambda p, x: jnp.square(p[1:] - p[:-1]).sum(), Shape((3000,), jnp.float32), Shape((), float)

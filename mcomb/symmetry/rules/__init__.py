@@ -18,6 +18,7 @@ from mcomb.symmetry.rules.control import (
 )
 from mcomb.symmetry.rules.lookups import (
     arg_reduction,
+    at_least,
     choose_positions,
     compare_positions,
     dynamic_slice,
@@ -134,11 +135,12 @@ POSITION_RULES: dict[str, Rule] = {
         same_positions, "broadcast_in_dim convert_element_type copy reshape slice squeeze stop_gradient transpose"
     ),
     "add": shift,
-    "eq": compare_positions,
+    **for_all(compare_positions, "eq ne"),
     **for_all(scatter_at, "scatter scatter-add scatter-mul scatter-min scatter-max scatter-sub"),
     "dynamic_slice": dynamic_slice_at,
     "gather": gather,
     "lt": is_negative,
+    "max": at_least,
     "select_n": choose_positions,
 }
 """For primitives with an operand that is positions along an axis; for all others these are plain numbers."""

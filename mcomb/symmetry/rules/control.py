@@ -7,12 +7,15 @@ from jax.extend import core
 
 from mcomb.symmetry.axes import Axis, unite
 from mcomb.symmetry.interpreter import ArrayAxes, Interpreter, Known, Positions, sliced_axis
-from mcomb.symmetry.rules.common import BY_POSITION, freeze_everything, resized_axes, shape_of, split_list, split_scan
+from mcomb.symmetry.rules.common import BY_POSITION, other_axes, resized_axes, shape_of, split_list, split_scan
 
 
 def call(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
-    """The results of the inner jaxpr of jit, remat or custom derivatives."""
-    return interp.interpret_call(*inner_jaxpr(eqn), operands)
+    """The results of the inner jaxpr of jit, remat or custom derivatives, in which arguments are what they were."""
+    jaxpr, consts = inner_jaxpr(eqn)
+    arguments = [pair for pair in zip(jaxpr.invars, eqn.invars, strict=True) if isinstance(pair[1], core.Var)]
+    same = {inner: interp.expressions[outer] for inner, outer in arguments if outer in interp.expressions}
+    return interp.interpret_call(jaxpr, consts, operands, same)
 
 
 def inner_jaxpr(eqn: core.JaxprEqn) -> tuple[core.Jaxpr, Sequence[Any]]:
@@ -46,7 +49,10 @@ def while_(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> lis
 
 
 def scan(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
-    """The results of the body, in which all but the constants and the carry has an axis of steps."""
+    """The results of the body, in which all but the constants and the carry has an axis of steps.
+
+    A result that depends on nothing but what is the same in all steps is so too.
+    """
     consts, carry, xs = split_scan(eqn, operands)
     carry, xs = (list(map(interp.plain, arrays)) for arrays in (carry, xs))
     reason = interp.reason
@@ -58,6 +64,9 @@ def scan(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[
     # A constant is the same in all steps. Positions that are one are recorded with the axis that they are along.
     same = [(*axes, axes.along) if isinstance(axes, Positions) else tuple(axes) for axes in consts]
 
+    of_steps = [*(False for _ in consts), *(True for _ in carry), *(x[0] is not None for x in xs)]
+    varying = _depend_on(inner_jaxpr(eqn)[0], of_steps)[len(carry) :]
+
     def record(arrays: Iterable[ArrayAxes]) -> None:
         for axes in arrays:
             if any(axis in interp.first_use for axis in axes):
@@ -68,13 +77,22 @@ def scan(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[
         results = interp.interpret(*inner_jaxpr(eqn), [*consts, *carry, *(x[1:] for x in xs)])
         record(same)
         interp.scan_steps.pop()
-        ys[:] = [(steps, *y) for y in results[len(carry) :]]
+        ys[:] = [(steps if varies else None, *y) for y, varies in zip(results[len(carry) :], varying, strict=True)]
         return results[: len(carry)]
 
     carry = _loop_carry(interp, carry, body)
     record([*same, *xs, *ys])  # outside of the scan, constants have no axis of steps
     interp.loop_axes += [axis for y in ys for axis in y if axis is not None]
     return [*carry, *ys]
+
+
+def _depend_on(jaxpr: core.Jaxpr, arguments: Sequence[bool]) -> list[bool]:
+    """For each result of a jaxpr, whether it depends on any of the marked arguments."""
+    marked = {var for var, is_marked in zip(jaxpr.invars, arguments, strict=True) if is_marked}
+    for eqn in jaxpr.eqns:
+        if not marked.isdisjoint(atom for atom in eqn.invars if not isinstance(atom, core.Literal)):
+            marked.update(eqn.outvars)
+    return [not isinstance(atom, core.Literal) and atom in marked for atom in jaxpr.outvars]
 
 
 def _loop_carry(
@@ -118,11 +136,14 @@ def shard_map(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> 
 
 
 def collective(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
-    """Elementwise: combines or exchanges what devices have at the same position."""
-    if any(isinstance(axis, int) for axis in eqn.params.get("axes", ())):
-        return freeze_everything(interp, eqn, *operands)
-    interp.record((operand, [(i, axis) for axis in range(len(operand))]) for i, operand in enumerate(operands))
-    return [tuple(operand) for operand in operands]  # what was known of them is not known any more
+    """Elementwise: combines or exchanges what devices have at the same position.
+
+    An axis by number, as `vmap` makes it of a named one, is dropped: it is reduced by a sum, maximum or minimum, for
+    which the order does not matter.
+    """
+    reduced = [axis for axis in eqn.params.get("axes", ()) if isinstance(axis, int)]
+    results = [interp.relate([(axes, range(len(axes)))], [other_axes(len(axes), reduced)]) for axes in operands]
+    return [result for (result,) in results]
 
 
 def slice_of_stack(interp: Interpreter, eqn: core.JaxprEqn, operand: Any) -> list[ArrayAxes] | None:

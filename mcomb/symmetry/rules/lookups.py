@@ -3,6 +3,7 @@
 The latter are arrays of `Positions`, for which some primitives have a rule of their own.
 """
 
+import itertools
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, SupportsIndex
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from mcomb.symmetry.axes import Axis, atoms, concatenation, tie, unite
+from mcomb.symmetry.axes import Axis, atoms, concatenation, flat_parts, tie, unite
 from mcomb.symmetry.interpreter import ArrayAxes, Interpreter, Known, Labels, Positions, known_value, positions
 from mcomb.symmetry.rules.common import elementwise, other_axes, positional, resized_axes, shape_of
 from mcomb.symmetry.rules.reductions import reduction
@@ -27,11 +28,12 @@ def _positions_along(interp: Interpreter, eqn: core.JaxprEqn, axes: ArrayAxes, a
     """Positions, chosen by the size of entries along an axis, which is frozen unless these are floats.
 
     Of entries that are exactly equal the first is taken, whichever that is. Of floats we count on there being none but
-    those that are equal by construction, as copies and padding are; among integers and truth values there are.
+    those that are equal by construction, as copies, padding and what is on both sides of the diagonal of a symmetric
+    matrix are; among integers and truth values there are.
     """
     if along is None:
         return axes
-    reason, tied = interp.reason, [atom for atom in atoms(along) if atom.tied]
+    reason, tied = interp.reason, [*(atom for atom in atoms(along) if atom.tied), *mirrored(along)]
     if tied or not is_float(eqn.invars[0]):
         interp.explain(eqn.primitive.name, "of equal entries it takes the first")
     interp.freeze(tied)
@@ -39,6 +41,17 @@ def _positions_along(interp: Interpreter, eqn: core.JaxprEqn, axes: ArrayAxes, a
         return positions(axes, along, reason)
     interp.freeze([along])
     return axes
+
+
+def mirrored(axis: Axis) -> list[Axis]:
+    """The atoms that several factors of a product have, as the rows and columns of a symmetric matrix do."""
+    found = []
+    for segment in flat_parts(axis, "segments"):
+        factors = flat_parts(segment, "blocks")
+        inside = [{*atoms(factor)} for factor in factors]
+        found += [atom for one, other in itertools.combinations(inside, 2) for atom in one & other]
+        found += [atom for factor in factors if factor is not segment for atom in mirrored(factor)]
+    return found
 
 
 def holds_positions(atom: Any, along: Axis) -> bool:
@@ -76,7 +89,8 @@ def top_k(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[A
 def gather(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes, indices: ArrayAxes) -> list[ArrayAxes] | None:
     """Elementwise over the axes that every slice covers; the others, whose positions are looked up, are frozen.
 
-    But an axis along which the indices are positions is that axis, and the axes of a diagonal are one.
+    But an axis along which the indices are positions is that axis, and the axes of a diagonal are one. Where two
+    indices are the same, the entries are copies of one.
     """
     operand = interp.plain(operand)  # positions that are themselves looked up
     dims, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
@@ -102,6 +116,8 @@ def gather(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes, indices:
     else:
         interp.freeze(operand[axis] for axis in indexed)
     interp.freeze(indices[-1:])
+    for axis in indices:
+        tie(axis)
     labels: dict[int, Hashable] = {axis: ("operand", axis) for axis in indexed}
     labels |= {a: ("index", i) for a, i in zip(batched, dims.start_indices_batching_dims, strict=True)}
     kept = [axis for axis in range(len(shape)) if axis not in collapsed and axis not in batched]
@@ -309,6 +325,15 @@ def is_negative(interp: Interpreter, eqn: core.JaxprEqn, operand: Any, bound: An
     return [axes]
 
 
+def at_least(interp: Interpreter, eqn: core.JaxprEqn, left: Any, right: Any) -> list[ArrayAxes] | None:
+    """The same positions, if they are only made zero where they are less, as `bincount` does."""
+    found, bound = (left, right) if isinstance(left, Positions) else (right, left)
+    if not isinstance(bound, Known) or (bound.value > 0).any() or found.shifted:
+        return None
+    (axes,) = interp.relate([(tuple(found), range(len(found)))], [range(len(shape_of(eqn.outvars[0])))])
+    return [positions(axes, found.along, found.reason)]
+
+
 def shift(interp: Interpreter, eqn: core.JaxprEqn, operand: Any, by: Any) -> list[ArrayAxes] | None:
     """Positions counted from the end: no use of them is known."""
     if not isinstance(by, Known) or not isinstance(operand, Positions):
@@ -318,14 +343,19 @@ def shift(interp: Interpreter, eqn: core.JaxprEqn, operand: Any, by: Any) -> lis
 
 
 def choose_positions(interp: Interpreter, eqn: core.JaxprEqn, which: Any, *cases: Any) -> list[ArrayAxes] | None:
-    """One of the cases, if it is known which."""
-    if not isinstance(which, Known) or (which.value != which.value.ravel()[:1]).any():
+    """One of the cases, if it is known which, and that there is such a case."""
+    numbers = set(which.value.ravel().tolist()) if isinstance(which, Known) else set()
+    chosen = [case for i, case in enumerate(cases) if i in numbers]
+    if len(numbers) != 1 or not chosen:
         return None
-    return [cases[int(which.value.ravel()[0])]]
+    return [chosen[0] if isinstance(chosen[0], Positions) else interp.plain(chosen[0])]
 
 
 def compare_positions(interp: Interpreter, eqn: core.JaxprEqn, left: Any, right: Any) -> list[ArrayAxes] | None:
-    """If they are compared with all positions of their axis, along an axis of its own, that is the axis."""
+    """If they are compared with all positions of their axis, along an axis of its own, that is the axis.
+
+    Those of equal positions are copies of one row of an identity matrix.
+    """
     found, known = (left, right) if isinstance(left, Positions) else (right, left)
     varying = [axis for axis, one in enumerate(known) if one is not None]
     if not isinstance(known, Known) or isinstance(found, Known) or found.shifted or len(varying) != 1:
@@ -337,8 +367,9 @@ def compare_positions(interp: Interpreter, eqn: core.JaxprEqn, left: Any, right:
         or known.value.shape[axis] != found.along.size
     ):
         return None
-    all_positions = tuple(found.along if i == axis else None for i in range(len(known)))
-    return elementwise(interp, eqn, tuple(found), all_positions)
+    for own in found:
+        tie(own)
+    return interp.relate([_with_their_axis(found, range(len(found)), axis)], [range(len(known))])
 
 
 def counts_up(values: np.ndarray, axis: int) -> bool:

@@ -45,7 +45,7 @@ def reduce_window(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes)
     Where windows tile an axis, it is a product of windows, in any order, with what is inside them, also in any order.
     """
     p, pooled = eqn.params, _pooled_axes(eqn)
-    shape, arrays = shape_of(eqn.invars[0]), [operand for operand in operands if operand]
+    shape, arrays = shape_of(eqn.invars[0]), operands[: len(eqn.outvars)]  # without what the reduction starts with
     for axis, (window, stride, *dilation) in pooled.items():
         tiles = window == stride and dilation == [1, 1] and not any(p["padding"][axis]) and shape[axis] % window == 0
         if not tiles or eqn.primitive.name == "reduce_window" or len(arrays) > 1:

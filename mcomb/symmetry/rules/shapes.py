@@ -53,6 +53,7 @@ def _reshape(
 ) -> ArrayAxes:
     """The reshaped array or, if a size is given, its slice [start : start + size] along `axis`."""
     new_axes: list[Axis | None] = []
+    groups: list[tuple[Axis | None, slice]] = []
     for old, new in reshape_groups(reshape.old_shape, reshape.new_shape):
         joined, sizes = interp.join(reshape.source[old], reshape.old_shape[old]), list(reshape.new_shape[new])
         if size is not None and reshape.order[axis] == new.start:
@@ -61,11 +62,12 @@ def _reshape(
             joined = cut_segments(interp, joined, lengths)[1]
             sizes[0] = size
         new_axes += interp.split(joined, sizes, split_product)
+        groups.append((joined, new))
     result = tuple(new_axes[i] for i in reshape.order)
     old_labels = [("old", i) for i in range(len(reshape.source))]
     interp.record([(reshape.source, old_labels), (result, range(len(result)))])
-    for old, new in reshape_groups(reshape.old_shape, reshape.new_shape):
-        before = {atom for one in reshape.source[old] if one is not None for atom in atoms(one)}
+    for joined, new in groups:
+        before = {*atoms(joined)} if joined is not None else set()
         inside = [i for i, place in enumerate(reshape.order) if new.start <= place < new.stop]
         if not before.issuperset(atom for i in inside if (one := result[i]) is not None for atom in atoms(one)):
             # It could not be split. Its new axes, frozen like the old ones, are others: nothing is batched over them.
