@@ -215,11 +215,16 @@ def _repeat_lost_interrupts() -> None:
     before = sys.unraisablehook
 
     def hook(problem: Any) -> None:
-        if isinstance(problem.exc_value, KeyboardInterrupt):
-            number = problem.exc_value.args[0] if problem.exc_value.args else signal.SIGINT
-            Timer(0.01, os.kill, [os.getpid(), number]).start()  # once that is over
-        else:
+        if not isinstance(problem.exc_value, KeyboardInterrupt):
             before(problem)
+            return
+        number = problem.exc_value.args[0] if problem.exc_value.args else signal.SIGINT
+        while True:
+            try:
+                Timer(0.01, os.kill, [os.getpid(), number]).start()  # once that is over
+                return
+            except KeyboardInterrupt:  # on a busy machine it comes while we are still here, and would be lost again
+                continue
 
     sys.unraisablehook = hook
 

@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Timer
 from typing import Annotated
 
 import jax
@@ -177,12 +178,23 @@ def test_a_machine_that_is_taken_away_ends_a_program_like_an_interrupt(capsys):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.parametrize("too_soon", [False, True], ids=["", "even too soon"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_that_python_drops_comes_again(number, capsys, monkeypatch):
-    """As one that comes while callbacks of the garbage collector run."""
-    once = [number]
+def test_an_interrupt_that_python_drops_comes_again(number, too_soon, capsys, monkeypatch):
+    """As one that comes while the garbage collector calls back; on a busy machine the next one comes then, too."""
+    once, hasty = [number], [too_soon]
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
     cli._repeat_lost_interrupts.__wrapped__()
+
+    class Slow(Timer):
+        def start(self):
+            super().start()
+            if any(hasty):
+                hasty.clear()
+                self.join()
+                time.sleep(1)
+
+    monkeypatch.setattr(cli, "Timer", Slow)
 
     def callback(phase, info):
         if once:
