@@ -11,7 +11,6 @@ from zipfile import ZipFile
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 from etils import epath
 from numpy.lib.format import write_array
 from safetensors import safe_open
@@ -59,6 +58,8 @@ def write_checkpoint(path: str | os.PathLike[str], params: Params, metadata: Map
             with atomic(path) as temporary:
                 temporary.write_bytes(to_bytes(jax.tree.map(np.asarray, params)))
         else:
+            import orbax.checkpoint as ocp  # it takes half a second, for those who use it
+
             with ocp.StandardCheckpointer() as checkpointer:
                 checkpointer.save(absolute(path), params, custom_metadata=fingerprint_entry(params))
     except Exception as error:
@@ -217,6 +218,8 @@ def saved_steps(folder: AnyPath) -> list[int]:
 
 def restore_tree(folder: AnyPath, target: Any = None) -> Any:
     """The stored tree on this process's first device, wherever and on however many it was written."""
+    import orbax.checkpoint as ocp  # it takes half a second, for those who use it
+
     folder = absolute(folder)
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     me = jax.process_index()  # waits for no other process

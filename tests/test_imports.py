@@ -113,7 +113,7 @@ def test_imports_go_one_way(module):
 
 
 def test_the_library_needs_neither_the_lab_nor_what_only_the_lab_uses():
-    absent = ("mcomb.lab", "matplotlib", "sklearn", "tensorflow_datasets", "tensorflow", "flax", "experiments")
+    absent = ("mcomb.lab", "matplotlib", "sklearn", "tensorflow_datasets", "tensorflow", "flax", "orbax", "experiments")
     code = f"""
 import sys
 for name in {absent}: sys.modules[name] = None  # importing it is an ImportError

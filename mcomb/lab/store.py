@@ -37,7 +37,7 @@ from mcomb.lab.data import Splits
 from mcomb.lab.partition import Subset
 from mcomb.lab.setups import SETUPS, Setup
 from mcomb.lab.side_by_side import run_side_by_side
-from mcomb.lab.training import Stopped, initial_state, train
+from mcomb.lab.training import Stopped, initial_state, train, training_bar
 from mcomb.lab.training_checkpoints import TrainingCheckpoints
 from mcomb.locks import lock
 from mcomb.matching import match
@@ -243,20 +243,22 @@ class Store:
         checkpoints, data, recipe, seed = self._checkpoints(training), self.data.train, self.recipe, training.seed
         if training.images:
             data = data.take(training.images.rows(data.labels))
-        state = initial_state(self.setup.init(self.config.width, seed), recipe, len(data.labels))
-        if checkpoints.records:
-            state = checkpoints.restore(state)
-        elif recipe.epochs == 0:
-            checkpoints.save(0, replicate(state, mesh), mesh)
         how: dict[str, Any] = {"mesh": mesh, "per_call": self.config.steps_per_call, "stop": stop}
-        describe = f"training {self._name(training)}"
-        try:
-            for epoch, trained, _ in train(self.apply, state, data, recipe, seed, describe=describe, **how):
-                if epoch % recipe.checkpoint_every == 0 or epoch == recipe.epochs:
-                    checkpoints.save(epoch, trained, mesh)
-        except Stopped as stopped:
-            self._save_stopped(checkpoints, stopped.state, int(state.step), len(data.labels), mesh)
-            raise
+        how["describe"] = describe = f"training {self._name(training)}"
+        # It is shown first: making the first state takes a second or two.
+        with training_bar(recipe, len(data.labels), checkpoints.step, describe) as bar:
+            state = initial_state(self.setup.init(self.config.width, seed), recipe, len(data.labels))
+            if checkpoints.records:
+                state = checkpoints.restore(state)
+            elif recipe.epochs == 0:
+                checkpoints.save(0, replicate(state, mesh), mesh)
+            try:
+                for epoch, trained, _ in train(self.apply, state, data, recipe, seed, bar=bar, **how):
+                    if epoch % recipe.checkpoint_every == 0 or epoch == recipe.epochs:
+                        checkpoints.save(epoch, trained, mesh)
+            except Stopped as stopped:
+                self._save_stopped(checkpoints, stopped.state, int(state.step), len(data.labels), mesh)
+                raise
 
     def _save_stopped(
         self, checkpoints: TrainingCheckpoints, state: State, before: int, images: int, mesh: Mesh

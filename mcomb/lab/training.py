@@ -17,6 +17,7 @@ import optax
 from flax.linen.module import InterceptorContext
 from jax.sharding import Mesh
 from jaxtyping import Float, Int32, PRNGKeyArray
+from tqdm import tqdm
 
 from mcomb import gradient_descent
 from mcomb.base import Apply, Array, Diverged, Params, UserError, stream
@@ -108,6 +109,12 @@ def initial_state(params: Params, recipe: Recipe, images: int) -> State:
     return gradient_descent.initial_state(params, make_optimizer(recipe, images // recipe.batch_size))
 
 
+def training_bar(recipe: Recipe, images: int, step: int, describe: str) -> "tqdm[Any]":
+    """A bar over the images of all epochs, of which so many steps are done."""
+    size = recipe.batch_size
+    return progress_bar(recipe.epochs * (images // size * size), "img", describe, step * size)
+
+
 def train(
     apply: Apply,
     state: State,
@@ -119,11 +126,13 @@ def train(
     per_call: int | None = None,
     describe: str = "training",
     stop: Event | None = None,
+    bar: "tqdm[Any] | None" = None,
 ) -> Iterator[tuple[int, State, Progress]]:
     """Yields (epoch, state, progress) after each epoch that `state` has not seen.
 
     A yielded state is donated to the next epoch: use it before asking for the next one. If another thread sets
-    `stop`, Stopped is raised before the next compiled call. A state within an epoch is gone on with from there.
+    `stop`, Stopped is raised before the next compiled call. A state within an epoch is gone on with from there. The
+    `bar` is one of `training_bar` that is shown already, while the state was made.
     """
     count, size = len(data.labels), recipe.batch_size
     steps = count // size
@@ -143,7 +152,9 @@ def train(
 
     loss, optimizer = training_loss(apply, recipe.augmentation), make_optimizer(recipe, steps)
     fitting = fit(loss, state, batches(), optimizer, stream(seed, "augment"), mesh)
-    with progress_bar(recipe.epochs * steps * size, "img", describe, int(state.step) * size) as bar:
+    bar = training_bar(recipe, count, int(state.step), describe) if bar is None else bar
+    with bar:
+        bar.update(int(state.step) * size - bar.n)  # a state that could not be read is not gone on from
         for epoch in range(first + 1, recipe.epochs + 1):
             history: list[tuple[np.ndarray, np.ndarray]] = []
             try:

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
 from mcomb.base import Params, UserError, first_words
@@ -56,6 +55,11 @@ class TrainingCheckpoints:
         return int(newest.name) if newest and newest.parent == self.folder else None
 
     @property
+    def step(self) -> int:
+        """The step of the newest checkpoint; 0 if there is none."""
+        return next((record["step"] for record in self.records.values()), 0)
+
+    @property
     def device_count(self) -> int | None:
         """The number of devices that it was trained on last; None before the first checkpoint."""
         return int(self.devices[-1].split()[0]) if self.devices else None
@@ -86,10 +90,12 @@ class TrainingCheckpoints:
             "optimizer": fingerprint(state.optimizer),
         }
         folder, number = (self.folder / "stopped", int(state.step)) if epoch is None else (self.folder, epoch)
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=2, enable_async_checkpointing=False, cleanup_tmp_directories=True
-        )
         try:
+            import orbax.checkpoint as ocp  # it takes half a second, for which no bar should wait
+
+            options = ocp.CheckpointManagerOptions(
+                max_to_keep=2, enable_async_checkpointing=False, cleanup_tmp_directories=True
+            )
             with ocp.CheckpointManager(absolute(folder), options=options) as manager:
                 manager.save(
                     number,

@@ -28,6 +28,7 @@ class Warm:
     def __enter__(self):
         devices = os.environ.get("MCOMB_TESTS_DEVICES", "2")
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": devices, "PYTHONPATH": str(ROOT)}
+        environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"  # what one has compiled, others find
         environment.pop("MCOMB_DATA_DIR", None)
         words = [sys.executable, __file__]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -57,6 +58,7 @@ class Warm:
 
 def serve():
     """Forks a process for each command of each line on standard input; says how they ended."""
+    import orbax.checkpoint  # noqa: F401 (imported, to be warm)
     import scipy.optimize
     import scipy.stats  # noqa: F401 (imported, to be warm)
 

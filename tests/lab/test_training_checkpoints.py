@@ -7,6 +7,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import orbax.checkpoint as ocp
 import pytest
 from numerics import assert_equal
 
@@ -142,7 +143,7 @@ def test_a_checkpoint_that_cannot_be_written_is_one_sentence_and_leaves_the_one_
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(training_checkpoints.ocp.CheckpointManager, "save", fail)
+        patch.setattr(ocp.CheckpointManager, "save", fail)
         with pytest.raises(UserError, match=r"10 cannot be written \(.*No space left on device\): make room"):
             TrainingCheckpoints(tmp_path, {}).save(10, state_at(10))
     assert_equal(TrainingCheckpoints(tmp_path, {}).restore(state_of()), state_at(5))
