@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import array_types  # noqa: F401 (before mcomb is)
 import jax
 import numpy as np
 import pytest
@@ -18,7 +19,6 @@ from mcomb.lab.data import DATA_VARIABLE, DIGITS
 from mcomb.lab.figures import STYLE
 from mcomb.lab.setups import SETUPS
 from mcomb.progress import set_mode
-from mcomb.symmetry import axes
 
 DEVICES = os.environ.setdefault("MCOMB_TESTS_DEVICES", "2")
 # These programs are tiny and run once: compiling them thoroughly would take most of the time. Flags that are set
@@ -37,7 +37,6 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 jax.config.update("jax_compilation_cache_dir", os.environ["MCOMB_TESTS_COMPILED"])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 gc.set_threshold(200_000, 20, 100)  # traces are many small objects: the default looks through all of them too often
-axes.find.__no_type_check__ = True  # it is called so often that its checks would take longer than anything else
 jax.config.update("jax_traceback_in_locations_limit", 0)  # no compiled operation says where it was written
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", int(DEVICES))
