@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis.extra import numpy as hnp
 
 import mcomb
@@ -384,14 +384,16 @@ def calls(draw, positional, options):
 
 
 def try_inputs(function, count):
-    """Calls a function with so many inputs."""
+    """How often a function gave a result and how often it refused, of the right input and so many others."""
     is_right, positional, options = CALLS[function]
+    right = [argument for argument, _ in positional], {name: option for name, (option, _) in options.items()}
     outcomes = {"right": 0, "refused": 0}
 
     @settings(
         max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
     )
     @given(calls(positional, options))
+    @example(right)
     def call(drawn):
         args, options = drawn
         try:
@@ -408,7 +410,8 @@ def try_inputs(function, count):
 
     call()
     print(f"{function.__name__}: {outcomes}")
-    assert all(outcomes.values())
+    assert outcomes["right"]
+    return outcomes
 
 
 @pytest.fixture(autouse=True)
@@ -491,10 +494,10 @@ def test_a_spec_is_not_checked_on_examples_that_tell_nothing(x):
 
 @pytest.mark.parametrize("function", CALLS, ids=lambda function: function.__name__)
 def test_an_input_gives_a_right_result_or_one_sentence(function):
-    try_inputs(function, 8)
+    try_inputs(function, 6)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("function", CALLS, ids=lambda function: function.__name__)
 def test_many_an_input_gives_a_right_result_or_one_sentence(function):
-    try_inputs(function, 1000)
+    assert try_inputs(function, 1000)["refused"]
