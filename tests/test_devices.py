@@ -139,7 +139,7 @@ def test_devices_that_combinations_leave_idle_share_the_images(devices, shapes):
     assert two_axis_mesh(1).devices.tolist() == [jax.devices()]
 
 
-@pytest.mark.parametrize("chosen", ["", "3"])
+@pytest.mark.parametrize("chosen", ["", pytest.param("3", marks=pytest.mark.slow)])
 def test_a_cpu_is_a_device_for_each_core_unless_a_number_is_chosen(chosen):
     program = "from mcomb.devices import *; use_a_device_per_core(); print(describe_devices())"
     environment = os.environ | {"JAX_PLATFORMS": "cpu"} | ({"JAX_NUM_CPU_DEVICES": chosen} if chosen else {})

@@ -152,7 +152,7 @@ def test_a_file_that_is_not_whole_is_named_and_learning_begins_anew(left, interr
     assert f"{interrupted} cannot be read" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("part", [0.1, 0.3, 0.5, 0.7])
+@pytest.mark.parametrize("part", [*(pytest.param(part, marks=pytest.mark.slow) for part in (0.1, 0.5, 0.7)), 0.3])
 def test_another_byte_in_the_file_changes_nothing(part, interrupted, whole):
     data = bytearray(interrupted.read_bytes())
     data[int(part * len(data))] ^= 1

@@ -71,6 +71,7 @@ def shares_units_out(params, x):
     return jax.shard_map(inner, mesh=Mesh(np.array(devices), "units"), in_specs=specs, out_specs=P())(w1, w2, x)
 
 
+@pytest.mark.slow
 def test_a_function_may_have_a_shard_map_inside():
     networks, x, y = problem()
     inside = evaluate(shares_units_out, mix(uniform), networks, SHARES, KEYS, x, y, batch_size=10, vmap_size=3)
@@ -165,6 +166,7 @@ def convolve(params, x):
     return x.mean((1, 2))
 
 
+@pytest.mark.slow
 def test_convolutions_may_be_batched_by_vmap():
     rng = np.random.default_rng(0)
     networks = tuple(random_weights(rng, k1=(3, 3, 2, 4), k2=(3, 3, 4, 5)) for _ in range(2))

@@ -52,7 +52,7 @@ def learnt(per):
     return learn_shares(SPEC, (A, B), apply, INPUTS, LABELS, per=per, steps=60, batch_size=30)
 
 
-OF_EVERY_DAY = ("network", "unit")
+OF_EVERY_DAY = ("network",)
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ def test_pytorchs_layouts_become_flaxs_and_back():
         np.testing.assert_array_equal(back[name], found[name])
 
 
+@pytest.mark.slow
 def test_git_re_basins_names_of_a_resnet_are_all_that_ours_has(tmp_path):
     ours = named_leaves(SETUPS["resnet20-cifar10"].init(1, 0))
 

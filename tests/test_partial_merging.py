@@ -53,7 +53,11 @@ def floats(tree):
     return [leaf for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
 
 
-@pytest.mark.parametrize(("networks", "per"), [((A, B), "layer"), ((A, B, C), "unit")], ids=["layers", "units"])
+@pytest.mark.parametrize(
+    ("networks", "per"),
+    [pytest.param((A, B), "layer", marks=pytest.mark.slow), ((A, B, C), "unit")],
+    ids=["layers", "units"],
+)
 def test_from_the_average_network_to_the_mean_of_the_outputs(networks, per):
     budgets = np.linspace(1, len(networks), 4)
     every = [merge_partly(SPEC, networks, apply, X, budget=budget, per=per) for budget in budgets]
@@ -130,25 +134,27 @@ def test_units_that_never_change_are_merged_and_those_that_do_in_one_network_onl
     assert_equal(parts[1], np.arange(8) >= 2)
 
 
-QUICK = ["grouped convolution"]
-OTHERS = [
-    *(
-        "query, key and value in one",
-        "VGG",
-        "LSTM",
-        "transformer encoder",
-        "scanned transformer",
-        "decoder with tied embeddings",
-        "mixer",
-        "Equinox",
-        "NNX",
-        "GRU",
-    ),
-    *("tied autoencoder", "BatchNorm ResNet", "inverted residual", "DenseNet", "untied over positions"),
+ARCHITECTURES = [
+    "grouped convolution",
+    "query, key and value in one",
+    "VGG",
+    "LSTM",
+    "transformer encoder",
+    "scanned transformer",
+    "decoder with tied embeddings",
+    "mixer",
+    "Equinox",
+    "NNX",
+    "GRU",
+    "tied autoencoder",
+    "BatchNorm ResNet",
+    "inverted residual",
+    "DenseNet",
+    "untied over positions",
 ]
-ARCHITECTURES = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_any_architecture_is_merged_partly(name):
     case = CASES[name]()

@@ -183,6 +183,7 @@ def test_processes_with_other_flags_end_together_and_say_why(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_processes_with_other_code_of_the_experiments_end_together_and_say_why(tmp_path):
     other, out = tmp_path / "other", tmp_path / "out"
     shutil.copytree(ROOT / "experiments", other / "experiments")

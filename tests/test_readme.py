@@ -16,6 +16,7 @@ README = (ROOT / "README.md").read_text()
 TEXTS = [README, *(path.read_text() for path in sorted((ROOT / "docs").rglob("*.md")))]
 
 
+@pytest.mark.slow
 def test_the_example_aligns_and_combines_a_network_of_ones_own(capsys):
     (code,) = re.findall(r"```python\n(.*?)```", README, re.S)
     scope: dict = {}

@@ -354,9 +354,9 @@ def names_to_damage(out):
 KINDS = ("flipped", "cut", "deleted")
 
 
-def test_with_any_file_damaged_its_results_are_the_same(kept, tmp_path):
-    """Each file in one of three ways, in turn."""
-    assert_survives_all(zip(names_to_damage(kept), itertools.cycle(KINDS), strict=False), kept, tmp_path / "runs")
+def test_with_files_damaged_its_results_are_the_same(kept, tmp_path):
+    """Every third file, each in another way."""
+    assert_survives_all(zip(names_to_damage(kept)[::3], itertools.cycle(KINDS), strict=False), kept, tmp_path / "runs")
 
 
 @pytest.mark.slow

@@ -75,6 +75,7 @@ def test_an_ensemble_has_the_mean_of_its_parents_logits(pair):
     assert np.allclose(merged.apply(merged.params, images), np.mean(each, axis=0), atol=1e-5 * np.abs(each).max())
 
 
+@pytest.mark.slow
 def test_a_corrected_bias_changes_logits_by_one_number_a_class_and_lowers_the_loss(pair):
     apply, (params, bias) = merge.correct_bias(pair, pair.a)
     images = pair.withheld.images[:50]

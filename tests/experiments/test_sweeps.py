@@ -62,6 +62,7 @@ def test_the_line_may_go_beyond_its_ends(results, curve, is_score):
     assert "Up to 0.25 beyond the ends" in beyond["finding"]
 
 
+@pytest.mark.slow
 def test_a_barrier_counts_no_point_beyond_the_ends(results, curve):
     beyond = results(linear, "--points", "13", "--range", "-1", "2")
     for variant in ("naive", "aligned"):
@@ -71,6 +72,7 @@ def test_a_barrier_counts_no_point_beyond_the_ends(results, curve):
         assert loss.max() > loss[4:9].max()
 
 
+@pytest.mark.slow
 def test_a_line_with_no_point_just_beyond_its_ends_cannot_tell(results):
     beyond = results(linear, "--points", "4", "--range", "-1", "2")
     assert beyond["parameter"]["values"] == [-1, 0, 1, 2]
@@ -86,6 +88,7 @@ def test_stitching_goes_layer_by_layer_from_a_to_b(results, curve, is_score):
     assert found["barriers"]["aligned"]["test"]["accuracy"] < found["barriers"]["naive"]["test"]["accuracy"]
 
 
+@pytest.mark.slow
 def test_the_box_around_a_starts_at_a(results, curve, is_score):
     found = results(centered, *FEW)
     assert is_score(curve(found, "aligned")[0], found["models"]["A"], "loss")

@@ -19,6 +19,7 @@ def test_b_and_c_are_connected_through_a(results, curve, is_score):
     assert middle["through A"] != middle["direct"]
 
 
+@pytest.mark.slow
 def test_agreement_is_with_b_and_c(results, curve):
     agreement = curve(results(transitivity, "--points", "3"), "direct", "agreement")[:, 0].sum(-1)
     b_only, c_only, both, neither = agreement[0]

@@ -404,7 +404,7 @@ SHORT = {
 # One sampled sweep stands for all: they differ only in what they sample. Matchers take long. A sweep and one that is
 # none are enough for every day.
 LIKE_UNIFORM = (bernoulli, hyperplane, subcube)
-OF_EVERY_DAY = (uniform, edges)
+OF_EVERY_DAY = (uniform,)
 
 
 @pytest.mark.parametrize(

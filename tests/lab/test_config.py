@@ -71,12 +71,15 @@ def test_the_command_gives_the_config_back(kind, data):
 
 
 def every_flag():
-    """Each flag of all experiments, once, with an experiment that has it."""
+    """Each flag of all experiments, once, with an experiment that has it; every third of them in the default tests."""
     found = {}
     for module in listing.EXPERIMENTS:
         for name, flag in cli.flags(module.EXPERIMENT.config).items():
             found.setdefault((name, flag.help), (module.EXPERIMENT, name))
-    return [pytest.param(*own, id=f"{own[0].name}-{own[1]}") for own in found.values()]
+    return [
+        pytest.param(*own, id=f"{own[0].name}-{own[1]}", marks=pytest.mark.slow if i % 3 else ())
+        for i, own in enumerate(found.values())
+    ]
 
 
 @pytest.mark.parametrize(("experiment", "name"), every_flag())

@@ -33,6 +33,7 @@ def test_a_card_has_its_networks_fingerprint(folder):
     assert [network.fingerprint for network in Store(config).networks("ABC").values()] == found
 
 
+@pytest.mark.slow
 def test_a_network_has_the_accuracy_of_its_card(cifar_archive):
     file = PRETRAINED / "mlp-cifar10" / "width-32" / "seed-0.safetensors"
     setup = SETUPS["mlp-cifar10"]

@@ -370,6 +370,7 @@ def train(store, *seeds):
     return {one.seed: network for one, network in store.train_networks([Training(seed) for seed in seeds]).items()}
 
 
+@pytest.mark.slow
 def test_a_network_does_not_depend_on_who_is_trained_beside_it(tmp_path):
     config = Config(setup="mlp-digits", width=1, epochs=2, out=tmp_path / "two")
     three = Store(dataclasses.replace(config, out=tmp_path / "three"))

@@ -48,10 +48,11 @@ def check_recovered(spec, params, fn, inputs, **options):
     assert matching.objective == matching.trace[-1] > matching.trace[0]
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("decoder with tied embeddings", "mixer")]
+OTHERS = ("scanned transformer", "decoder with tied embeddings", "mixer")
 
 
-@pytest.mark.parametrize("name", ["scanned transformer", *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
 def test_a_planted_permutation_of_all_kinds_of_units_is_recovered(name):
     with jax.numpy_rank_promotion("allow"):
         case = CASES[name]()

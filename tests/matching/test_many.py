@@ -47,7 +47,10 @@ def unrelated_networks(family, count):
 
 
 @pytest.mark.parametrize("reference", [pytest.param(0, marks=pytest.mark.slow), 2, None])
-@pytest.mark.parametrize("family", ["scanned transformer", "grouped convolution", "NNX"])
+@pytest.mark.parametrize(
+    "family",
+    ["grouped convolution", *(pytest.param(name, marks=pytest.mark.slow) for name in ("scanned transformer", "NNX"))],
+)
 def test_noisy_copies_are_brought_into_one_order(family, reference):
     spec, networks, planted = noisy_copies(family, 4, 0.3)
     alignment = align_many(spec, networks, reference=reference)
@@ -76,7 +79,8 @@ def test_with_a_reference_each_network_is_matched_to_it():
 
 
 @pytest.mark.parametrize(
-    "family", ["VGG", "grouped convolution", pytest.param("scanned transformer", marks=pytest.mark.slow)]
+    "family",
+    ["grouped convolution", *(pytest.param(name, marks=pytest.mark.slow) for name in ("scanned transformer", "VGG"))],
 )
 def test_the_barycentre_never_gets_worse_and_ends_where_no_network_can_be_matched_better(family):
     spec, networks = unrelated_networks(family, 4)
