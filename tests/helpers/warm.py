@@ -4,6 +4,7 @@ A fault point is any moment before a Python program opens a file for writing, re
 --out: the audit events of Python itself, in our code and in everyone else's. The program knows nothing of it.
 """
 
+import gc
 import itertools
 import json
 import os
@@ -68,6 +69,7 @@ def serve():
 
     STYLE.update({"savefig.dpi": 80, "pdf.fonttype": 3})  # a third of a run's time would be its figure's
 
+    gc.freeze()  # what is imported stays: no child needs to look through it
     for line in sys.stdin:
         commands, out, how = json.loads(line)
         children = {}
