@@ -155,7 +155,7 @@ def test_killed_at_random_moments_until_it_has_ended_it_ends_as_if_it_had_not_be
     for trial in range(4):
         out, code = tmp_path / str(trial), None
         while code != 0:
-            number, after = rng.choice(SIGNALS), rng.uniform(0.3, 8.0)
+            number, after = rng.choice(SIGNALS), rng.uniform(0.1, 5.0)
             code, said = warm.run(UNIFORM, out, after=after, number=number)
             assert "Traceback" not in said, said
             # Before it has begun and once it has ended, a signal is Python's own.

@@ -197,7 +197,8 @@ def run(main: Callable[[], object]) -> None:
 @cache
 def _mute_orbax() -> None:
     """Keeps orbax from printing tracebacks by the dozen where it cannot write or read: we say it in one line."""
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     before = sys.unraisablehook
 
     def hook(problem: Any) -> None:

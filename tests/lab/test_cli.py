@@ -178,6 +178,23 @@ def test_a_machine_that_is_taken_away_ends_a_program_like_an_interrupt(capsys):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_what_failed_in_the_background_is_not_printed_after_our_own_line(caplog):
+    """As the other parts of a checkpoint that orbax could not write for want of room."""
+
+    async def fail():
+        raise OSError(28, "No space left on device")
+
+    async def leave_behind():
+        failing = asyncio.create_task(fail())
+        await asyncio.sleep(0)
+        assert failing.done()
+
+    cli._mute_orbax()
+    asyncio.run(leave_behind())
+    gc.collect()
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("too_soon", [False, True], ids=["", "even too soon"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_that_python_drops_comes_again(number, too_soon, capsys, monkeypatch):
