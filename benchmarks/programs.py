@@ -420,12 +420,51 @@ def route(rng: Rng, param: Any, values: Values) -> Result:
         lambda s: s.argmax(-1),
         lambda s: jax.lax.top_k(s, 2)[1][..., 0],
         lambda s: jnp.argsort(s, axis=-1)[..., 1],
-    ][rng.integers(3)](scores)
+        lambda s: jnp.argsort(s, axis=-1, descending=True)[..., 0],
+    ][rng.integers(4)](scores)
     table = param(experts, width)
     if rng.random() < 0.5:
         return jax.nn.one_hot(index, experts) @ table
+    if rng.random() < 0.5:
+        chosen = index.reshape(-1)
+        gates = jnp.zeros((len(chosen), experts), value.dtype).at[np.arange(len(chosen)), chosen].set(2.0)
+        each = jax.vmap(lambda gate, k: gate @ table * table[k])(gates, chosen)
+        return each.reshape(*index.shape, width)
     looked_up = table[index] if rng.random() < 0.5 else jnp.take(table, index, axis=0)
     return looked_up * jnp.take_along_axis(jax.nn.softmax(scores), index[..., None], -1)
+
+
+def sort_by_expert(rng: Rng, param: Any, values: Values) -> Result:
+    """Experts that take rows in turn, which are sorted by expert before, and put back afterwards, or not quite."""
+    value = pick(rng, values)
+    experts, width, out = random_size(rng), value.shape[-1], random_size(rng)
+    rows = value.reshape(-1, width)
+    scores = distinct(param, rows @ param(width, experts), 1)
+    index = scores.argmax(-1)
+    order = jnp.argsort(index)
+    counted = (index, index, index, (-scores).argmax(-1), jnp.roll(index, 1))[rng.integers(5)]
+    sizes = jnp.bincount(counted, length=experts).astype((jnp.int32, jnp.uint8)[rng.integers(2)])
+    sorted_rows = rows[order] if rng.random() < 0.7 else rows[order] * param(len(rows), 1)
+    product = (jax.lax.ragged_dot, jax.jit(jax.lax.ragged_dot))[rng.integers(2)]
+    result = jnp.tanh(product(sorted_rows, jnp.sin(param(experts, width, out)), sizes.astype(jnp.int32)))
+    if rng.random() < 0.3:
+        result = jax.lax.ragged_dot(result, param(experts, out, out), sizes.astype(jnp.int32))
+    zeros = jnp.zeros((len(rows), out), result.dtype)
+    ways: list[Any] = [
+        lambda: result[jnp.argsort(order)],
+        lambda: result[jnp.argsort(jnp.argsort(jnp.argsort(order)))],
+        lambda: zeros.at[order].set(result),
+        lambda: zeros.at[order].add(result * jnp.take_along_axis(scores, index[:, None], 1)[order]),
+        lambda: zeros.at[order // 2].add(result),
+        lambda: zeros.at[order // 2].set(result),
+        lambda: result,
+        lambda: jnp.cumsum(result, 0)[jnp.argsort(order)],
+        lambda: result[jnp.argsort(order)] + result[jnp.argsort(jnp.argsort(counted))],
+        lambda: result[::-1][jnp.argsort(order)],
+        lambda: zeros + result.max(0, keepdims=True),
+        lambda: zeros + jnp.argsort(index[order]).reshape(-1, 1),
+    ]
+    return ways[rng.integers(len(ways))]().reshape(*value.shape[:-1], -1)
 
 
 def use_positions(rng: Rng, param: Any, values: Values) -> Result:
@@ -651,7 +690,7 @@ SIMPLE: list[Operation] = [
     *(transpose, split_axis, merge_axes, reshape, slice_axis, gate, split_fused, pad, concatenate, combine_two),
     *(scale_by_own_sum, compare_with_all, reduce, softmax, self_product, scale_by_constant, pool, convert),
     *(positional, one_hot_maximum, look_up, update, write, strided, pool_tiles, generic_reduction),
-    *(stack, unstack, unstack_fused, tile, order_blind, route, use_positions, use_positions),
+    *(stack, unstack, unstack_fused, tile, order_blind, route, sort_by_expert, use_positions, use_positions),
     *(identity_matrix, linear_algebra),
 ]
 OPERATIONS: list[Operation] = [

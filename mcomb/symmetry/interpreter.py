@@ -1,5 +1,6 @@
 """An interpreter of jaxprs whose values are axis identities instead of numbers."""
 
+import collections
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -12,7 +13,7 @@ import jax
 import numpy as np
 from jax.extend import core, source_info_util
 
-from mcomb.symmetry.axes import Axis, concatenation, freeze, product, unite
+from mcomb.symmetry.axes import Axis, concatenation, find, freeze, product, unite
 
 ArrayAxes = tuple[Axis | None, ...]
 """The axes of an array; None for one along which all entries are equal."""
@@ -37,6 +38,30 @@ class Positions(tuple[Axis | None, ...]):
     along: Axis
     reason: str  # the operation that made them
     shifted: bool  # by its length, as is done to negative indices, of which there are none
+    source: object  # the same for arrays of the same positions, in whatever order and shape
+    each_once: bool  # whether each position along the axis is there just once
+
+
+class Counts(tuple[Axis | None, ...]):
+    """The axes of an array of how often each position occurs, as `bincount` counts them."""
+
+    source: object  # of the positions
+
+
+class Places(tuple[Axis | None, ...]):
+    """The axes of an array whose last axis has a number for each of several axes, as `v[i, j]` is looked up with."""
+
+    columns: "tuple[Positions | Known, ...]"  # one of which, at least, is positions
+
+
+class Reversed(tuple[Axis | None, ...]):
+    """The axes of an array that is turned round along some of them, as it was before.
+
+    Unless it is only sorted then, as `argsort(descending=True)` does, these are frozen.
+    """
+
+    turned: tuple[int, ...]
+    reason: str  # the operation that turned it
 
 
 class Stack(tuple[Axis | None, ...]):
@@ -54,10 +79,44 @@ def stack_of(axes: Iterable[Axis | None]) -> Stack:
     return array
 
 
-def positions(axes: Iterable[Axis | None], along: Axis, reason: str, shifted: bool = False) -> Positions:
+def positions(
+    axes: Iterable[Axis | None],
+    along: Axis,
+    reason: str,
+    shifted: bool = False,
+    source: object = None,
+    each_once: bool = False,
+) -> Positions:
     """An array of positions along an axis."""
     array = Positions(axes)
     array.along, array.reason, array.shifted = along, reason, shifted
+    array.source, array.each_once = source or object(), each_once
+    return array
+
+
+def same_positions(axes: Iterable[Axis | None], found: Positions) -> Positions:
+    """The same positions in an array with other axes."""
+    return positions(axes, found.along, found.reason, found.shifted, found.source, found.each_once)
+
+
+def counts(axes: Iterable[Axis | None], source: object) -> Counts:
+    """An array of how often each position occurs in arrays of this source."""
+    array = Counts(axes)
+    array.source = source
+    return array
+
+
+def places(axes: Iterable[Axis | None], columns: Iterable[Positions | Known]) -> Places:
+    """An array of places, with a column for each axis."""
+    array = Places(axes)
+    array.columns = tuple(columns)
+    return array
+
+
+def turn(axes: Iterable[Axis | None], turned: Iterable[int], reason: str) -> Reversed:
+    """An array that is turned round along some axes."""
+    array = Reversed(axes)
+    array.turned, array.reason = tuple(turned), reason
     return array
 
 
@@ -86,6 +145,24 @@ ARGUMENTS = -1  # as the last number of a path: the arguments of a jaxpr, as if 
 
 
 @dataclass(frozen=True)
+class Grouping:
+    """Rows that were sorted by the group that each belongs to, which is a position along an axis of groups.
+
+        order = jnp.argsort(expert)       # of rows, of which each has an expert
+        y = experts_in_turn(x[order])     # the rows of the first expert come first
+        y[jnp.argsort(order)]             # put back
+
+    If the groups are permuted, so are these rows, in an order that depends on the data. That changes nothing as long as
+    any order would do, and as all arrays that have the axis of rows got it from this very sort: `break_up_groupings`.
+    """
+
+    rows: Axis
+    groups: Axis
+    source: object  # of the positions that the rows were sorted by
+    reason: str
+
+
+@dataclass(frozen=True)
 class DeferredReshape:
     """A reshape, perhaps transposed since, that is only used in slices: each slice is the reshape of a slice.
 
@@ -109,12 +186,11 @@ class Interpreter:
         self,
         rules: Mapping[str, Rule],
         default_rule: Rule,
-        position_rules: Mapping[str, Rule],
-        stack_rules: Mapping[str, Rule],
+        special_rules: Mapping[type, Mapping[str, Rule]],
         explanations: Mapping[str, str],
     ) -> None:
         self.rules, self.default_rule = rules, default_rule
-        self.position_rules, self.stack_rules = position_rules, stack_rules
+        self.special_rules = special_rules  # for primitives with an operand of some kind: Stack, Positions and so on
         self.explanations = explanations
         self.reason = ""  # the current operation, to blame if an axis freezes
         self.operations: list[list[LabelledAxes]] = []  # the arrays that each operation relates
@@ -122,6 +198,7 @@ class Interpreter:
         self.scan_steps: LabelledAxes = []  # an axis for the steps of each scan that we are inside of
         self.results: dict[EqnPath, list[ArrayAxes]] = {}  # of each equation; enclosing scans' steps come first
         self.loop_axes: list[Axis] = []  # of what loops carry from step to step, or return
+        self.groupings: list[Grouping] = []
         self.expressions: dict[Any, Hashable] = {}  # for each scalar of the current jaxpr, how it is computed
         self._path: EqnPath = ()
         self._scopes = [""]
@@ -170,7 +247,10 @@ class Interpreter:
         """The axes of an equation's results."""
         name = eqn.primitive.name
         results: Sequence[ArrayAxes] | None = self._work_out(eqn, operands)
-        for kind, rules in ((Stack, self.stack_rules), (Positions, self.position_rules)):
+        for few in (Places, Counts, Reversed):  # which few rules are for
+            if name not in self.special_rules[few]:
+                operands = [self.plain(operand) if isinstance(operand, few) else operand for operand in operands]
+        for kind, rules in self.special_rules.items():
             if results is None and name in rules and any(isinstance(operand, kind) for operand in operands):
                 results = rules[name](self, eqn, *operands)
         if results is None:
@@ -190,11 +270,27 @@ class Interpreter:
         """The axes of an array that is used as any other: not as positions, and not entry by entry."""
         if isinstance(axes, Positions):
             freeze(axes.along, axes.reason)
+        elif isinstance(axes, Places):
+            for column in axes.columns:
+                self.plain(column)
+        elif isinstance(axes, Reversed):
+            return self._turned(axes)
         elif isinstance(axes, Stack):
             axes.is_whole = True
-        else:
+        elif not isinstance(axes, Counts):
             return axes
         return tuple(axes)
+
+    def _turned(self, array: Reversed) -> ArrayAxes:
+        """The axes of a reversed array that is used as any other: entries that were moved come out in another place."""
+        for axis in array.turned:
+            if (before := array[axis]) is not None:
+                freeze(before, array.reason)
+        result = tuple(Axis(a.size, array.reason) if a and i in array.turned else a for i, a in enumerate(array))
+        # A turned axis has another label in the result: so no permutation is batched over it.
+        labels = [("turned", i) if i in array.turned else i for i in range(len(array))]
+        self.record([(tuple(array), range(len(array))), (result, labels)])
+        return result
 
     def _work_out(self, eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[ArrayAxes] | None:
         """The result of a simple equation of known arrays, such as those that `jnp.eye` consists of; or else None."""
@@ -213,7 +309,18 @@ class Interpreter:
     def _store(self, path: EqnPath, results: Sequence[ArrayAxes]) -> None:
         """Stores an equation's results; a loop's body is interpreted several times, and the last time counts."""
         steps = tuple(axis for _, axis in self.scan_steps)
-        self.results[path] = [(*steps, *axes) for axes in results]
+        self.results[path] = [(*steps, *self._in_their_order(axes)) for axes in results]
+
+    def _in_their_order(self, array: ArrayAxes) -> ArrayAxes:
+        """The axes along which an array has its entries in the order of the axis.
+
+        In one whose rows were sorted by what is computed from the data, two networks' entries have nothing in common.
+        """
+        in_groups = {find(grouping.rows) for grouping in self.groupings}
+        if in_groups and not in_groups.isdisjoint(find(axis) for axis in array if axis is not None):
+            return (None,) * len(array)
+        turned = array.turned if isinstance(array, Reversed) else ()
+        return tuple(None if i in turned else axis for i, axis in enumerate(array))
 
     def new_axes(self, shape: Sequence[int], frozen: str | None = None) -> ArrayAxes:
         """New axes of the given sizes."""
@@ -282,6 +389,16 @@ class Interpreter:
             self.first_use.setdefault(axis, len(self.first_use))
         self.operations.append([self.scan_steps + axes for axes in labelled])
 
+    def break_up_groupings(self, others: Iterable[Axis]) -> None:
+        """Freezes the groups by which rows were sorted, if their order comes to matter, or others move with them."""
+        sorts = collections.Counter(find(grouping.rows) for grouping in self.groupings)
+        others = {*map(find, others)}
+        for grouping in self.groupings * len(self.groupings):  # groups may be rows that were sorted before
+            rows = find(grouping.rows)
+            if rows.frozen or rows.parts or rows in others or sorts[rows] > 1:
+                freeze(rows, grouping.reason)
+                freeze(grouping.groups, rows.frozen or grouping.reason)
+
     def split(self, axis: Axis | None, sizes: Sequence[int], split: Callable[..., list[Axis] | None]) -> ArrayAxes:
         """The parts of an axis by `split_product` or `split_segments`; where it cannot be split it is frozen."""
         if axis is None:
@@ -324,7 +441,13 @@ def _without_ones(axes: ArrayAxes) -> ArrayAxes:
     """The same array, its axes of size one taken for such along which all entries are equal."""
     plain = tuple(axis if axis is not None and axis.size > 1 else None for axis in axes)
     if isinstance(axes, Positions):
-        return positions(plain, axes.along, axes.reason, axes.shifted)
+        return same_positions(plain, axes)
+    if isinstance(axes, Places):
+        return places(plain, axes.columns)
+    if isinstance(axes, Counts):
+        return counts(plain, axes.source)
+    if isinstance(axes, Reversed):
+        return turn(plain, axes.turned, axes.reason)
     return axes if isinstance(axes, Known) else plain
 
 
@@ -575,6 +698,7 @@ WORKED_OUT: dict[str, Callable[..., np.ndarray | None]] = {
     "or": lambda _, x, y: x | y,
     "rem": _rem,
     "reshape": _reshape,
+    "rev": lambda params, x: np.flip(x, params["dimensions"]),
     "select_n": _select,
     "squeeze": lambda params, x: x.squeeze(params["dimensions"]),
     "stack": lambda params, *values: np.stack(values, params["axis"]),

@@ -154,6 +154,74 @@ def experts_and_their_load(params, x):
     return experts_by_one_hot(params, x) * jnp.square(jnp.zeros(3).at[index].add(1.0)).sum()
 
 
+def experts_row_by_row(params, x):
+    def one(row, index):
+        return jnp.tanh(row @ params["in"][index]) @ params["out"][index]
+
+    return jax.vmap(one)(x, jnp.argmax(x @ params["router"], axis=-1))
+
+
+def gates_written_to_pairs(params, x):
+    weight, index = choose(params, x)
+    gates = jnp.zeros((ROWS, 3)).at[jnp.arange(ROWS)[:, None], index].set(weight)
+    hidden = jnp.tanh(jnp.einsum("bi,eih->beh", x, params["in"]))
+    return jnp.einsum("be,beh,eho->bo", gates, hidden, params["out"])
+
+
+def experts_by_descending_scores(params, x):
+    index = jnp.argsort(x @ params["router"], axis=-1, descending=True)[:, :2]
+    return jnp.einsum("bi,bkih->bh", x, params["in"][index]) @ params["last"]
+
+
+def sorted_by_expert(finish, counted=lambda index, params: jnp.bincount(index, length=3)):
+    """Rows that are sorted by expert, for experts to take them in turn, and what is done then."""
+
+    def fn(params, x):
+        index = jnp.argmax(x @ params["router"], axis=-1)
+        order = jnp.argsort(index)
+        sizes = counted(index, params)
+        hidden = jnp.tanh(jax.lax.ragged_dot(x[order], params["in"], sizes))
+        return finish(jax.lax.ragged_dot(hidden, params["out"], sizes), order, params)
+
+    return fn
+
+
+def put_back(y, order, params):
+    return y[jnp.argsort(order)]
+
+
+def best_two_sorted_by_expert(params, x):
+    """Each row is there twice, for two experts, whose results are added up."""
+    weight, index = choose(params, x)
+    order = jnp.argsort(index.reshape(-1))
+    sizes = jnp.bincount(index.reshape(-1), length=3)
+    hidden = jnp.tanh(jax.lax.ragged_dot(x[order // 2], params["in"], sizes))
+    weighted = jax.lax.ragged_dot(hidden, params["out"], sizes) * weight.reshape(-1)[order].reshape(-1, 1)
+    return jnp.zeros((ROWS, 2)).at[order // 2].add(weighted)
+
+
+def sorted_twice(params, x):
+    """Two routers sort the same rows: what is added is of different rows."""
+    both = [jnp.argmax(x @ params[name], axis=-1) for name in ("router", "other")]
+    orders = [jnp.argsort(index) for index in both]
+    products = [
+        jax.lax.ragged_dot(x[order], params["in"], jnp.bincount(index, length=3))
+        for order, index in zip(orders, both, strict=True)
+    ]
+    return (products[0] + products[1])[jnp.argsort(orders[0])] @ params["last"]
+
+
+def sorted_in_every_step(params, x):
+    """Rows of different steps, sorted by what is computed in each, are added up: they are different rows."""
+
+    def step(x, shift):
+        index = jnp.argmax(x @ params["router"] + shift, axis=-1)
+        y = jax.lax.ragged_dot(x[jnp.argsort(index)], params["in"], jnp.bincount(index, length=3))
+        return x, y
+
+    return jax.lax.scan(step, x, params["shift"])[1].sum(0)[:1] @ params["last"]
+
+
 def sparse_code(params, x):
     """Only the largest two units of each row are active."""
 
@@ -356,6 +424,34 @@ PROGRAMS = {
         [(3,)],
     ),
     "shards": Program(sharded, {"up": (FEATURES, UNITS), "down": (UNITS, 2)}, WHOLE),
+    "experts row by row": Program(experts_row_by_row, EXPERTS, [(3,), (UNITS,)]),
+    "gates that are written to pairs of row and expert": Program(gates_written_to_pairs, EXPERTS, [(3,), (3, UNITS)]),
+    "experts by descending scores": Program(experts_by_descending_scores, ONE_OUTPUT, [(3,), (UNITS,)]),
+    "rows sorted by expert and put back": Program(sorted_by_expert(put_back), EXPERTS, [(3,), (UNITS,)]),
+    "rows sorted by expert and written back": Program(
+        sorted_by_expert(lambda y, order, p: jnp.zeros_like(y).at[order].set(y)), EXPERTS, [(3,), (UNITS,)]
+    ),
+    "rows sorted by expert and added up": Program(
+        sorted_by_expert(lambda y, order, p: y.sum(0)), EXPERTS, [(3,), (UNITS,)]
+    ),
+    "rows of two experts each": Program(best_two_sorted_by_expert, EXPERTS, [(3,), (UNITS,)]),
+    "rows sorted by expert that stay so": Program(sorted_by_expert(lambda y, order, p: y), EXPERTS, [(UNITS,)]),
+    "rows sorted by expert, of which the first is used": Program(
+        sorted_by_expert(lambda y, order, p: y[0]), EXPERTS, [(UNITS,)]
+    ),
+    "rows sorted by expert with weights of their own": Program(
+        sorted_by_expert(lambda y, order, p: put_back(y * p["own"], order, p)), EXPERTS | {"own": (ROWS, 1)}, [(UNITS,)]
+    ),
+    "rows sorted by expert but counted otherwise": Program(
+        sorted_by_expert(put_back, lambda index, p: jnp.bincount(jnp.argmax(p["size"], 1), length=3)),
+        EXPERTS | {"size": (ROWS, 3)},
+        [(ROWS,), (UNITS,)],
+    ),
+    "rows sorted by expert of which some are counted": Program(
+        sorted_by_expert(put_back, lambda index, p: jnp.bincount(index[1:], length=3)), EXPERTS, [(UNITS,)]
+    ),
+    "rows sorted by two routers": Program(sorted_twice, ONE_OUTPUT | {"other": (FEATURES, 3)}, [(UNITS,)]),
+    "rows sorted in every step": Program(sorted_in_every_step, ONE_OUTPUT | {"shift": (2, 3)}, [(2,), (UNITS,)]),
     "experts by one-hot vectors": Program(experts_by_one_hot, EXPERTS, [(3,), (3, UNITS)]),
     "experts by gather": Program(experts_by_gather, EXPERTS, [(3,), (UNITS,)]),
     "the best expert": Program(switch, ONE_OUTPUT, [(3,), (UNITS,)]),
@@ -573,6 +669,18 @@ PROGRAMS = {
     "the largest of a symmetric matrix": weights(
         lambda a, b: b.reshape(-1)[jnp.argmax((a + a.T).reshape(-1))], [], (4, 4), (4, 4)
     ),
+    "looked up by two positions": weights(
+        lambda a, b, c: c[jnp.argmax(a), jnp.argmax(b)], [(6,), (3,)], (6,), (3,), (6, 3)
+    ),
+    "looked up by two positions for each row": weights(
+        lambda a, b, c: c[jnp.argmax(a, 1), jnp.argmax(b, 1)].sum(), [(5,), (6,), (3,)], (5, 6), (5, 3), (6, 3)
+    ),
+    "looked up by a position and a number": weights(
+        lambda a, c: c[jnp.argmax(a, 1), jnp.array([2, 0])].sum(), [(6,)], (2, 6), (6, 3)
+    ),
+    "added up where numbers say": weights(lambda a, b: jnp.zeros(2).at[(a > 0).astype(int)].add(b), [(6,)], (6,), (6,)),
+    "written where numbers say": weights(lambda a, b: jnp.zeros(2).at[(a > 0).astype(int)].set(b), [], (6,), (6,)),
+    "turned round": layer(lambda h, p: h[:, ::-1] * h, []),
     "the largest of pairs": weights(
         lambda a, b: b.reshape(-1)[jnp.argmax((a[:, None] * a[None]).sum(-1).reshape(-1))], [(3,)], (4, 3), (4, 4)
     ),

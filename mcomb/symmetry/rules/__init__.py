@@ -4,7 +4,7 @@ Most primitives are elementwise, products or reductions. Their rules write them 
 axis of each operand and result, and `Interpreter.relate` unites the axes with the same label.
 """
 
-from mcomb.symmetry.interpreter import Rule
+from mcomb.symmetry.interpreter import Counts, Places, Positions, Reversed, Rule, Stack
 from mcomb.symmetry.rules.common import elementwise, for_all, pass_through
 from mcomb.symmetry.rules.control import (
     call,
@@ -21,16 +21,20 @@ from mcomb.symmetry.rules.lookups import (
     at_least,
     choose_positions,
     compare_positions,
+    convert_counts,
     dynamic_slice,
     dynamic_slice_at,
     dynamic_update_slice,
     gather,
     is_negative,
-    same_positions,
+    join_columns,
+    reshape_positions,
     scatter,
     scatter_at,
     shift,
     sort,
+    sort_reversed,
+    sort_rows,
     top_k,
 )
 from mcomb.symmetry.rules.products import (
@@ -39,6 +43,7 @@ from mcomb.symmetry.rules.products import (
     factorisation,
     linear_solve,
     ragged_dot,
+    ragged_dot_of_groups,
     triangular_solve,
 )
 from mcomb.symmetry.rules.reductions import (
@@ -132,9 +137,11 @@ RULES: dict[str, Rule] = {
 POSITION_RULES: dict[str, Rule] = {
     **CALLS,
     **for_all(
-        same_positions, "broadcast_in_dim convert_element_type copy reshape slice squeeze stop_gradient transpose"
+        reshape_positions,
+        "broadcast_in_dim convert_element_type copy reshape rev slice squeeze stop_gradient transpose",
     ),
     "add": shift,
+    "concatenate": join_columns,
     **for_all(compare_positions, "eq ne"),
     **for_all(scatter_at, "scatter scatter-add scatter-mul scatter-min scatter-max scatter-sub"),
     "dynamic_slice": dynamic_slice_at,
@@ -142,6 +149,7 @@ POSITION_RULES: dict[str, Rule] = {
     "lt": is_negative,
     "max": at_least,
     "select_n": choose_positions,
+    "sort": sort_rows,
 }
 """For primitives with an operand that is positions along an axis; for all others these are plain numbers."""
 
@@ -154,3 +162,14 @@ STACK_RULES: dict[str, Rule] = {
     "while": while_,
 }
 """For primitives that leave it open whether a parameter is only read entry by entry; all others use all of it."""
+
+SCATTERS = {name: rule for name, rule in POSITION_RULES.items() if name.startswith("scatter")}
+
+SPECIAL_RULES: dict[type, dict[str, Rule]] = {
+    Stack: STACK_RULES,
+    Positions: POSITION_RULES,
+    Places: {**CALLS, **SCATTERS, "gather": gather},
+    Reversed: {"sort": sort_reversed},
+    Counts: {**CALLS, "convert_element_type": convert_counts, "ragged_dot_general": ragged_dot_of_groups},
+}
+"""The rules for arrays of which more is known than their axes; for a primitive that is not here they are as any."""

@@ -4,7 +4,8 @@ The latter are arrays of `Positions`, for which some primitives have a rule of t
 """
 
 import itertools
-from collections.abc import Hashable, Iterable, Sequence
+import math
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, SupportsIndex
 
 import jax.numpy as jnp
@@ -12,7 +13,22 @@ import numpy as np
 from jax.extend import core
 
 from mcomb.symmetry.axes import Axis, atoms, concatenation, flat_parts, tie, unite
-from mcomb.symmetry.interpreter import ArrayAxes, Interpreter, Known, Labels, Positions, known_value, positions
+from mcomb.symmetry.interpreter import (
+    ArrayAxes,
+    Counts,
+    Grouping,
+    Interpreter,
+    Known,
+    Labels,
+    Places,
+    Positions,
+    Reversed,
+    counts,
+    known_value,
+    places,
+    positions,
+    same_positions,
+)
 from mcomb.symmetry.rules.common import elementwise, other_axes, positional, resized_axes, shape_of
 from mcomb.symmetry.rules.reductions import reduction
 from mcomb.symmetry.rules.shapes import cut_segments, replace_axis, take_part
@@ -56,7 +72,7 @@ def mirrored(axis: Axis) -> list[Axis]:
 
 def holds_positions(atom: Any, along: Axis) -> bool:
     """Whether an array is of an integer type that has all positions along an axis."""
-    return bool(jnp.issubdtype(atom.aval.dtype, jnp.integer) and along.size - 1 <= jnp.iinfo(atom.aval.dtype).max)
+    return holds_count(atom, along.size - 1)
 
 
 def is_float(atom: Any) -> bool:
@@ -77,6 +93,47 @@ def sort(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[
         values, ranked = positional(interp, eqn, others, [axis], order_blind=True)  # as `argsort` does
         return [values, _positions_along(interp, eqn, ranked, along)]
     return positional(interp, eqn, operands, [axis], order_blind=keys == len(operands))
+
+
+def sort_reversed(interp: Interpreter, eqn: core.JaxprEqn, *operands: Any) -> list[ArrayAxes] | None:
+    """The same as that of the array before it was turned round, with which the numbers of its entries were, too.
+
+    For no two entries are equal, so that it does not matter in which order they come.
+    """
+    axis = eqn.params["dimension"]
+    keys, numbers = operands if len(operands) == 2 else (None, None)
+    if not isinstance(keys, Reversed) or keys.turned != (axis,) or not isinstance(numbers, Known):
+        return None
+    if not counts_up(np.flip(numbers.value, axis), axis) or eqn.params["num_keys"] != 1 or not is_float(eqn.invars[0]):
+        return None
+    before = interp.constant(np.flip(numbers.value, axis))
+    return sort(interp, eqn, tuple(keys), before)
+
+
+def sort_rows(interp: Interpreter, eqn: core.JaxprEqn, *operands: Any) -> list[ArrayAxes] | None:
+    """The order that sorts rows by a position of each, as `argsort` gives it; or that which puts them back.
+
+    Rows that share a position stay in their order, which is frozen. In the other order, of what has each number of a
+    row once, nothing is equal.
+    """
+    p = eqn.params
+    if len(operands) != 2 or p["num_keys"] != 1 or len(operands[0]) != 1 or interp.scan_steps:
+        return None
+    keys, numbers = operands
+    if not isinstance(keys, Positions) or keys.shifted or keys[0] is None or not isinstance(numbers, Known):
+        return None
+    if not (p["is_stable"] or keys.each_once) or not counts_up(numbers.value, 0):
+        return None
+    interp.record([((keys.along,), ["groups"]), (tuple(keys), ["rows"])])
+    if keys.each_once:
+        values: ArrayAxes = (Axis(keys.along.size, interp.reason),)
+        return [values, positions((keys.along,), keys[0], interp.reason, each_once=True)]
+    interp.explain("sort", "rows of one group stay in their order")
+    interp.freeze([keys[0]])
+    rows = Axis(keys[0].size)
+    interp.groupings.append(Grouping(rows, keys.along, keys.source, interp.reason))
+    order = positions((rows,), keys[0], interp.reason, each_once=True)
+    return [positions((rows,), keys.along, keys.reason, source=keys.source), order]
 
 
 def top_k(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
@@ -108,16 +165,17 @@ def gather(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes, indices:
             )
     collapsed, batched = dims.collapsed_slice_dims, [*dims.operand_batching_dims]
     indexed = [a for a, n in enumerate(shape) if a not in batched and (a in collapsed or sizes[a] != n)]
-    if isinstance(indices, Positions):
-        if not _one_entry_each(indices, shape, indexed, dims.start_index_map, [sizes[axis] for axis in indexed]):
-            return None
-        if (along := operand[indexed[0]]) is not None:
-            unite(along, indices.along, interp.reason)
-    else:
-        interp.freeze(operand[axis] for axis in indexed)
+    found = _found_by(indices, dims.start_index_map, shape, {axis: sizes[axis] for axis in indexed})
+    if found is None:
+        return None
+    for axis in indexed:
+        if axis in found and (along := operand[axis]) is not None:
+            unite(along, found[axis].along, interp.reason)
+        elif axis not in found:
+            interp.freeze([operand[axis]])
     interp.freeze(indices[-1:])
-    for axis in indices:
-        tie(axis)
+    for own in indices:
+        tie(own)
     labels: dict[int, Hashable] = {axis: ("operand", axis) for axis in indexed}
     labels |= {a: ("index", i) for a, i in zip(batched, dims.start_indices_batching_dims, strict=True)}
     kept = [axis for axis in range(len(shape)) if axis not in collapsed and axis not in batched]
@@ -128,9 +186,8 @@ def gather(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes, indices:
     return interp.relate(
         [
             (operand, [labels.get(axis, axis) for axis in range(len(shape))]),
-            _with_their_axis(indices, of_indices, labels[indexed[0]])
-            if isinstance(indices, Positions)
-            else (indices, of_indices),
+            *(_with_their_axis(column, of_indices, labels[axis]) for axis, column in found.items()),
+            *([] if found else [(indices, of_indices)]),
         ],
         [[offset_labels[i] if i in offset_labels else ("index", next(index_axes)) for i in range(rank)]],
         {("result", axis): Axis(sizes[axis], interp.reason) for axis in indexed},
@@ -142,16 +199,38 @@ def _with_their_axis(indices: Positions, labels: Labels, along: Hashable) -> tup
     return (*indices, indices.along), [*labels, along]
 
 
-def _one_entry_each(
-    indices: Positions,
-    shape: Sequence[int],
-    indexed: Iterable[SupportsIndex],
-    by: Iterable[SupportsIndex],
-    sizes: Sequence[int],
-) -> bool:
-    """Whether each position means one entry along the only axis that is indexed, which is as long as theirs."""
-    axes = [int(axis) for axis in indexed]
-    return axes == [*by] and [*sizes] == [1] and not indices.shifted and shape[axes[0]] == indices.along.size
+def _found_by(
+    indices: Any, by: Sequence[SupportsIndex], shape: Sequence[int], indexed: Mapping[int, int]
+) -> dict[int, Positions] | None:
+    """For each axis that is looked up by positions, these; None if they mean anything but one entry each.
+
+    The indices have a column for each axis in `by`. Of those that are `indexed` it is how many entries are taken at
+    once; all others are taken whole, from zero on.
+    """
+    if not isinstance(indices, Positions | Places):
+        return {}
+    columns = indices.columns if isinstance(indices, Places) else (indices,)
+    found = {}
+    for axis, column in zip(map(int, by), columns, strict=False):
+        if isinstance(column, Positions):
+            if indexed.get(axis) != 1 or column.shifted or shape[axis] != column.along.size:
+                return None
+            found[axis] = column
+        elif axis not in indexed and column.value.any():
+            return None
+    return found if len(columns) == len(by) else None
+
+
+def join_columns(interp: Interpreter, eqn: core.JaxprEqn, *operands: Any) -> list[ArrayAxes] | None:
+    """Indices into several axes, if each operand is one column of them."""
+    last = len(shape_of(eqn.outvars[0])) - 1
+    if eqn.params["dimension"] != last or any(shape_of(atom)[last] != 1 for atom in eqn.invars):
+        return None
+    if not all(isinstance(operand, Positions | Known) for operand in operands):
+        return None
+    labels = [*range(last), "column"]
+    (axes,) = interp.relate([(tuple(operand), labels) for operand in operands], [labels])
+    return [places(axes, operands)]
 
 
 def scatter_at(
@@ -160,36 +239,66 @@ def scatter_at(
     """Writes to positions along an axis, which is that axis: the entries move with what they are chosen by.
 
     Of several updates of one entry the last is what stays there: their order is frozen, unless they are added up or
-    such.
+    such. Ones that are added to zeros count.
     """
     dims, shape = eqn.params["dimension_numbers"], shape_of(eqn.invars[0])
     inserted, batched = [*dims.inserted_window_dims], [*dims.operand_batching_dims]
     kept = [axis for axis in range(len(shape)) if axis not in inserted and axis not in batched]
     update_shape = [shape_of(eqn.invars[2])[axis] for axis in dims.update_window_dims]
-    if not isinstance(indices, Positions) or update_shape != [shape[axis] for axis in kept]:
+    found = _found_by(indices, dims.scatter_dims_to_operand_dims, shape, dict.fromkeys(inserted, 1))
+    if not found or update_shape != [shape[axis] for axis in kept]:
         return None
-    if not _one_entry_each(indices, shape, inserted, dims.scatter_dims_to_operand_dims, [1] * len(inserted)):
-        return None
-    (written,) = inserted
     operand, updates = interp.plain(operand), interp.plain(updates)
     together = dims.scatter_indices_batching_dims
     of_index = iter(range(len(indices) - 1))
     of_window = dict(zip(dims.update_window_dims, kept, strict=True))
     of_update = [of_window[i] if i in of_window else ("index", next(of_index)) for i in range(len(updates))]
-    if eqn.primitive.name == "scatter":
+    once = isinstance(indices, Positions) and indices.each_once
+    if eqn.primitive.name == "scatter" and not once:
         apart = {("index", i) for i in range(len(indices)) if i not in together}
         interp.freeze(axis for axis, label in zip(updates, of_update, strict=True) if label in apart)
+    by_number = [axis for axis in inserted if axis not in found]
+    interp.freeze(operand[axis] for axis in by_number)
     of_batch: dict[int, Hashable] = {axis: ("index", i) for axis, i in zip(batched, together, strict=True)}
-    array = [of_batch.get(axis, axis) for axis in range(len(shape))]
-    return interp.relate(
+
+    def labels(array: str) -> Labels:
+        return [(array, axis) if axis in by_number else of_batch.get(axis, axis) for axis in range(len(shape))]
+
+    of_indices = [("index", i) for i in range(len(indices))]
+    source = indices.source if _counts(eqn, operand, indices, updates) else None
+    (axes,) = interp.relate(
         [
-            (operand, array),
+            (operand, labels("operand")),
             (updates, of_update),
-            _with_their_axis(indices, [("index", i) for i in range(len(indices))], written),
+            *(_with_their_axis(column, of_indices, axis) for axis, column in found.items()),
         ],
-        [array],
-        {written: _tied(indices.along) if operand[written] is None else indices.along},
+        [labels("result")],
+        {
+            **{axis: column.along if operand[axis] else _tied(column.along) for axis, column in found.items()},
+            **{("result", axis): Axis(shape[axis], interp.reason) for axis in by_number},
+        },
     )
+    return [counts(axes, source) if source is not None else axes]
+
+
+def _counts(eqn: core.JaxprEqn, operand: Any, indices: Any, updates: Any) -> bool:
+    """Whether a scatter counts positions, in a type that holds their number."""
+    if eqn.primitive.name != "scatter-add" or not all(isinstance(array, Known) for array in (operand, updates)):
+        return False
+    is_count = not operand.value.any() and (updates.value == 1).all() and operand.value.ndim == 1
+    return bool(is_count and isinstance(indices, Positions) and holds_count(eqn.outvars[0], updates.value.size))
+
+
+def holds_count(atom: Any, count: int) -> bool:
+    """Whether an array is of an integer type that has all numbers up to this one."""
+    return bool(jnp.issubdtype(atom.aval.dtype, jnp.integer) and count <= jnp.iinfo(atom.aval.dtype).max)
+
+
+def convert_counts(interp: Interpreter, eqn: core.JaxprEqn, operand: Counts) -> list[ArrayAxes] | None:
+    """The same counts in a larger integer type."""
+    before, after = (atom.aval.dtype for atom in (eqn.invars[0], eqn.outvars[0]))  # type: ignore[attr-defined]
+    larger = jnp.issubdtype(after, jnp.integer) and jnp.iinfo(before).max <= jnp.iinfo(after).max
+    return [operand] if larger else None
 
 
 def _tied(axis: Axis) -> Axis:
@@ -203,7 +312,8 @@ def scatter(
 ) -> list[ArrayAxes]:
     """Elementwise over the axes that every update covers; all others are frozen.
 
-    A single window in a known place is a segment of each axis that it does not cover.
+    But updates that are added up, or such, may come in any order. A single window in a known place is a segment of each
+    axis that it does not cover.
     """
     dims = eqn.params["dimension_numbers"]
     shape, update_shape = shape_of(eqn.invars[0]), shape_of(eqn.invars[2])
@@ -220,8 +330,19 @@ def scatter(
     windowed = [axis for axis in range(len(shape)) if axis not in no_window]
     windows = zip(windowed, dims.update_window_dims, strict=True)
     covered = {i: axis for axis, i in windows if update_shape[i] == shape[axis]}  # {axis of updates: axis of operand}
-    interp.freeze(indices)
-    interp.freeze(axis for i, axis in enumerate(updates) if i not in covered)
+    apart = iter(range(len(indices) - 1))
+    of_update: list[Hashable] = [
+        covered.get(i, ("update", i)) if i in dims.update_window_dims else ("index", next(apart))
+        for i in range(len(updates))
+    ]
+    in_any_order = [
+        ("index", i)
+        for i in range(len(indices) - 1)
+        if eqn.primitive.name != "scatter" and i not in dims.scatter_indices_batching_dims
+    ]
+    of_index = [("index", i) for i in range(len(indices))]
+    for array, own in ((indices, of_index), (updates, of_update)):
+        interp.freeze(axis for axis, label in zip(array, own, strict=True) if label not in [*in_any_order, *windowed])
     interp.freeze(axis for i, axis in enumerate(operand) if i not in covered.values())
 
     def labels(array: str) -> Labels:
@@ -230,8 +351,8 @@ def scatter(
     return interp.relate(
         [
             (operand, labels("operand")),
-            (updates, [covered.get(i, ("update", i)) for i in range(len(updates))]),
-            (indices, [("index", i) for i in range(len(indices))]),
+            (updates, of_update),
+            (indices, of_index),
         ],
         [labels("result")],
         {("result", axis): Axis(size, interp.reason) for axis, size in enumerate(shape)},
@@ -252,18 +373,22 @@ def dynamic_slice(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes, *
 
 
 def dynamic_slice_at(interp: Interpreter, eqn: core.JaxprEqn, operand: Any, *starts: Any) -> list[ArrayAxes] | None:
-    """The entry at a position along an axis, which is the axis of the position; None for anything else."""
-    resized, shape = resized_axes(eqn.invars[0], eqn.outvars[0]), shape_of(eqn.invars[0])
-    if len(resized) != 1 or not isinstance(start := starts[resized[0]], Positions):
+    """The entry at positions along some axes, which are the axes of the positions; None for anything else."""
+    shape, sizes = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    resized = resized_axes(eqn.invars[0], eqn.outvars[0])
+    if not all(isinstance(starts[axis], Positions) for axis in resized):
         return None
-    (axis,) = resized
-    if not _one_entry_each(start, shape, resized, resized, [shape_of(eqn.outvars[0])[axis]]):
+    indexed = {axis: sizes[axis] for axis in resized}
+    found = _found_by(places((), [starts[axis] for axis in resized]), resized, shape, indexed)
+    if not found:
         return None
-    operand, _ = interp.plain(operand), [interp.plain(other) for i, other in enumerate(starts) if i != axis]
-    if (along := operand[axis]) is not None:
-        unite(along, start.along, interp.reason)
-    interp.record([((start.along,), [0])])  # whatever it was one of several positions of
-    return replace_axis(interp, operand, axis, [None])
+    operand, _ = interp.plain(operand), [interp.plain(start) for i, start in enumerate(starts) if i not in found]
+    for axis, start in found.items():
+        if (along := operand[axis]) is not None:
+            unite(along, start.along, interp.reason)
+        interp.record([((start.along,), [0])])  # whatever it was one of several positions of
+        (operand,) = replace_axis(interp, operand, axis, [None])
+    return [operand]
 
 
 def dynamic_update_slice(
@@ -306,13 +431,16 @@ def _update_segments(
     return interp.relate([(operand, labels("operand")), (update, labels("update"))], [labels("result")], updated)
 
 
-def same_positions(
+def reshape_positions(
     interp: Interpreter, eqn: core.JaxprEqn, operand: Positions, *rest: ArrayAxes
 ) -> list[ArrayAxes] | None:
-    """The same positions in another shape or integer type."""
+    """The same positions in another shape or integer type, or some of them, or copies."""
     if not holds_positions(eqn.outvars[0], operand.along):
         return None
-    (axes,) = interp.rules[eqn.primitive.name](interp, eqn, tuple(operand), *rest) or ()
+    (axes,) = map(interp.plain, interp.rules[eqn.primitive.name](interp, eqn, tuple(operand), *rest) or ())
+    before, after = (math.prod(shape_of(atom)) for atom in (eqn.invars[0], eqn.outvars[0]))
+    if before == after:
+        return [same_positions(axes, operand)]
     return [positions(axes, operand.along, operand.reason, operand.shifted)]
 
 
@@ -330,8 +458,9 @@ def at_least(interp: Interpreter, eqn: core.JaxprEqn, left: Any, right: Any) -> 
     found, bound = (left, right) if isinstance(left, Positions) else (right, left)
     if not isinstance(bound, Known) or (bound.value > 0).any() or found.shifted:
         return None
-    (axes,) = interp.relate([(tuple(found), range(len(found)))], [range(len(shape_of(eqn.outvars[0])))])
-    return [positions(axes, found.along, found.reason)]
+    if len(found) != len(shape_of(eqn.outvars[0])):
+        return None
+    return [found]
 
 
 def shift(interp: Interpreter, eqn: core.JaxprEqn, operand: Any, by: Any) -> list[ArrayAxes] | None:

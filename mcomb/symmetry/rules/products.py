@@ -1,11 +1,12 @@
 """Rules of products, convolutions and linear algebra."""
 
 from collections.abc import Hashable
+from typing import Any
 
 from jax.extend import core
 
-from mcomb.symmetry.axes import Axis, split_product
-from mcomb.symmetry.interpreter import ArrayAxes, Interpreter, Labels
+from mcomb.symmetry.axes import Axis, find, split_product, unite
+from mcomb.symmetry.interpreter import ArrayAxes, Counts, Interpreter, Labels
 from mcomb.symmetry.rules.common import freeze_everything, shape_of, split_list
 from mcomb.symmetry.rules.control import open_jaxpr
 
@@ -50,25 +51,59 @@ def convolution(interp: Interpreter, eqn: core.JaxprEqn, image: ArrayAxes, kerne
 def ragged_dot(
     interp: Interpreter, eqn: core.JaxprEqn, rows: ArrayAxes, matrices: ArrayAxes, sizes: ArrayAxes
 ) -> list[ArrayAxes]:
-    """A product of each group of rows with a matrix of its own; the order of rows and of groups matters.
-
-    Rows that are sorted by their group before and put back afterwards leave groups exchangeable. But that is a property
-    of the three together: the sorted rows by themselves depend on the order of the groups.
-    """
+    """A product of each group of rows with a matrix of its own; the order of rows and of groups matters."""
     interp.explain(eqn.primitive.name, "groups take the rows in turn")
+    axes = _ragged_axes(eqn)
+    if axes is None:
+        return freeze_everything(interp, eqn, rows, matrices, sizes)
+    ragged, group = axes
+    interp.freeze([rows[ragged], matrices[group], *sizes])
+    return _ragged_product(interp, eqn, rows, matrices, Axis(shape_of(eqn.invars[0])[ragged], interp.reason))
+
+
+def ragged_dot_of_groups(
+    interp: Interpreter, eqn: core.JaxprEqn, rows: Any, matrices: Any, sizes: Any
+) -> list[ArrayAxes] | None:
+    """The same of rows that were sorted by the very groups that are counted: the groups may be exchanged.
+
+    For each row then meets the matrix of its group, wherever these are.
+    """
+    axes = _ragged_axes(eqn)
+    rows, matrices = interp.plain(rows), interp.plain(matrices)
+    if axes is None or not isinstance(sizes, Counts) or rows[axes[0]] is None:
+        return None
+    ragged, group = axes
+    found = [one for one in interp.groupings if find(one.rows) is find(rows[ragged]) and one.source is sizes.source]
+    if not found:
+        return None
+    groups = found[0].groups
+    for axis in (matrices[group], *sizes):
+        if axis is not None:
+            unite(groups, axis, interp.reason)
+    interp.record([((groups,), ["groups"])])
+    return _ragged_product(interp, eqn, rows, matrices, rows[ragged])
+
+
+def _ragged_axes(eqn: core.JaxprEqn) -> tuple[int, int] | None:
+    """The axis of rows on the left and that of groups on the right; None for products of another kind."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (contracted, batch), (ragged,) = numbers.dot_dimension_numbers, numbers.lhs_ragged_dimensions
     groups = list(numbers.rhs_group_dimensions)
-    if len(groups) != 1 or ragged in contracted[0] or any(batch):
-        return freeze_everything(interp, eqn, rows, matrices, sizes)
-    interp.freeze([rows[ragged], matrices[groups[0]], *sizes])
+    return None if len(groups) != 1 or ragged in contracted[0] or any(batch) else (ragged, groups[0])
+
+
+def _ragged_product(
+    interp: Interpreter, eqn: core.JaxprEqn, rows: ArrayAxes, matrices: ArrayAxes, result_rows: Axis
+) -> list[ArrayAxes]:
+    """Rows times matrices, with these rows in the result, and without the groups."""
+    ragged, group = _ragged_axes(eqn) or (0, 0)
+    contracted = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0]
     shared = [{axis: ("contracted", i) for i, axis in enumerate(side)} for side in contracted]
     left = [shared[0].get(axis, ("left", axis)) for axis in range(len(rows))]
     right = [shared[1].get(axis, ("right", axis)) for axis in range(len(matrices))]
     kept = [label for label in left if label[0] == "left"]
-    kept += [label for axis, label in enumerate(right) if label[0] == "right" and axis not in groups]
-    new = {("left", ragged): Axis(shape_of(eqn.invars[0])[ragged], interp.reason)}
-    return interp.relate([(rows, left), (matrices, right)], [kept], new)
+    kept += [label for axis, label in enumerate(right) if label[0] == "right" and axis != group]
+    return interp.relate([(rows, left), (matrices, right)], [kept], {("left", ragged): result_rows})
 
 
 def factorisation(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:

@@ -3,7 +3,7 @@
 from jax.extend import core
 
 from mcomb.symmetry.axes import split_product
-from mcomb.symmetry.interpreter import ArrayAxes, Interpreter
+from mcomb.symmetry.interpreter import ArrayAxes, Interpreter, turn
 from mcomb.symmetry.rules.common import other_axes, positional, shape_of
 from mcomb.symmetry.rules.shapes import replace_axis
 
@@ -29,8 +29,8 @@ def cumulative(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> l
 
 
 def reverse(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
-    """Freezes the axes whose order is turned round: entries that were moved would come out in another place."""
-    return positional(interp, eqn, [operand], eqn.params["dimensions"])
+    """The operand, turned round."""
+    return [turn(operand, eqn.params["dimensions"], interp.reason)]
 
 
 def fft(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
