@@ -463,6 +463,7 @@ def sort_by_expert(rng: Rng, param: Any, values: Values) -> Result:
         lambda: result[::-1][jnp.argsort(order)],
         lambda: zeros + result.max(0, keepdims=True),
         lambda: zeros + jnp.argsort(index[order]).reshape(-1, 1),
+        lambda: zeros + jax.lax.fori_loop(0, rng.integers(1, 3), lambda i, sums: sums * 0.5 + result, zeros),
     ]
     return ways[rng.integers(len(ways))]().reshape(*value.shape[:-1], -1)
 
@@ -502,6 +503,11 @@ def use_positions(rng: Rng, param: Any, values: Values) -> Result:
         lambda: value * jnp.take(param(len(rows)), jnp.take(param(width), largest).argmax()),
         lambda: value * jnp.take(param(width), jax.lax.map(lambda one: rows.sum() + one, jnp.ones(width)).argmax()),
         lambda: value * along_last(jnp.bincount(largest, length=width) + (largest[0] != np.arange(width))),
+        lambda: value * (jnp.take(param(width), jnp.append(largest[:1], largest[-1:])) @ param(2)),
+        lambda: value * (param(width, 3)[largest[0], np.array([2, 0, 1])] @ param(3)),
+        lambda: value * param(width, width)[largest, (-rows).argmax(-1)].sum(),
+        lambda: value * (jnp.zeros((3, width)).at[np.arange(3), largest[0]].add(param(3)).sum(1) @ param(3)),
+        lambda: value * (jnp.zeros(3).at[largest % 3].add(rows.sum(1)) @ param(3)),
         lambda: rows * jax.lax.select_n(-1, largest, (-rows).argmax(-1)).reshape(-1, 1),
     ]
     result = ways[rng.integers(len(ways))]()

@@ -59,6 +59,14 @@ def count_examples(inputs: Inputs, labels: Labels = None) -> int:
     return next(iter(counts.values()))[0]
 
 
+def map_examples(function: Callable[[Any], Any], examples: Any) -> Any:
+    """What a function gives for each example: at once, or one after the other where JAX cannot batch an operation."""
+    try:
+        return jax.vmap(function)(examples)
+    except NotImplementedError:  # as for `ragged_dot` of matrices that are the same for all examples
+        return jax.lax.map(function, examples)
+
+
 def output_shapes(fn: Callable[..., Any], *args: Any) -> Any:
     """The shapes and dtypes of what a function returns; an error if it cannot be called with these arguments."""
     try:

@@ -25,6 +25,7 @@ from mcomb.base import (
     UserError,
     count_examples,
     is_inexact,
+    map_examples,
     map_named,
     named_leaves,
     require_alike,
@@ -192,7 +193,7 @@ def _squared_gradients(
         start = jax.tree.map(lambda leaf, ours: leaf if ours else jnp.zeros(()), params, is_learnable)
 
         def add(sums: Params, rows: Any) -> tuple[Params, None]:
-            gradients = jax.vmap(jax.grad(loss), (None, 0))(start, rows)
+            gradients = map_examples(partial(jax.grad(loss), start), rows)
 
             def square(gradient: Array) -> Array:
                 each = jnp.square(at_least_float32(jnp.abs(gradient)))

@@ -13,7 +13,17 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
-from mcomb.base import Apply, Array, Inputs, Params, UserError, count_examples, output_shapes, require_whole
+from mcomb.base import (
+    Apply,
+    Array,
+    Inputs,
+    Params,
+    UserError,
+    count_examples,
+    map_examples,
+    output_shapes,
+    require_whole,
+)
 from mcomb.dead_units import varies
 from mcomb.devices import (
     AXIS,
@@ -63,8 +73,8 @@ def match_activations(
     Weights decide between units that activations do not tell apart, such as those that never vary, or are multiples of
     one another: where correlations are as high to a ten-thousandth. Units of which none varies, as with a single input,
     and units that are active in no array that can be looked at, because they are only inside branches, while loops or a
-    shard_map, between parameters, or in entries of a stack that are read one by one, are matched by weights alone. A
-    warning names them.
+    shard_map, between parameters, in entries of a stack that are read one by one, or in rows that are sorted by group,
+    are matched by weights alone. A warning names them.
     """
     check_networks(spec, a, b)
     count_examples(inputs)
@@ -84,7 +94,8 @@ def match_activations(
     if unseen := [name for name in by_weights if name not in every]:
         warnings.warn(
             f"units of {', '.join(unseen)} are only inside branches, while loops or a shard_map, between parameters, "
-            "or in entries of a stack, where activations are not seen: they are matched by weights",
+            "in entries of a stack or in rows that are sorted by group, where activations cannot be compared: they are "
+            "matched by weights",
             stacklevel=2,
         )
     parts = list(weight_parts(spec, a, b))
@@ -300,7 +311,7 @@ def _compare(
 
     def activations(network: Intermediates, active: Active, params: Params, examples: Inputs) -> dict[str, list[Array]]:
         run = network.tap({array.id for arrays in active.values() for array in arrays})
-        values = jax.vmap(lambda example: run(params, jax.tree.map(lambda x: x[None], example))[1])(examples)
+        values = map_examples(lambda example: run(params, jax.tree.map(lambda x: x[None], example))[1], examples)
         return {
             name: parts
             for name, arrays in active.items()

@@ -3,7 +3,7 @@
 import collections
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from types import MappingProxyType
@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.extend import core, source_info_util
 
-from mcomb.symmetry.axes import Axis, concatenation, find, freeze, product, unite
+from mcomb.symmetry.axes import Axis, atoms, concatenation, find, freeze, product, unite
 
 ArrayAxes = tuple[Axis | None, ...]
 """The axes of an array; None for one along which all entries are equal."""
@@ -199,6 +199,7 @@ class Interpreter:
         self.results: dict[EqnPath, list[ArrayAxes]] = {}  # of each equation; enclosing scans' steps come first
         self.loop_axes: list[Axis] = []  # of what loops carry from step to step, or return
         self.groupings: list[Grouping] = []
+        self.shards = 0  # how many `shard_map`s we are inside of
         self.expressions: dict[Any, Hashable] = {}  # for each scalar of the current jaxpr, how it is computed
         self._path: EqnPath = ()
         self._scopes = [""]
@@ -309,18 +310,7 @@ class Interpreter:
     def _store(self, path: EqnPath, results: Sequence[ArrayAxes]) -> None:
         """Stores an equation's results; a loop's body is interpreted several times, and the last time counts."""
         steps = tuple(axis for _, axis in self.scan_steps)
-        self.results[path] = [(*steps, *self._in_their_order(axes)) for axes in results]
-
-    def _in_their_order(self, array: ArrayAxes) -> ArrayAxes:
-        """The axes along which an array has its entries in the order of the axis.
-
-        In one whose rows were sorted by what is computed from the data, two networks' entries have nothing in common.
-        """
-        in_groups = {find(grouping.rows) for grouping in self.groupings}
-        if in_groups and not in_groups.isdisjoint(find(axis) for axis in array if axis is not None):
-            return (None,) * len(array)
-        turned = array.turned if isinstance(array, Reversed) else ()
-        return tuple(None if i in turned else axis for i, axis in enumerate(array))
+        self.results[path] = [(*steps, *_unturned(axes)) for axes in results]
 
     def new_axes(self, shape: Sequence[int], frozen: str | None = None) -> ArrayAxes:
         """New axes of the given sizes."""
@@ -390,14 +380,22 @@ class Interpreter:
         self.operations.append([self.scan_steps + axes for axes in labelled])
 
     def break_up_groupings(self, others: Iterable[Axis]) -> None:
-        """Freezes the groups by which rows were sorted, if their order comes to matter, or others move with them."""
+        """Freezes the groups by which rows were sorted, if their order comes to matter, or others move with them.
+
+        A loop may carry sorted rows from one step to another, which sorts them in another order. And of two networks
+        the sorted rows have nothing in common, so that no units are to be found in them.
+        """
         sorts = collections.Counter(find(grouping.rows) for grouping in self.groupings)
-        others = {*map(find, others)}
+        others = {*map(find, others), *(atom for axis in self.loop_axes for atom in atoms(axis))} if sorts else set()
         for grouping in self.groupings * len(self.groupings):  # groups may be rows that were sorted before
             rows = find(grouping.rows)
             if rows.frozen or rows.parts or rows in others or sorts[rows] > 1:
                 freeze(rows, grouping.reason)
                 freeze(grouping.groups, rows.frozen or grouping.reason)
+        for path, arrays in self.results.items() if sorts else ():
+            self.results[path] = [
+                axes if sorts.keys().isdisjoint(_atoms_of(axes)) else (None,) * len(axes) for axes in arrays
+            ]
 
     def split(self, axis: Axis | None, sizes: Sequence[int], split: Callable[..., list[Axis] | None]) -> ArrayAxes:
         """The parts of an axis by `split_product` or `split_segments`; where it cannot be split it is frozen."""
@@ -435,6 +433,17 @@ def _expression(eqn: core.JaxprEqn, known: Mapping[Any, Hashable], path: EqnPath
         return (*path, result)
     operands = [np.asarray(a.val).item() if isinstance(a, core.Literal) else known.get(a, a) for a in eqn.invars]
     return (eqn.primitive.name, str(eqn.outvars[0].aval), *operands)
+
+
+def _atoms_of(axes: ArrayAxes) -> Iterator[Axis]:
+    """The atoms of all axes of an array."""
+    return (atom for axis in axes if axis is not None for atom in atoms(axis))
+
+
+def _unturned(axes: ArrayAxes) -> ArrayAxes:
+    """The axes along which the entries of an array are in the order of the axis."""
+    turned = axes.turned if isinstance(axes, Reversed) else ()
+    return tuple(None if i in turned else axis for i, axis in enumerate(axes))
 
 
 def _without_ones(axes: ArrayAxes) -> ArrayAxes:

@@ -127,6 +127,34 @@ def test_units_inside_a_while_loop_are_matched_by_weights_and_named():
         assert_equal(match_activations(spec, params, permuted, fn, x).perms, expected)
 
 
+@pytest.mark.parametrize("flat", [False, True])
+def test_units_of_rows_that_are_sorted_by_expert_are_matched_by_weights_and_named(flat):
+    """Of two networks these are different rows, unless both choose alike, and the rows of each in another order."""
+    rng = np.random.default_rng(0)
+    params = {"router": (4, 3), "in": (3, 4, 6), "out": (3, 6, 6), "last": (6, 2)}
+    params = {name: np.float32(rng.normal(size=shape)) for name, shape in params.items()}
+
+    def apply(params, x):
+        rows = x.reshape(-1, 4)
+        index = jnp.argmax(rows @ params["router"], axis=-1)
+        order, sizes = jnp.argsort(index), jnp.bincount(index, length=3)
+        hidden = jnp.tanh(jax.lax.ragged_dot(rows[order], params["in"], sizes))
+        if flat:
+            hidden = hidden.reshape(-1) * 2
+            hidden = hidden.reshape(-1, 6)
+        hidden = jax.lax.ragged_dot(hidden, params["out"], sizes)[jnp.argsort(order)]
+        return jnp.tanh(hidden).reshape(len(x), -1, 6).mean(1) @ params["last"]
+
+    inputs = np.float32(rng.normal(size=(40, 5, 4)))
+    spec = permutation_spec(apply, params, inputs)
+    assert sorted(spec.sizes.values()) == [3, 6, 6]
+    permuted, expected = planted(spec, params)
+    with pytest.warns(UserWarning, match="units of in are only .* rows that are sorted by group"):
+        matching = match_activations(spec, params, permuted, apply, inputs)
+    assert matching.by_weights == ("in",)
+    assert_equal(matching.perms, expected)
+
+
 def test_units_that_do_not_vary_over_single_examples_are_matched_by_weights_and_named():
     """There is only one, or each is compared with the others of a batch, of which it is the only one."""
 

@@ -222,6 +222,33 @@ def sorted_in_every_step(params, x):
     return jax.lax.scan(step, x, params["shift"])[1].sum(0)[:1] @ params["last"]
 
 
+def sorted_rows(params, x):
+    index = jnp.argmax(x @ params["router"], axis=-1)
+    return jax.lax.ragged_dot(x[jnp.argsort(index)], params["in"], jnp.bincount(index, length=3))
+
+
+def sorted_in_a_while_loop(params, x):
+    """The same, in a loop whose carry has an axis that is free before."""
+
+    def body(carry):
+        i, sums = carry
+        return i + 1, sums + sorted_rows(params, x * jnp.cos(i + params["shift"])).sum(1)
+
+    start = jnp.concatenate([jnp.full(ROWS, params["shift"].sum()), jnp.zeros(2)])[:ROWS]
+    return jnp.square(jax.lax.while_loop(lambda carry: carry[0] < 3, body, (0, start))[1]).sum()
+
+
+def sorted_on_each_device(params, x):
+    """Rows of different devices are added up: they are sorted by what each device computes."""
+
+    def inner(params, x):
+        return jax.lax.psum(sorted_rows(params, x), "units")
+
+    mesh = Mesh(np.array(jax.devices()[:2]), "units")
+    run = jax.shard_map(inner, mesh=mesh, in_specs=(P(), P("units")), out_specs=P(), check_vma=False)
+    return jnp.square(run(params, x)).sum(0) @ params["last"]
+
+
 def sparse_code(params, x):
     """Only the largest two units of each row are active."""
 
@@ -452,6 +479,10 @@ PROGRAMS = {
     ),
     "rows sorted by two routers": Program(sorted_twice, ONE_OUTPUT | {"other": (FEATURES, 3)}, [(UNITS,)]),
     "rows sorted in every step": Program(sorted_in_every_step, ONE_OUTPUT | {"shift": (2, 3)}, [(2,), (UNITS,)]),
+    "rows sorted in a while loop": Program(
+        sorted_in_a_while_loop, {"router": (FEATURES, 3), "in": (3, FEATURES, UNITS), "shift": (FEATURES,)}, [(UNITS,)]
+    ),
+    "rows sorted on each device": Program(sorted_on_each_device, ONE_OUTPUT, [(UNITS,)]),
     "experts by one-hot vectors": Program(experts_by_one_hot, EXPERTS, [(3,), (3, UNITS)]),
     "experts by gather": Program(experts_by_gather, EXPERTS, [(3,), (UNITS,)]),
     "the best expert": Program(switch, ONE_OUTPUT, [(3,), (UNITS,)]),
@@ -677,6 +708,21 @@ PROGRAMS = {
     ),
     "looked up by a position and a number": weights(
         lambda a, c: c[jnp.argmax(a, 1), jnp.array([2, 0])].sum(), [(6,)], (2, 6), (6, 3)
+    ),
+    "looked up by several positions in turn": weights(
+        lambda a, b, c: a[jnp.array([jnp.argmax(a), jnp.argmax(b)])] @ c, [], (6,), (6,), (2,)
+    ),
+    "positions beside numbers": weights(
+        lambda a, b: jnp.append(jnp.argmax(a, keepdims=True), 0).astype(float) @ b, [], (6,), (2,)
+    ),
+    "looked up by a position and by numbers": weights(
+        lambda a, b, c: a[jnp.argmax(b), jnp.array([2, 0, 1])] @ c, [(6,)], (6, 3), (6,), (3,)
+    ),
+    "added up at a position of each row": weights(
+        lambda a, b: jnp.square(jnp.zeros((3, 6)).at[jnp.arange(3), jnp.argmax(a)].add(b)).sum(1) @ jnp.arange(3.0),
+        [(6,)],
+        (6,),
+        (3,),
     ),
     "added up where numbers say": weights(lambda a, b: jnp.zeros(2).at[(a > 0).astype(int)].add(b), [(6,)], (6,), (6,)),
     "written where numbers say": weights(lambda a, b: jnp.zeros(2).at[(a > 0).astype(int)].set(b), [], (6,), (6,)),

@@ -130,7 +130,9 @@ def shard_map(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> 
         return tuple(Axis(shape[i], reason) if i in shared else axis for i, axis in enumerate(axes))
 
     inner = zip(operands, eqn.params["in_specs"], jaxpr.invars, strict=True)
+    interp.shards += 1
     results = interp.interpret(jaxpr, (), [convert(axes, spec, shape_of(var)) for axes, spec, var in inner])
+    interp.shards -= 1
     outer = zip(results, eqn.params["out_specs"], eqn.outvars, strict=True)
     return [convert(axes, spec, shape_of(var)) for axes, spec, var in outer]
 

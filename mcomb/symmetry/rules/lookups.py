@@ -117,7 +117,7 @@ def sort_rows(interp: Interpreter, eqn: core.JaxprEqn, *operands: Any) -> list[A
     row once, nothing is equal.
     """
     p = eqn.params
-    if len(operands) != 2 or p["num_keys"] != 1 or len(operands[0]) != 1 or interp.scan_steps:
+    if len(operands) != 2 or p["num_keys"] != 1 or len(operands[0]) != 1 or interp.scan_steps or interp.shards:
         return None
     keys, numbers = operands
     if not isinstance(keys, Positions) or keys.shifted or keys[0] is None or not isinstance(numbers, Known):
@@ -165,7 +165,8 @@ def gather(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes, indices:
             )
     collapsed, batched = dims.collapsed_slice_dims, [*dims.operand_batching_dims]
     indexed = [a for a, n in enumerate(shape) if a not in batched and (a in collapsed or sizes[a] != n)]
-    found = _found_by(indices, dims.start_index_map, shape, {axis: sizes[axis] for axis in indexed})
+    in_order = eqn.params["indices_are_sorted"]
+    found = _found_by(indices, dims.start_index_map, shape, {axis: sizes[axis] for axis in indexed}, in_order)
     if found is None:
         return None
     for axis in indexed:
@@ -187,7 +188,7 @@ def gather(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes, indices:
         [
             (operand, [labels.get(axis, axis) for axis in range(len(shape))]),
             *(_with_their_axis(column, of_indices, labels[axis]) for axis, column in found.items()),
-            *([] if found else [(indices, of_indices)]),
+            *([] if isinstance(indices, Positions) else [(tuple(indices), of_indices)]),
         ],
         [[offset_labels[i] if i in offset_labels else ("index", next(index_axes)) for i in range(rank)]],
         {("result", axis): Axis(sizes[axis], interp.reason) for axis in indexed},
@@ -200,15 +201,22 @@ def _with_their_axis(indices: Positions, labels: Labels, along: Hashable) -> tup
 
 
 def _found_by(
-    indices: Any, by: Sequence[SupportsIndex], shape: Sequence[int], indexed: Mapping[int, int]
+    indices: Any,
+    by: Sequence[SupportsIndex],
+    shape: Sequence[int],
+    indexed: Mapping[int, int],
+    in_order: bool = False,
 ) -> dict[int, Positions] | None:
     """For each axis that is looked up by positions, these; None if they mean anything but one entry each.
 
     The indices have a column for each axis in `by`. Of those that are `indexed` it is how many entries are taken at
-    once; all others are taken whole, from zero on.
+    once; all others are taken whole, from zero on. Nor may they be promised to be `in_order`, which a permutation would
+    break.
     """
     if not isinstance(indices, Positions | Places):
         return {}
+    if in_order:
+        return None
     columns = indices.columns if isinstance(indices, Places) else (indices,)
     found = {}
     for axis, column in zip(map(int, by), columns, strict=False):
@@ -229,7 +237,8 @@ def join_columns(interp: Interpreter, eqn: core.JaxprEqn, *operands: Any) -> lis
     if not all(isinstance(operand, Positions | Known) for operand in operands):
         return None
     labels = [*range(last), "column"]
-    (axes,) = interp.relate([(tuple(operand), labels) for operand in operands], [labels])
+    new = {"column": Axis(len(operands), interp.reason)}
+    (axes,) = interp.relate([(tuple(operand), labels) for operand in operands], [labels], new)
     return [places(axes, operands)]
 
 
@@ -245,7 +254,8 @@ def scatter_at(
     inserted, batched = [*dims.inserted_window_dims], [*dims.operand_batching_dims]
     kept = [axis for axis in range(len(shape)) if axis not in inserted and axis not in batched]
     update_shape = [shape_of(eqn.invars[2])[axis] for axis in dims.update_window_dims]
-    found = _found_by(indices, dims.scatter_dims_to_operand_dims, shape, dict.fromkeys(inserted, 1))
+    in_order = eqn.params["indices_are_sorted"]
+    found = _found_by(indices, dims.scatter_dims_to_operand_dims, shape, dict.fromkeys(inserted, 1), in_order)
     if not found or update_shape != [shape[axis] for axis in kept]:
         return None
     operand, updates = interp.plain(operand), interp.plain(updates)
@@ -271,6 +281,7 @@ def scatter_at(
             (operand, labels("operand")),
             (updates, of_update),
             *(_with_their_axis(column, of_indices, axis) for axis, column in found.items()),
+            *([] if isinstance(indices, Positions) else [(tuple(indices), of_indices)]),
         ],
         [labels("result")],
         {
@@ -339,6 +350,7 @@ def scatter(
         ("index", i)
         for i in range(len(indices) - 1)
         if eqn.primitive.name != "scatter" and i not in dims.scatter_indices_batching_dims
+        if not eqn.params["indices_are_sorted"]
     ]
     of_index = [("index", i) for i in range(len(indices))]
     for array, own in ((indices, of_index), (updates, of_update)):
