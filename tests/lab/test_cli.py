@@ -195,6 +195,15 @@ def test_what_failed_in_the_background_is_not_printed_after_our_own_line(caplog)
     assert not caplog.records
 
 
+@pytest.fixture
+def interruptible():
+    """As in the foreground: of what a shell runs in the background, Ctrl-C ends nothing."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("too_soon", [False, True], ids=["", "even too soon"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_that_python_drops_comes_again(number, too_soon, capsys, monkeypatch):
