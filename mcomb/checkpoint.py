@@ -19,6 +19,7 @@ from safetensors.numpy import save
 from mcomb.base import Params, UserError, first_words, named_leaves
 from mcomb.files import AnyPath, absolute, as_path, atomic, in_store, readable, require_folder
 from mcomb.fingerprints import fingerprint
+from mcomb.interrupts import raise_again
 from mcomb.names import Table, to_ours
 
 T = TypeVar("T")
@@ -240,6 +241,7 @@ def reading(folder: AnyPath, read: Callable[[], T]) -> T:
     try:
         return read()
     except Exception as error:
+        raise_again()  # an interrupt says nothing of the checkpoint, either
         if number := system_error(error):
             raise OSError(number, os.strerror(number), str(folder)) from error
         if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 
 # Lowest first: a module may import those of its own line and of the lines before.
 LIBRARY = (
-    ("mcomb.base", "mcomb.processes", "mcomb.progress"),
+    ("mcomb.base", "mcomb.interrupts", "mcomb.processes", "mcomb.progress"),
     (
         "mcomb.devices",
         "mcomb.files",

@@ -25,6 +25,7 @@ from mcomb import processes
 from mcomb.base import UserError
 from mcomb.devices import use_a_device_per_core
 from mcomb.files import AnyPath, as_path
+from mcomb.interrupts import interrupted_by, interruptible
 from mcomb.progress import coloured, set_mode
 
 C = TypeVar("C")
@@ -175,23 +176,26 @@ def run(main: Callable[[], object]) -> None:
     jax.config.update("jax_default_matmul_precision", "highest")  # float32 is float32, also on accelerators
     _mute_orbax()
     _repeat_lost_interrupts()
-    before = signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        main()
-        processes.leave(None, 0)
-    except UserError as error:
+    with interruptible():
+        try:
+            main()
+            processes.leave(None, 0)
+        except (Exception, KeyboardInterrupt) as error:
+            _end(error)
+
+
+def _end(error: Exception | KeyboardInterrupt) -> None:
+    """Ends the program with one line that says why, or with the error if nobody can mend it."""
+    number = error.args[0] if isinstance(error, KeyboardInterrupt) and error.args else interrupted_by()
+    if number or isinstance(error, KeyboardInterrupt):
+        sys.exit(_fail("interrupted: the same command goes on from here", 128 + (number or signal.SIGINT)))
+    if isinstance(error, UserError):
         sys.exit(_fail(str(error), error.exit_code))
-    except KeyboardInterrupt as error:
-        number = error.args[0] if error.args else signal.SIGINT
-        sys.exit(_fail("interrupted: the same command goes on from here", 128 + number))
-    except Exception as error:
-        if reason := _lacking(error):
-            sys.exit(_fail(f"{reason}, and the same command goes on from here", 1))
-        if not processes.are_several():
-            raise
-        _fail(processes.explain(error), 1)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    if reason := _lacking(error):
+        sys.exit(_fail(f"{reason}, and the same command goes on from here", 1))
+    if not processes.are_several():
+        raise error
+    _fail(processes.explain(error), 1)
 
 
 @cache
@@ -228,10 +232,6 @@ def _repeat_lost_interrupts() -> None:
                 continue
 
     sys.unraisablehook = hook
-
-
-def _interrupt(number: int, frame: object) -> NoReturn:
-    raise KeyboardInterrupt(number)
 
 
 def _lacking(error: Exception) -> str | None:

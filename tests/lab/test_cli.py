@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import pytest
 
 from mcomb.base import Diverged, UserError
+from mcomb.checkpoint import reading
 from mcomb.lab import cli
 from mcomb.lab.cli import Flag
 
@@ -178,6 +179,46 @@ def test_a_machine_that_is_taken_away_ends_a_program_like_an_interrupt(capsys):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.fixture
+def interruptible():
+    """As in the foreground: of what a shell runs in the background, Ctrl-C ends nothing."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_that_others_turn_into_an_error_of_theirs_is_still_one(number, tmp_path, capsys):
+    """As orbax may while it reads: a good checkpoint is not taken for a damaged one then."""
+    seen = []
+
+    def read():
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(30)
+        except KeyboardInterrupt:
+            raise ValueError("the data are damaged") from None
+
+    def main():
+        try:
+            reading(tmp_path, read)
+        except UserError as error:
+            seen.append(error)
+            raise
+
+    with pytest.raises(SystemExit) as stopped:
+        cli.run(main)
+    assert not seen
+    assert stopped.value.code == 128 + number
+    with pytest.raises(SystemExit) as stopped:
+        cli.run(read)
+    assert stopped.value.code == 128 + number
+    assert capsys.readouterr().err == 2 * "error: interrupted: the same command goes on from here\n"
+    with pytest.raises(UserError, match="cannot be read"):  # an interrupt of before is forgotten
+        reading(tmp_path, lambda: 1 / 0)
+
+
 def test_what_failed_in_the_background_is_not_printed_after_our_own_line(caplog):
     """As the other parts of a checkpoint that orbax could not write for want of room."""
 
@@ -193,14 +234,6 @@ def test_what_failed_in_the_background_is_not_printed_after_our_own_line(caplog)
     asyncio.run(leave_behind())
     gc.collect()
     assert not caplog.records
-
-
-@pytest.fixture
-def interruptible():
-    """As in the foreground: of what a shell runs in the background, Ctrl-C ends nothing."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("interruptible")
