@@ -40,6 +40,8 @@ def write_checkpoint(path: str | os.PathLike[str], params: Params, metadata: Map
     leaves = named_leaves(params)
     if path.suffix in FILES:
         require_folder(path)
+    else:
+        _require_entries(path, leaves)
     if path.suffix == NUMPY:
         _require_own_dtypes(path, leaves)
     try:
@@ -61,8 +63,9 @@ def write_checkpoint(path: str | os.PathLike[str], params: Params, metadata: Map
         else:
             import orbax.checkpoint as ocp  # it takes half a second, for those who use it
 
+            tree = np.asarray(params) if "" in leaves else params  # of single leaves, it only takes NumPy's arrays
             with ocp.StandardCheckpointer() as checkpointer:
-                checkpointer.save(absolute(path), params, custom_metadata=fingerprint_entry(params))
+                checkpointer.save(absolute(path), tree, custom_metadata=fingerprint_entry(params))
     except Exception as error:
         raise UserError(f"checkpoint {path} cannot be written ({first_words(error)}): mend that") from error
 
@@ -74,6 +77,16 @@ def _require_own_dtypes(path: AnyPath, leaves: Mapping[str, Any]) -> None:
         if isinstance(dtype, np.dtype) and dtype.isbuiltin != 1:
             problem = f"cannot be written, for it would hold {name} of dtype {dtype}, which NumPy's format has not"
             raise UserError(f"{path} {problem}: give a name that ends in {SAFETENSORS}, or one of an orbax folder")
+
+
+def _require_entries(path: AnyPath, leaves: Mapping[str, Any]) -> None:
+    """An error that says what an orbax folder cannot hold: orbax itself would, but leave a thread that goes on."""
+    without = [name or "its only leaf" for name, leaf in leaves.items() if 0 in np.shape(leaf)]
+    if without or not leaves:
+        problem = f"{without[0]} has no entries" if without else "the tree has no leaves"
+        raise UserError(
+            f"{path} cannot be written, for {problem}, and orbax takes no such: give a name in {SAFETENSORS}"
+        )
 
 
 def _in_order(content: bytes) -> bytes:
@@ -123,23 +136,35 @@ def fit_tree(
     whose: str = "the model",
     remedy: str = "give one of the same setup and width",
 ) -> Params:
-    """The tree in the structure and dtypes of `target`, which is that of `whose`; a difference is an error."""
+    """The tree in the structure and dtypes of `target`, which is that of `whose`; a difference is an error.
+
+    A plain number in the target says nothing of the dtype.
+    """
     found, wanted = named_leaves(tree), named_leaves(target)
+    dtypes = {name: _dtype(leaf, found[name]) for name, leaf in wanted.items() if name in found}
     problems = []
     for name in sorted(found.keys() | wanted.keys()):
-        if name not in found or name not in wanted:
-            called = name or "a leaf without a name"
-            problems.append(f"has no {name}" if name not in found else f"has {called}, which {whose} does not")
-        elif found[name].shape != wanted[name].shape:
-            problems.append(f"has {name} of shape {found[name].shape} where {whose} has {wanted[name].shape}")
-        elif not _casts(found[name].dtype, wanted[name].dtype):
-            problems.append(f"has {name} of dtype {found[name].dtype} where {whose} has {wanted[name].dtype}")
+        called = name or "a leaf without a name"
+        if name not in found:
+            problems.append(f"has no {name or 'leaf without a name'}")
+        elif name not in wanted:
+            problems.append(f"has {called}, which {whose} does not")
+        elif (shape := found[name].shape) != np.shape(wanted[name]):
+            problems.append(f"has {called} of shape {shape} where {whose} has {np.shape(wanted[name])}")
+        elif not _casts(dtype := found[name].dtype, dtypes[name]):
+            problems.append(f"has {called} of dtype {dtype} where {whose} has {dtypes[name]}")
     if problems:
         more = f", and {len(problems) - 3} more such" if len(problems) > 3 else ""
         raise UserError(f"{what} {', '.join(problems[:3])}{more}: {remedy}")
-    same = {name: found[name].dtype == leaf.dtype for name, leaf in wanted.items()}
-    leaves = [found[name] if same[name] else jnp.asarray(found[name], leaf.dtype) for name, leaf in wanted.items()]
+    leaves = [
+        found[name] if found[name].dtype == dtype else jnp.asarray(found[name], dtype) for name, dtype in dtypes.items()
+    ]
     return jax.tree.unflatten(jax.tree.structure(target), leaves)
+
+
+def _dtype(leaf: Any, found: Any) -> Any:
+    """The dtype of a leaf of the target; of a plain number, that of what was found in its place if it can hold it."""
+    return leaf.dtype if hasattr(leaf, "dtype") else np.result_type(found.dtype, leaf)
 
 
 def _casts(dtype: Any, to: Any) -> bool:

@@ -290,6 +290,43 @@ def test_plain_numbers_in_a_file_are_arrays(tmp_path):
     assert_same(read_checkpoint(tmp_path / "net.msgpack", target), {"w": 0.5, "count": 3})
 
 
+@pytest.mark.parametrize("ending", ["", ".npz", ".safetensors", ".msgpack"])
+def test_a_plain_number_in_the_target_says_nothing_of_the_dtype(ending, tmp_path):
+    path = tmp_path / f"net{ending}"
+    write_checkpoint(path, {"w": np.float16(1.5), "count": 3})
+    found = read_checkpoint(path, {"w": 0.5, "count": 1})
+    assert (found["w"].dtype, found["w"].tolist(), found["count"].tolist()) == (np.float16, 1.5, 3)
+    with pytest.raises(UserError, match=r"has count of dtype int\d+ where the model has float64:"):
+        read_checkpoint(path, {"w": 0.5, "count": 0.5})
+    write_checkpoint(path.with_stem("wide"), {"w": np.ones(2)})
+    with pytest.raises(UserError, match=r"has w of shape \(2,\) where the model has \(\):"):
+        read_checkpoint(path.with_stem("wide"), {"w": 0.5})
+
+
+@pytest.mark.parametrize("leaf", [0.5, np.float32(0.5), np.ones(2, np.float32), jnp.ones(2)], ids=repr)
+@pytest.mark.parametrize("ending", ["", ".npz", ".safetensors", ".msgpack"])
+def test_a_tree_of_one_leaf_comes_back(leaf, ending, tmp_path):
+    write_checkpoint(tmp_path / f"net{ending}", leaf)
+    np.testing.assert_array_equal(read_checkpoint(tmp_path / f"net{ending}", leaf), leaf)
+
+
+@pytest.mark.parametrize(
+    ("tree", "problem"),
+    [
+        ({}, "the tree has no leaves"),
+        ([], "the tree has no leaves"),
+        (None, "the tree has no leaves"),
+        ({"w": np.ones((0, 2))}, "w has no entries"),
+        (np.ones(0), "its only leaf has no entries"),
+    ],
+    ids=str,
+)
+def test_what_orbax_does_not_take_is_refused_before_it_begins(tree, problem, tmp_path):
+    with pytest.raises(UserError, match=rf"net cannot be written, for {problem}, and orbax .*: give a name"):
+        write_checkpoint(tmp_path / "net", tree)
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_folder_with_a_number_that_is_no_step_is_read(tmp_path):
     write_checkpoint(tmp_path / "net" / "3" / "params", PARAMS)
     (tmp_path / "net" / "²").mkdir()
