@@ -139,8 +139,9 @@ def in_batches(batch_size: int, tree: Any) -> Any:
     """
 
     def reshape(x: Array) -> Array:
-        pad = -len(x) % batch_size
-        return jnp.pad(x, ((0, pad), *((0, 0),) * (x.ndim - 1))).reshape(-1, batch_size, *x.shape[1:])
+        count = -(-len(x) // batch_size)  # said, for of rows without entries it could not be found
+        pad = count * batch_size - len(x)
+        return jnp.pad(x, ((0, pad), *((0, 0),) * (x.ndim - 1))).reshape(count, batch_size, *x.shape[1:])
 
     return jax.tree.map(reshape, tree)
 

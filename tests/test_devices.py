@@ -64,6 +64,7 @@ def test_batches_have_all_rows_in_order_and_zeros_after_them():
     assert batched_y.tolist() == [[1, 2, 3], [4, 5, 0]]
     assert_equal(batched_x.reshape(6, 2), np.concatenate([x, [[0, 0]]]))
     assert in_batches(5, y).tolist() == [[1, 2, 3, 4, 5]]
+    assert in_batches(3, np.zeros((5, 0, 2))).shape == (2, 3, 0, 2)
 
 
 @jax.jit
