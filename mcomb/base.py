@@ -108,13 +108,17 @@ def require_whole(least: int = 1, **values: int) -> None:
 
 
 def require_alike(what: str, a: Params, b: Params) -> None:
-    """An error that names the first leaf that only one of two trees has, or that has two shapes."""
+    """An error that names the first leaf that only one of two trees has, or that has two shapes; or other branches."""
     leaves = named_leaves(a), named_leaves(b)
     for name in sorted(leaves[0].keys() | leaves[1].keys()):
         shapes = [str(jnp.shape(own[name])) if name in own else "missing" for own in leaves]
         if shapes[0] != shapes[1]:
             where = f"{name or 'the only leaf'} is {shapes[0]} in one and {shapes[1]} in the other"
             raise UserError(f"{what} differ ({where}): give trees of the same names and shapes")
+    structures: list[Any] = [jax.tree.structure(tree) for tree in (a, b)]
+    if structures[0] != structures[1]:
+        where = " and ".join(f"{structure!s:.100}" for structure in structures)
+        raise UserError(f"{what} differ in their branches ({where}): give trees of the same containers")
 
 
 def is_inexact(leaf: Any) -> bool:

@@ -31,6 +31,7 @@ def combine(a: Params, b: Params, v: Params) -> Params:
     """
 
     def combine_leaf(v: Any, a: Array, b: Array) -> Array:
+        v = float(v) if isinstance(v, int) else v  # of whole numbers, JAX takes none beyond 32 bits
         return v * a + (1 - v) * b if is_inexact(a) else a
 
     require_alike("the networks to combine", a, b)
@@ -170,7 +171,7 @@ def mix(distribution: Distribution) -> Draw:
         key = unrolled(key)
 
         def mix_leaf(name: str, a: Array, b: Array) -> Array:
-            u = distribution(fold_name(key, name), parameter, a)
+            u = distribution(fold_name(key, name), parameter, jnp.asarray(a))  # a plain number has no shape
             return cast(Array, combine(a, b, 1 - u))
 
         return map_named(lambda name, *leaves: over_reals(partial(mix_leaf, name), *leaves), a, b)

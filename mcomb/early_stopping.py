@@ -108,7 +108,7 @@ def descend(
     held_out = jax.tree.map(lambda x: x[train_count:], given[1:])
     train_inputs = jax.tree.map(lambda x: x[:train_count], inputs)
     has_statistics = bool(statistics_of(apply, networks[0], train_inputs))
-    optimizer, compiled_combine = _adam(learning_rate), jax.jit(learnt.combine)
+    optimizer, compiled_combine = _adam(float(learning_rate)), jax.jit(learnt.combine)
     size, every = min(batch_size, train_count), max(1, steps // CHECKS)
 
     def finish(combined: Params) -> Params:

@@ -120,6 +120,8 @@ def _check_range(labels: Array, classes: int, padded: bool) -> None:
 
 def _require_an_index_each(logits: Array, labels: Array) -> None:
     """Raises an error unless the labels of an example are integers, one for the logits at each position."""
+    if 0 in (_shape(logits) or (0,))[-1:]:
+        raise UserError(f"the function returns {_shape(logits)} for an example, no logits: let it return one or more")
     if _shape(labels) != _shape(logits)[:-1] or not jnp.issubdtype(jnp.result_type(labels), jnp.integer):
         kind = f"dtype {jnp.result_type(labels)} and shape {_shape(labels)}"
         raise UserError(

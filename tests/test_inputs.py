@@ -5,6 +5,7 @@ The short form tries a few dozen inputs of each function, the long one, `pytest 
 
 import tempfile
 import warnings
+from functools import partial
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -17,7 +18,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis.extra import numpy as hnp
 
 import mcomb
-from mcomb.base import UserError
+from mcomb.base import Diverged, UserError
 
 X = np.random.default_rng(0).normal(size=(6, 3)).astype(np.float32)
 Y = np.arange(6) % 2
@@ -122,7 +123,8 @@ def is_right_matching(found, spec, a, b, *rest, **options):
     spec.check_perms(found.perms)
     aligned = spec.apply(found.perms, b)
     assert np.isfinite(found.objective)
-    if is_finite(apply(b, X)) and np.any(apply(b, X)):
+    is_network = jax.tree.structure(b) == jax.tree.structure(A)  # and no tree without leaves, which fits an empty spec
+    if is_network and is_finite(apply(b, X)) and np.any(apply(b, X)):
         mcomb.check_spec(apply, b, spec, X, perms=found.perms)
     assert jax.tree.structure(aligned) == jax.tree.structure(b)
 
@@ -181,8 +183,10 @@ def write_and_read(params, ending, target):
 
 
 def is_what_was_written(found, params, ending, target):
-    for leaf, one in zip(*map(jax.tree.leaves, (found, params)), strict=True):
-        np.testing.assert_array_equal(np.asarray(leaf, np.float32), np.asarray(one, np.float32))
+    """In the target's dtypes, where there is one: what was written as float32 may be asked for as bfloat16."""
+    dtypes = [jnp.result_type(leaf) for leaf in jax.tree.leaves(params if target is None else target)]
+    for leaf, one, dtype in zip(*map(jax.tree.leaves, (found, params)), dtypes, strict=True):
+        np.testing.assert_array_equal(np.asarray(leaf, np.float32), np.asarray(np.asarray(one, dtype), np.float32))
 
 
 def is_a_draw(found, key, parameter, *networks):
@@ -428,6 +432,7 @@ def as_users_have_it():
 KEYS_OF_THREE = jax.random.split(jax.random.key(0), 3)
 EVALUATE = (apply, mcomb.mix(mcomb.linear), (A, B), np.zeros(3, np.float32), KEYS_OF_THREE, X, Y)
 WITH_DATA = (SPEC, A, B, apply, X, Y)
+LINEAR = (jax.random.key(0), np.float32(0.5))
 
 
 @pytest.mark.parametrize("value", [2.5, 2.0, "2", [2], float("nan")])
@@ -480,6 +485,81 @@ def test_temperatures_may_be_a_list_or_an_array():
     expected = mcomb.score(apply, A, X, Y, temperatures=(1.0, 2.0)).tempered
     for temperatures in ([1.0, 2.0], np.array([1.0, 2.0])):
         np.testing.assert_array_equal(mcomb.score(apply, A, X, Y, temperatures=temperatures).tempered, expected)
+
+
+@pytest.mark.parametrize(("a", "b"), [({}, []), ({"w": [1.0]}, {"w": (1.0,)}), ({}, None)], ids=str)
+@pytest.mark.parametrize("function", [partial(mcomb.combine, v=0.5), partial(mcomb.mix(mcomb.linear), *LINEAR)])
+def test_networks_of_other_containers_are_not_combined(function, a, b):
+    with pytest.raises(UserError, match=r"the networks to \w+ differ in their branches .*: give trees of the same"):
+        function(a, b)
+
+
+@pytest.mark.parametrize("how", ["empty", "longer"])
+@pytest.mark.parametrize("matcher", ["weights", "activations", "ste"])
+def test_networks_of_other_shapes_are_not_matched(matcher, how):
+    wrong = changed(B, 2, LEAVES[how])  # along an axis of inputs, of which the spec says nothing
+    with pytest.raises(UserError, match=r"the networks to match differ \(up/w is \(3, 4\) in one and \(\d, 4\)"):
+        mcomb.match(*(SPEC, A, wrong, apply, X, Y), matcher=matcher)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda apply, x: mcomb.match_activations(SPEC, A, B, apply, x),
+        lambda apply, x: mcomb.merge_partly(SPEC, (A, B), apply, x, budget=1.5),
+    ],
+    ids=["match_activations", "merge_partly"],
+)
+def test_activations_are_those_of_each_example_by_itself(function):
+    def apply_rows(params, x):
+        return apply(params, x.reshape(-1, 3))  # it takes six numbers, but not one
+
+    with pytest.raises(UserError, match=r"apply_rows fails with what it is given .*: mend one or the other"):
+        function(apply_rows, X[:2].ravel())
+
+
+@pytest.mark.parametrize("logits", [X[:0, :0], X[:, :0], X[0, 0]], ids=np.shape)
+@pytest.mark.parametrize("objective", [mcomb.accuracy, mcomb.token_cross_entropy])
+def test_there_are_no_objectives_of_no_logits(objective, logits):
+    with pytest.raises(UserError, match="no logits: let it return one or more"):
+        objective(logits, np.zeros(logits.shape[:-1], int))
+
+
+def test_networks_in_other_containers_are_matched():
+    def apply_list(params, x):
+        return jax.nn.relu(x @ params[0]) @ params[1]
+
+    a, b = ([network(seed)["up"]["w"], network(seed)["down"]] for seed in (0, 1))
+    spec = mcomb.permutation_spec(apply_list, a, X)
+    assert mcomb.match_weights(spec, a, tuple(b)).objective == mcomb.match_weights(spec, a, b).objective
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS, ids=lambda distribution: distribution.__name__)
+def test_plain_numbers_are_mixed_as_arrays_are(distribution):
+    draw = mcomb.mix(distribution)
+    expected = draw(*LINEAR, {"w": np.float32(0.5)}, {"w": np.float32(2.5)})["w"]
+    assert draw(*LINEAR, {"w": 0.5}, {"w": 2.5})["w"] == expected
+
+
+@pytest.mark.parametrize("v", [2**32, -(2**40)])
+def test_coefficients_may_be_whole_numbers_beyond_32_bits(v):
+    a, b = ({"w": jnp.full(2, value)} for value in (1.0, 0.5))
+    np.testing.assert_array_equal(mcomb.combine(a, b, v)["w"], mcomb.combine(a, b, float(v))["w"])
+
+
+@pytest.mark.parametrize("learn", [mcomb.learn_shares, mcomb.match_straight_through, mcomb.fine_tune])
+def test_learning_rates_may_be_whole_numbers_beyond_32_bits(learn):
+    networks = {mcomb.learn_shares: (SPEC, (A, A)), mcomb.fine_tune: ()}.get(learn, (SPEC, A, A))
+    args = (*networks, apply, X, Y) if networks else (apply, A, X, Y)
+    outcomes = []
+    for rate in (2**32, float(2**32)):
+        try:
+            learn(*args, steps=1, learning_rate=rate)
+        except Diverged as error:
+            outcomes.append(str(error))
+        else:
+            outcomes.append("learnt")
+    assert outcomes[0] == outcomes[1]
 
 
 @pytest.mark.parametrize("x", [X[:0], np.full_like(X, np.nan), np.zeros_like(X)], ids=["none", "nan", "zero"])

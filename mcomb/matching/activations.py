@@ -79,7 +79,6 @@ def match_activations(
     check_networks(spec, a, b)
     count_examples(inputs)
     require_whole(batch_size=batch_size)
-    output_shapes(apply, a, inputs)
     kind = "product" if inner_products else "correlation"
     every = _scores(spec, a, b, apply, inputs, kind=kind, batch_size=batch_size)
     scores = {name: score for name, score in every.items() if score.any()}
@@ -292,8 +291,9 @@ def _compare(
     # left out. Of each network the arrays are found in the trace that is evaluated.
     example = jax.tree.map(lambda x: x[:1], inputs)
     try:
+        output_shapes(apply, a, example)
         networks = [list_intermediates(spec, apply, params, example) for params in (a, b)]
-    except ValueError as error:
+    except (UserError, ValueError) as error:
         if "shard_map" not in str(error):
             raise
         raise UserError(

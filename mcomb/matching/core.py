@@ -9,7 +9,7 @@ import numpy as np
 import scipy  # its `optimize`, which is slow to import, is once it is needed
 from jaxtyping import Float, Int
 
-from mcomb.base import Params, UserError, is_inexact, named_leaves, require_finite
+from mcomb.base import Params, UserError, is_inexact, named_leaves, require_alike, require_finite
 from mcomb.symmetry.spec import Layout, Perms, PermutationSpec
 
 
@@ -42,6 +42,7 @@ def check_networks(spec: PermutationSpec, a: Params, b: Params, start: Perms | N
     for name, params in {"network A": a, "network B": b}.items():
         spec.validate(params)
         require_finite(name, params)
+    require_alike("the networks to match", named_leaves(a), named_leaves(b))  # whatever their containers are
     if start is not None:
         spec.check_perms(start)
 

@@ -110,7 +110,7 @@ def match_straight_through(
     permuted = replicate(spec.apply(perms, b))
     best = current = evaluate_candidate(perms, permuted)
     candidates = [current]
-    optimizer = _optimizer(learning_rate)
+    optimizer = _optimizer(float(learning_rate))
     fitting = fit(_midpoint_loss(apply, loss), initial_state(a, optimizer), batches(), optimizer, stream(seed))
     with progress_bar(steps, "step", "straight-through matching") as bar:
         for step in range(1, steps + 1):
