@@ -420,10 +420,10 @@ def try_inputs(function, count):
 
 @pytest.fixture(autouse=True)
 def as_users_have_it():
-    """Without the checks of shapes that there are only under pytest, and with warnings that are no errors."""
+    """Without the checks of shapes and ranks that there are only under pytest; warnings are no errors."""
     before = jaxtyping.config.jaxtyping_disable
     jaxtyping.config.update("jaxtyping_disable", True)
-    with np.errstate(all="ignore"), warnings.catch_warnings():
+    with jax.numpy_rank_promotion("allow"), np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
     jaxtyping.config.update("jaxtyping_disable", before)
