@@ -416,6 +416,9 @@ def route(rng: Rng, param: Any, values: Values) -> Result:
     experts, width = random_size(rng), random_size(rng)
     scores = jnp.tensordot(value, param(value.shape[-1], experts), 1)
     scores = distinct(param, scores, scores.ndim - 1)
+    if rng.random() < 0.2:  # of whole numbers some are equal
+        few = (jnp.sign, jnp.round, lambda s: (s > 0).astype(s.dtype), lambda s: s.sum() * jnp.floor(s))
+        scores = few[rng.integers(4)](scores)
     index = [
         lambda s: s.argmax(-1),
         lambda s: jax.lax.top_k(s, 2)[1][..., 0],
@@ -443,7 +446,14 @@ def sort_by_expert(rng: Rng, param: Any, values: Values) -> Result:
     index = scores.argmax(-1)
     order = jnp.argsort(index)
     counted = (index, index, index, (-scores).argmax(-1), jnp.roll(index, 1))[rng.integers(5)]
-    sizes = jnp.bincount(counted, length=experts).astype((jnp.int32, jnp.uint8)[rng.integers(2)])
+    sizes = [
+        lambda: jnp.bincount(counted, length=experts),
+        lambda: jax.nn.one_hot(counted, experts).sum(0),
+        lambda: (counted[:, None] == np.arange(experts)).sum(0),
+        lambda: (counted[:, None] != np.arange(experts)).sum(0),
+        lambda: jax.nn.one_hot(counted, experts)[1:].sum(0),
+    ][rng.choice(5, p=(0.4, 0.2, 0.2, 0.1, 0.1))]()
+    sizes = sizes.astype((jnp.int32, jnp.uint8)[rng.integers(2)])
     sorted_rows = rows[order] if rng.random() < 0.7 else rows[order] * param(len(rows), 1)
     product = (jax.lax.ragged_dot, jax.jit(jax.lax.ragged_dot))[rng.integers(2)]
     result = jnp.tanh(product(sorted_rows, jnp.sin(param(experts, width, out)), sizes.astype(jnp.int32)))
@@ -462,6 +472,7 @@ def sort_by_expert(rng: Rng, param: Any, values: Values) -> Result:
         lambda: result[jnp.argsort(order)] + result[jnp.argsort(jnp.argsort(counted))],
         lambda: result[::-1][jnp.argsort(order)],
         lambda: zeros + result.max(0, keepdims=True),
+        lambda: zeros + param(experts, out)[jnp.argmax(sizes)],
         lambda: zeros + jnp.argsort(index[order]).reshape(-1, 1),
         lambda: zeros + jax.lax.fori_loop(0, rng.integers(1, 3), lambda i, sums: sums * 0.5 + result, zeros),
     ]

@@ -43,9 +43,14 @@ class Positions(tuple[Axis | None, ...]):
 
 
 class Counts(tuple[Axis | None, ...]):
-    """The axes of an array of how often each position occurs, as `bincount` counts them."""
+    """The axes of an array of how often each position occurs, as `bincount` counts them.
+
+    Or of an array whose sum over all axes but one is that, as one-hot vectors are.
+    """
 
     source: object  # of the positions
+    along: int  # the axis of the result that is theirs
+    most: int  # how many positions there are
 
 
 class Places(tuple[Axis | None, ...]):
@@ -62,6 +67,10 @@ class Reversed(tuple[Axis | None, ...]):
 
     turned: tuple[int, ...]
     reason: str  # the operation that turned it
+
+
+class Discrete(tuple[Axis | None, ...]):
+    """The axes of an array of floats that are whole numbers, or computed from such alone: many may be equal."""
 
 
 class Stack(tuple[Axis | None, ...]):
@@ -99,10 +108,10 @@ def same_positions(axes: Iterable[Axis | None], found: Positions) -> Positions:
     return positions(axes, found.along, found.reason, found.shifted, found.source, found.each_once)
 
 
-def counts(axes: Iterable[Axis | None], source: object) -> Counts:
-    """An array of how often each position occurs in arrays of this source."""
+def counts(axes: Iterable[Axis | None], source: object, along: int, most: int) -> Counts:
+    """An array of how often each of so many positions of this source occurs."""
     array = Counts(axes)
-    array.source = source
+    array.source, array.along, array.most = source, along, most
     return array
 
 
@@ -248,7 +257,8 @@ class Interpreter:
         """The axes of an equation's results."""
         name = eqn.primitive.name
         results: Sequence[ArrayAxes] | None = self._work_out(eqn, operands)
-        for few in (Places, Counts, Reversed):  # which few rules are for
+        discrete = name in ROUNDINGS or all(map(_is_discrete, eqn.invars, operands))
+        for few in (Places, Counts, Reversed, Discrete):  # which few rules are for
             if name not in self.special_rules[few]:
                 operands = [self.plain(operand) if isinstance(operand, few) else operand for operand in operands]
         for kind, rules in self.special_rules.items():
@@ -256,7 +266,8 @@ class Interpreter:
                 results = rules[name](self, eqn, *operands)
         if results is None:
             results = self.rules.get(name, self.default_rule)(self, eqn, *map(self.plain, operands))
-        return [_without_ones(axes) for axes in results or ()]
+        results = [_without_ones(axes) for axes in results or ()]
+        return [Discrete(axes) if discrete and type(axes) is tuple else axes for axes in results]
 
     def read_entry(self, stack: Stack, axis: int, index: Hashable) -> list[ArrayAxes] | None:
         """The axes of an entry of a stack, with its own axis; None if entries of another axis were read before."""
@@ -278,7 +289,7 @@ class Interpreter:
             return self._turned(axes)
         elif isinstance(axes, Stack):
             axes.is_whole = True
-        elif not isinstance(axes, Counts):
+        elif not isinstance(axes, Counts | Discrete):
             return axes
         return tuple(axes)
 
@@ -446,6 +457,13 @@ def _unturned(axes: ArrayAxes) -> ArrayAxes:
     return tuple(None if i in turned else axis for i, axis in enumerate(axes))
 
 
+def _is_discrete(atom: Any, operand: Any) -> bool:
+    """Whether the entries of an array are all equal, or are whole numbers, or are computed from such and constants."""
+    if isinstance(operand, Known | Discrete | Counts) or not jax.numpy.issubdtype(atom.aval.dtype, np.inexact):
+        return True
+    return type(operand) is tuple and all(axis is None for axis in operand)
+
+
 def _without_ones(axes: ArrayAxes) -> ArrayAxes:
     """The same array, its axes of size one taken for such along which all entries are equal."""
     plain = tuple(axis if axis is not None and axis.size > 1 else None for axis in axes)
@@ -454,9 +472,11 @@ def _without_ones(axes: ArrayAxes) -> ArrayAxes:
     if isinstance(axes, Places):
         return places(plain, axes.columns)
     if isinstance(axes, Counts):
-        return counts(plain, axes.source)
+        return counts(plain, axes.source, axes.along, axes.most)
     if isinstance(axes, Reversed):
         return turn(plain, axes.turned, axes.reason)
+    if isinstance(axes, Discrete):
+        return Discrete(plain)
     return axes if isinstance(axes, Known) else plain
 
 
@@ -686,6 +706,8 @@ def _reshape(params: Any, value: np.ndarray) -> np.ndarray:
     order = params["dimensions"]
     return (value if order is None else value.transpose(order)).reshape(params["new_sizes"])
 
+
+ROUNDINGS = {"ceil", "floor", "round", "sign"}  # of floats, whose results are whole numbers
 
 SCALAR_OPERATIONS = {"add", "convert_element_type", "lt", "max", "min", "mul", "select_n", "sub"}
 

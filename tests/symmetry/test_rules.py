@@ -186,18 +186,26 @@ def sorted_by_expert(finish, counted=lambda index, params: jnp.bincount(index, l
     return fn
 
 
+def sum_as_they_are(one_hot):
+    return jnp.sum(one_hot, axis=0, promote_integers=False).astype(int)
+
+
 def put_back(y, order, params):
     return y[jnp.argsort(order)]
 
 
-def best_two_sorted_by_expert(params, x):
+def best_two_sorted_by_expert(counted):
     """Each row is there twice, for two experts, whose results are added up."""
-    weight, index = choose(params, x)
-    order = jnp.argsort(index.reshape(-1))
-    sizes = jnp.bincount(index.reshape(-1), length=3)
-    hidden = jnp.tanh(jax.lax.ragged_dot(x[order // 2], params["in"], sizes))
-    weighted = jax.lax.ragged_dot(hidden, params["out"], sizes) * weight.reshape(-1)[order].reshape(-1, 1)
-    return jnp.zeros((ROWS, 2)).at[order // 2].add(weighted)
+
+    def fn(params, x):
+        weight, index = choose(params, x)
+        order = jnp.argsort(index.reshape(-1))
+        sizes = counted(index)
+        hidden = jnp.tanh(jax.lax.ragged_dot(x[order // 2], params["in"], sizes))
+        weighted = jax.lax.ragged_dot(hidden, params["out"], sizes) * weight.reshape(-1)[order].reshape(-1, 1)
+        return jnp.zeros((ROWS, 2)).at[order // 2].add(weighted)
+
+    return fn
 
 
 def sorted_twice(params, x):
@@ -209,6 +217,15 @@ def sorted_twice(params, x):
         for order, index in zip(orders, both, strict=True)
     ]
     return (products[0] + products[1])[jnp.argsort(orders[0])] @ params["last"]
+
+
+def experts_of_scanned_layers(params, x):
+    """Each layer sorts the rows by its own experts, and puts them back."""
+
+    def layer(x, params):
+        return x + sorted_by_expert(put_back)(params, x), None
+
+    return jax.lax.scan(layer, x, params)[0]
 
 
 def sorted_in_every_step(params, x):
@@ -388,15 +405,16 @@ LAYERS = {"up": (3, FEATURES, UNITS), "bias": (3, UNITS), "down": (3, UNITS, FEA
 EXPERTS = {"router": (FEATURES, 3), "in": (3, FEATURES, UNITS), "out": (3, UNITS, 2)}
 ONE_OUTPUT = {"router": (FEATURES, 3), "in": (3, FEATURES, UNITS), "last": (UNITS, 2)}
 WHOLE = [(UNITS,)]
+BY_EXPERT = [(3,), (UNITS,)]
 
 PROGRAMS = {
     "gradient of max pooling": pooled_derivative(lambda energy, x: jax.grad(energy)(x)),
     "tangent of max pooling": pooled_derivative(lambda energy, x: jax.jvp(energy, (x,), (x,))[1]),
     "largest singular value": pooled(lambda h: jnp.linalg.norm(h, ord=2), WHOLE),
-    "expert of the whole batch": Program(expert_of_the_batch, ONE_OUTPUT, [(3,), (UNITS,)]),
-    "experts in turn": Program(experts_in_turn, ONE_OUTPUT, [(3,), (UNITS,)]),
+    "expert of the whole batch": Program(expert_of_the_batch, ONE_OUTPUT, BY_EXPERT),
+    "experts in turn": Program(experts_in_turn, ONE_OUTPUT, BY_EXPERT),
     "experts and their load": Program(experts_and_their_load, EXPERTS, [(3,), (3, UNITS)]),
-    "units add to their largest entries": Program(*by_largest(lambda at, h: at.add(h)), [(3,), (UNITS,)]),
+    "units add to their largest entries": Program(*by_largest(lambda at, h: at.add(h)), BY_EXPERT),
     "units write to their largest entries": Program(*by_largest(lambda at, h: at.set(h)), [(3,)]),
     "units write to one entry": Program(
         lambda p, x: (
@@ -451,17 +469,19 @@ PROGRAMS = {
         [(3,)],
     ),
     "shards": Program(sharded, {"up": (FEATURES, UNITS), "down": (UNITS, 2)}, WHOLE),
-    "experts row by row": Program(experts_row_by_row, EXPERTS, [(3,), (UNITS,)]),
+    "experts row by row": Program(experts_row_by_row, EXPERTS, BY_EXPERT),
     "gates that are written to pairs of row and expert": Program(gates_written_to_pairs, EXPERTS, [(3,), (3, UNITS)]),
-    "experts by descending scores": Program(experts_by_descending_scores, ONE_OUTPUT, [(3,), (UNITS,)]),
-    "rows sorted by expert and put back": Program(sorted_by_expert(put_back), EXPERTS, [(3,), (UNITS,)]),
+    "experts by descending scores": Program(experts_by_descending_scores, ONE_OUTPUT, BY_EXPERT),
+    "rows sorted by expert and put back": Program(sorted_by_expert(put_back), EXPERTS, BY_EXPERT),
     "rows sorted by expert and written back": Program(
         sorted_by_expert(lambda y, order, p: jnp.zeros_like(y).at[order].set(y)), EXPERTS, [(3,), (UNITS,)]
     ),
     "rows sorted by expert and added up": Program(
         sorted_by_expert(lambda y, order, p: y.sum(0)), EXPERTS, [(3,), (UNITS,)]
     ),
-    "rows of two experts each": Program(best_two_sorted_by_expert, EXPERTS, [(3,), (UNITS,)]),
+    "rows of two experts each": Program(
+        best_two_sorted_by_expert(lambda index: jnp.bincount(index.reshape(-1), length=3)), EXPERTS, BY_EXPERT
+    ),
     "rows sorted by expert that stay so": Program(sorted_by_expert(lambda y, order, p: y), EXPERTS, [(UNITS,)]),
     "rows sorted by expert, of which the first is used": Program(
         sorted_by_expert(lambda y, order, p: y[0]), EXPERTS, [(UNITS,)]
@@ -477,6 +497,41 @@ PROGRAMS = {
     "rows sorted by expert of which some are counted": Program(
         sorted_by_expert(put_back, lambda index, p: jnp.bincount(index[1:], length=3)), EXPERTS, [(UNITS,)]
     ),
+    "rows sorted by expert and counted by one-hot vectors": Program(
+        sorted_by_expert(put_back, lambda index, p: jax.nn.one_hot(index, 3).sum(0).astype(int)), EXPERTS, BY_EXPERT
+    ),
+    "rows sorted by expert and counted by comparison": Program(
+        sorted_by_expert(put_back, lambda index, p: (index[:, None] == jnp.arange(3)).sum(0)), EXPERTS, BY_EXPERT
+    ),
+    "rows of two experts each, counted by one-hot vectors": Program(
+        best_two_sorted_by_expert(lambda index: jax.nn.one_hot(index, 3, dtype=int).sum(1).sum(0)), EXPERTS, BY_EXPERT
+    ),
+    "rows sorted by expert of which some are counted by one-hot vectors": Program(
+        sorted_by_expert(put_back, lambda index, p: jax.nn.one_hot(index, 3)[1:].sum(0).astype(int)),
+        EXPERTS,
+        [(UNITS,)],
+    ),
+    "rows sorted by expert but counted by the others' one-hot vectors": Program(
+        sorted_by_expert(put_back, lambda index, p: (index[:, None] != jnp.arange(3)).sum(0) // 2), EXPERTS, [(UNITS,)]
+    ),
+    "rows sorted by expert and counted too often": Program(
+        sorted_by_expert(
+            put_back, lambda index, p: (index[:, None, None] == jnp.arange(3) + jnp.zeros((2, 1), int)).sum((0, 1))
+        ),
+        EXPERTS,
+        [(UNITS,)],
+    ),
+    "rows sorted by expert and counted in too small a type": Program(
+        sorted_by_expert(put_back, lambda index, p: sum_as_they_are(jax.nn.one_hot(index, 3, dtype=jnp.int8))),
+        EXPERTS,
+        [(UNITS,)],
+        (300, FEATURES),
+    ),
+    "rows sorted by the experts of scanned layers": Program(
+        experts_of_scanned_layers,
+        {"router": (2, FEATURES, 3), "in": (2, 3, FEATURES, UNITS), "out": (2, 3, UNITS, FEATURES)},
+        [(2, 3), (2, UNITS)],
+    ),
     "rows sorted by two routers": Program(sorted_twice, ONE_OUTPUT | {"other": (FEATURES, 3)}, [(UNITS,)]),
     "rows sorted in every step": Program(sorted_in_every_step, ONE_OUTPUT | {"shift": (2, 3)}, [(2,), (UNITS,)]),
     "rows sorted in a while loop": Program(
@@ -484,9 +539,9 @@ PROGRAMS = {
     ),
     "rows sorted on each device": Program(sorted_on_each_device, ONE_OUTPUT, [(UNITS,)]),
     "experts by one-hot vectors": Program(experts_by_one_hot, EXPERTS, [(3,), (3, UNITS)]),
-    "experts by gather": Program(experts_by_gather, EXPERTS, [(3,), (UNITS,)]),
-    "the best expert": Program(switch, ONE_OUTPUT, [(3,), (UNITS,)]),
-    "experts by argsort": Program(best_two, ONE_OUTPUT, [(3,), (UNITS,)]),
+    "experts by gather": Program(experts_by_gather, EXPERTS, BY_EXPERT),
+    "the best expert": Program(switch, ONE_OUTPUT, BY_EXPERT),
+    "experts by argsort": Program(best_two, ONE_OUTPUT, BY_EXPERT),
     "code book": Program(code_book, {"in": (FEATURES, UNITS), "codes": (7, UNITS), "out": (UNITS, 2)}, [(6,), (7,)]),
     "layers by their number": Program(by_number, LAYERS, [(3, UNITS)]),
     "layers by a counter": Program(by_counter, LAYERS, [(3, UNITS)]),
@@ -617,6 +672,22 @@ PROGRAMS = {
         lambda h, p: jax.vmap(lambda unit: unit / jax.lax.pmax(unit, "units"), 1, 1, axis_name="units")(h), WHOLE
     ),
     "exchanged among devices": weights(exchanged, [(6,)], (4, 6)),
+    "the largest of truth values as floats": weights(
+        lambda w, v: v[jnp.argmax(1.0 - 2 * (w > 0).astype(float))], [], (6,), (6,)
+    ),
+    "the largest of signs times a number": weights(
+        lambda w, v: v[jax.lax.top_k(w.sum() * jnp.sign(w), 2)[1]].sum(), [], (6,), (6,)
+    ),
+    "the order of rounded entries": weights(
+        lambda w, v: v[jnp.argsort(jnp.round(w), descending=True)[:2]].sum(), [], (6,), (6,)
+    ),
+    "rounded entries that are sorted": weights(lambda w, v: jnp.sort(jnp.floor(w))[1:3] @ v, [(6,)], (6,), (2,)),
+    "what is most often the largest": weights(
+        lambda a, v: v[jnp.argmax(jax.nn.one_hot(jnp.argmax(a, 1), 3).sum(0))], [(6,)], (6, 3), (3,)
+    ),
+    "the second largest": weights(
+        lambda w, v: v[jnp.argmax(w - 100 * jax.nn.one_hot(jnp.argmax(w), 6))], [(6,)], (6,), (6,)
+    ),
     "the largest of copies": weights(lambda w, v: v[jnp.argmax(jnp.tile(w, 2))], [(3,)], (3,), (6,)),
     "repeated rows": weights(
         lambda v, o: (jnp.repeat(v, 2, axis=0) * o).sum(), [(2,), (2, 4), (2, 4, 2)], (2, 4), (4, 4)

@@ -4,7 +4,7 @@ Most primitives are elementwise, products or reductions. Their rules write them 
 axis of each operand and result, and `Interpreter.relate` unites the axes with the same label.
 """
 
-from mcomb.symmetry.interpreter import Counts, Places, Positions, Reversed, Rule, Stack
+from mcomb.symmetry.interpreter import Counts, Discrete, Places, Positions, Reversed, Rule, Stack
 from mcomb.symmetry.rules.common import elementwise, for_all, pass_through
 from mcomb.symmetry.rules.control import (
     call,
@@ -19,6 +19,7 @@ from mcomb.symmetry.rules.control import (
 from mcomb.symmetry.rules.lookups import (
     arg_reduction,
     at_least,
+    choose_from_few,
     choose_positions,
     compare_positions,
     convert_counts,
@@ -35,6 +36,7 @@ from mcomb.symmetry.rules.lookups import (
     sort,
     sort_reversed,
     sort_rows,
+    sum_counts,
     top_k,
 )
 from mcomb.symmetry.rules.products import (
@@ -53,6 +55,7 @@ from mcomb.symmetry.rules.reductions import (
     reduce_window,
     reduction,
     reverse,
+    reverse_at_once,
     select_in_window,
 )
 from mcomb.symmetry.rules.shapes import (
@@ -165,11 +168,20 @@ STACK_RULES: dict[str, Rule] = {
 
 SCATTERS = {name: rule for name, rule in POSITION_RULES.items() if name.startswith("scatter")}
 
+CHOICES: dict[str, Rule] = for_all(choose_from_few, "argmax argmin sort top_k")
+
 SPECIAL_RULES: dict[type, dict[str, Rule]] = {
     Stack: STACK_RULES,
     Positions: POSITION_RULES,
     Places: {**CALLS, **SCATTERS, "gather": gather},
     Reversed: {"sort": sort_reversed},
-    Counts: {**CALLS, "convert_element_type": convert_counts, "ragged_dot_general": ragged_dot_of_groups},
+    Discrete: {**CALLS, **CHOICES, "rev": reverse_at_once},
+    Counts: {
+        **CALLS,
+        **CHOICES,
+        "convert_element_type": convert_counts,
+        "ragged_dot_general": ragged_dot_of_groups,
+        "reduce_sum": sum_counts,
+    },
 }
 """The rules for arrays of which more is known than their axes; for a primitive that is not here they are as any."""

@@ -59,6 +59,16 @@ def _positions_along(interp: Interpreter, eqn: core.JaxprEqn, axes: ArrayAxes, a
     return axes
 
 
+def choose_from_few(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> None:
+    """Freezes what is chosen from if its entries are whole numbers, be they floats: as above, some will be equal."""
+    p = eqn.params
+    if eqn.primitive.name == "sort" and p["num_keys"] == len(operands):
+        return
+    interp.explain(eqn.primitive.name, "of equal entries it takes the first")
+    along = p["dimension"] if "dimension" in p else p["axes"][0] if "axes" in p else p.get("axis", -1)
+    interp.freeze(operand[along] for operand in operands)
+
+
 def mirrored(axis: Axis) -> list[Axis]:
     """The atoms that several factors of a product have, as the rows and columns of a symmetric matrix do."""
     found = []
@@ -71,7 +81,7 @@ def mirrored(axis: Axis) -> list[Axis]:
 
 
 def holds_positions(atom: Any, along: Axis) -> bool:
-    """Whether an array is of an integer type that has all positions along an axis."""
+    """Whether an array is of a type that has all positions along an axis."""
     return holds_count(atom, along.size - 1)
 
 
@@ -117,7 +127,7 @@ def sort_rows(interp: Interpreter, eqn: core.JaxprEqn, *operands: Any) -> list[A
     row once, nothing is equal.
     """
     p = eqn.params
-    if len(operands) != 2 or p["num_keys"] != 1 or len(operands[0]) != 1 or interp.scan_steps or interp.shards:
+    if len(operands) != 2 or p["num_keys"] != 1 or len(operands[0]) != 1 or interp.shards:
         return None
     keys, numbers = operands
     if not isinstance(keys, Positions) or keys.shifted or keys[0] is None or not isinstance(numbers, Known):
@@ -275,7 +285,7 @@ def scatter_at(
         return [(array, axis) if axis in by_number else of_batch.get(axis, axis) for axis in range(len(shape))]
 
     of_indices = [("index", i) for i in range(len(indices))]
-    source = indices.source if _counts(eqn, operand, indices, updates) else None
+    is_count = _counts(eqn, operand, indices, updates)
     (axes,) = interp.relate(
         [
             (operand, labels("operand")),
@@ -289,7 +299,7 @@ def scatter_at(
             **{("result", axis): Axis(shape[axis], interp.reason) for axis in by_number},
         },
     )
-    return [counts(axes, source) if source is not None else axes]
+    return [counts(axes, indices.source, 0, updates.value.size) if is_count else axes]
 
 
 def _counts(eqn: core.JaxprEqn, operand: Any, indices: Any, updates: Any) -> bool:
@@ -301,15 +311,25 @@ def _counts(eqn: core.JaxprEqn, operand: Any, indices: Any, updates: Any) -> boo
 
 
 def holds_count(atom: Any, count: int) -> bool:
-    """Whether an array is of an integer type that has all numbers up to this one."""
-    return bool(jnp.issubdtype(atom.aval.dtype, jnp.integer) and count <= jnp.iinfo(atom.aval.dtype).max)
+    """Whether an array is of a type that has all whole numbers up to this one."""
+    dtype = atom.aval.dtype
+    if is_float(atom):
+        return bool(count <= 2 ** jnp.finfo(dtype).nmant)
+    return bool(jnp.issubdtype(dtype, jnp.integer) and count <= jnp.iinfo(dtype).max)
 
 
 def convert_counts(interp: Interpreter, eqn: core.JaxprEqn, operand: Counts) -> list[ArrayAxes] | None:
-    """The same counts in a larger integer type."""
-    before, after = (atom.aval.dtype for atom in (eqn.invars[0], eqn.outvars[0]))  # type: ignore[attr-defined]
-    larger = jnp.issubdtype(after, jnp.integer) and jnp.iinfo(before).max <= jnp.iinfo(after).max
-    return [operand] if larger else None
+    """The same counts in another type that has them all."""
+    return [operand] if holds_count(eqn.outvars[0], operand.most) else None
+
+
+def sum_counts(interp: Interpreter, eqn: core.JaxprEqn, operand: Counts) -> list[ArrayAxes] | None:
+    """The same counts, unless those of different positions are added up."""
+    summed = eqn.params["axes"]
+    if operand.along in summed or not holds_count(eqn.outvars[0], operand.most):
+        return None
+    (axes,) = reduction(interp, eqn, tuple(operand))
+    return [counts(axes, operand.source, operand.along - sum(axis < operand.along for axis in summed), operand.most)]
 
 
 def _tied(axis: Axis) -> Axis:
@@ -446,7 +466,7 @@ def _update_segments(
 def reshape_positions(
     interp: Interpreter, eqn: core.JaxprEqn, operand: Positions, *rest: ArrayAxes
 ) -> list[ArrayAxes] | None:
-    """The same positions in another shape or integer type, or some of them, or copies."""
+    """The same positions in another shape or type, or some of them, or copies."""
     if not holds_positions(eqn.outvars[0], operand.along):
         return None
     (axes,) = map(interp.plain, interp.rules[eqn.primitive.name](interp, eqn, tuple(operand), *rest) or ())
@@ -510,7 +530,10 @@ def compare_positions(interp: Interpreter, eqn: core.JaxprEqn, left: Any, right:
         return None
     for own in found:
         tie(own)
-    return interp.relate([_with_their_axis(found, range(len(found)), axis)], [range(len(known))])
+    (axes,) = interp.relate([_with_their_axis(found, range(len(found)), axis)], [range(len(known))])
+    shape, count = shape_of(eqn.outvars[0]), math.prod(shape_of(eqn.invars[0 if found is left else 1]))
+    is_one_hot = eqn.primitive.name == "eq" and math.prod(shape) == count * shape[axis]
+    return [counts(axes, found.source, axis, count) if is_one_hot else axes]
 
 
 def counts_up(values: np.ndarray, axis: int) -> bool:

@@ -33,6 +33,11 @@ def reverse(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list
     return [turn(operand, eqn.params["dimensions"], interp.reason)]
 
 
+def reverse_at_once(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
+    """The same, its order frozen: of whole numbers some are equal, and then it matters which of them comes first."""
+    return [interp.plain(axes) for axes in reverse(interp, eqn, operand)]
+
+
 def fft(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
     """Freezes the transformed axes, the last ones; elementwise over the others."""
     rank = len(operand)
