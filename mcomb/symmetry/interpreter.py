@@ -39,7 +39,7 @@ class Positions(tuple[Axis | None, ...]):
     reason: str  # the operation that made them
     shifted: bool  # by its length, as is done to negative indices, of which there are none
     source: object  # the same for arrays of the same positions, in whatever order and shape
-    each_once: bool  # whether each position along the axis is there just once
+    once: int | None  # the axis of the array, if any, along which each position is there just once
 
 
 class Counts(tuple[Axis | None, ...]):
@@ -94,18 +94,18 @@ def positions(
     reason: str,
     shifted: bool = False,
     source: object = None,
-    each_once: bool = False,
+    once: int | None = None,
 ) -> Positions:
     """An array of positions along an axis."""
     array = Positions(axes)
     array.along, array.reason, array.shifted = along, reason, shifted
-    array.source, array.each_once = source or object(), each_once
+    array.source, array.once = source or object(), once
     return array
 
 
-def same_positions(axes: Iterable[Axis | None], found: Positions) -> Positions:
-    """The same positions in an array with other axes."""
-    return positions(axes, found.along, found.reason, found.shifted, found.source, found.each_once)
+def same_positions(axes: Iterable[Axis | None], found: Positions, once: int | None) -> Positions:
+    """The same positions in an array with other axes, along one of which each is there just once."""
+    return positions(axes, found.along, found.reason, found.shifted, found.source, once)
 
 
 def counts(axes: Iterable[Axis | None], source: object, along: int, most: int) -> Counts:
@@ -468,7 +468,7 @@ def _without_ones(axes: ArrayAxes) -> ArrayAxes:
     """The same array, its axes of size one taken for such along which all entries are equal."""
     plain = tuple(axis if axis is not None and axis.size > 1 else None for axis in axes)
     if isinstance(axes, Positions):
-        return same_positions(plain, axes)
+        return same_positions(plain, axes, axes.once)
     if isinstance(axes, Places):
         return places(plain, axes.columns)
     if isinstance(axes, Counts):

@@ -14,7 +14,7 @@ other axes of entries are united with those of the whole.
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
-from mcomb.symmetry.axes import Axis, atoms, find, freeze, split_segments, unite
+from mcomb.symmetry.axes import Axis, atoms, find, flat_parts, freeze, split_product, split_segments, unite
 from mcomb.symmetry.interpreter import ArrayAxes, Interpreter, Stack
 
 REASON = "entries that are read one by one"
@@ -22,11 +22,25 @@ REASON = "entries that are read one by one"
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """One axis of a stack, and the same axis of each of its entries."""
+    """One axis of a stack, or a part of it, and the same of each of its entries."""
 
     along: Axis  # the axis of the entries
     whole: Axis
     entries: dict[Hashable, Axis]
+
+    def parts(self) -> "list[Family]":
+        """A family for each factor or segment of the axis, if it is taken apart in some entry."""
+        composite = next((entry for entry in map(find, self.entries.values()) if entry.parts), None)
+        if composite is None:
+            return [self]
+        split = split_product if composite.kind == "blocks" else split_segments
+        sizes = [part.size for part in flat_parts(composite, composite.kind)]
+        wholes, *entries = (split(axis, sizes, REASON) for axis in (self.whole, *self.entries.values()))
+        if wholes is None or None in entries:
+            return [self]
+        of_part = zip(wholes, zip(*entries, strict=True), strict=True)
+        families = [Family(self.along, whole, dict(zip(self.entries, axes, strict=True))) for whole, axes in of_part]
+        return [part for family in families for part in family.parts()]
 
     def unite(self) -> None:
         """Gives all entries one order."""
@@ -63,7 +77,7 @@ def unite_entries(leaves: Iterable[ArrayAxes], interp: Interpreter) -> None:
     """Unites the axes of entries with those of the whole stack, or notes where they are of one entry alone."""
     leaves = list(leaves)
     stacks = [leaf for leaf in leaves if isinstance(leaf, Stack) and leaf.entries]
-    families = [family for stack in stacks for family in _families(stack)]
+    families = [part for stack in stacks for family in _families(stack) for part in family.parts()]
     elsewhere = {atom for leaf in leaves for axis in leaf if axis is not None for atom in atoms(axis)}
     in_loops = {atom for axis in interp.loop_axes for atom in atoms(axis)}
     while True:
@@ -75,12 +89,15 @@ def unite_entries(leaves: Iterable[ArrayAxes], interp: Interpreter) -> None:
             elsewhere |= {*atoms(family.whole)}
         if not bad:
             break
-    at: dict[Axis, tuple[Hashable, Axis]] = {}
     for group in groups:
-        first, *others = group.families
-        for family in others:
-            unite(first.along, family.along, REASON)
-        at |= {atom: (index, first.along) for index, entry in first.entries.items() for atom in atoms(entry)}
+        for family in group.families[1:]:
+            unite(group.families[0].along, family.along, REASON)
+    at = {
+        atom: (index, find(group.families[0].along))
+        for group in groups
+        for index, entry in group.families[0].entries.items()
+        for atom in atoms(entry)
+    }
     if at:
         for array in (array for arrays in interp.operations for array in arrays):
             found = {at[atom] for _, axis in array for atom in atoms(axis) if atom in at}

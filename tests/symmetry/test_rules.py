@@ -75,6 +75,35 @@ def class_token(params, x):
     return jnp.concatenate([jnp.tile(params["class"], (ROWS, 1, 1)), tokens], 1).max(1) @ params["down"]
 
 
+def kernel_derivative(params, x):
+    def energy(kernel):
+        dims = ("NHWC", "HWIO", "NHWC")
+        result = jax.lax.conv_general_dilated(
+            x @ params["up"], kernel, (1, 1), "SAME", dimension_numbers=dims, feature_group_count=2
+        )
+        return (result**3).sum()
+
+    return jnp.square(jax.grad(energy)(params["k"])).sum((0, 1, 2)) @ params["down"]
+
+
+def layer_of_heads(params, x):
+    q, k, v = ((x @ params[name]).reshape(-1, 3, 2) for name in "qkv")
+    weights = jax.nn.softmax(jnp.einsum("qhd,khd->hqk", q, k))
+    return x + jnp.einsum("hqk,khd->qhd", weights, v).reshape(-1, UNITS) @ params["out"]
+
+
+def heads_by_number(params, x):
+    for i in range(2):
+        x = layer_of_heads({name: stack[i] for name, stack in params.items()}, x)
+    return x
+
+
+def heads_by_counter(params, x):
+    return jax.lax.fori_loop(
+        0, 2, lambda i, x: layer_of_heads({name: stack[i] for name, stack in params.items()}, x), x
+    )
+
+
 def ensemble(params, x):
     """A convolution mapped over its kernels."""
     return jax.vmap(lambda kernel: jax.nn.relu(jax.lax.conv(x, kernel, (1, 1), "SAME")).sum((1, 2, 3)))(params["k"])
@@ -173,14 +202,24 @@ def experts_by_descending_scores(params, x):
     return jnp.einsum("bi,bkih->bh", x, params["in"][index]) @ params["last"]
 
 
-def sorted_by_expert(finish, counted=lambda index, params: jnp.bincount(index, length=3)):
+def experts_one_by_one(params, x):
+    gates = jax.nn.softmax(x @ params["router"])
+
+    def add(sums, expert):
+        gate, up, down = expert
+        return sums + gate[:, None] * (jnp.tanh(x @ up) @ down), None
+
+    return jax.lax.scan(add, jnp.zeros((ROWS, 2)), (gates.T, params["in"], params["out"]))[0]
+
+
+def sorted_by_expert(finish, counted=lambda index, params: jnp.bincount(index, length=3), also=lambda params, index: 0):
     """Rows that are sorted by expert, for experts to take them in turn, and what is done then."""
 
     def fn(params, x):
         index = jnp.argmax(x @ params["router"], axis=-1)
         order = jnp.argsort(index)
         sizes = counted(index, params)
-        hidden = jnp.tanh(jax.lax.ragged_dot(x[order], params["in"], sizes))
+        hidden = jnp.tanh(jax.lax.ragged_dot(x[order], params["in"], sizes) + also(params, index[order]))
         return finish(jax.lax.ragged_dot(hidden, params["out"], sizes), order, params)
 
     return fn
@@ -405,6 +444,7 @@ LAYERS = {"up": (3, FEATURES, UNITS), "bias": (3, UNITS), "down": (3, UNITS, FEA
 EXPERTS = {"router": (FEATURES, 3), "in": (3, FEATURES, UNITS), "out": (3, UNITS, 2)}
 ONE_OUTPUT = {"router": (FEATURES, 3), "in": (3, FEATURES, UNITS), "last": (UNITS, 2)}
 WHOLE = [(UNITS,)]
+HEADS = dict.fromkeys("qkv", (2, FEATURES, UNITS)) | {"out": (2, UNITS, FEATURES)}
 BY_EXPERT = [(3,), (UNITS,)]
 
 PROGRAMS = {
@@ -458,6 +498,14 @@ PROGRAMS = {
     "rotary embeddings": Program(rotary, dict.fromkeys("qkv", (FEATURES, 3, 4)) | {"out": (3, 4, 2)}, [(3,), (3, 4)]),
     "class token": Program(class_token, {"class": (1, 1, UNITS), "up": (1, UNITS), "down": (UNITS, 2)}, WHOLE),
     "ensemble of convolutions": Program(ensemble, {"k": (3, UNITS, 2, 3, 3)}, [(3, UNITS)], (ROWS, 2, 4, 4)),
+    "derivative of a grouped convolution by its kernel": Program(
+        kernel_derivative,
+        {"up": (2, 4), "k": (3, 3, 2, UNITS), "down": (UNITS, 2)},
+        [(2,), (2, 2), (2, 3)],
+        (2, 4, 4, 2),
+    ),
+    "heads of layers by their number": Program(heads_by_number, HEADS, [(2, 3), (2, 3, 2), (2, 3, 2)]),
+    "heads of layers by a counter": Program(heads_by_counter, HEADS, [(2, 3), (2, 3, 2), (2, 3, 2)]),
     "Fourier transform of another axis": Program(
         lambda p, x: jnp.abs(jnp.fft.fft(jnp.einsum("bt,h->bth", x, p["up"]), axis=1)).sum(1) @ p["down"],
         {"up": (UNITS,), "down": (UNITS, 2)},
@@ -527,6 +575,17 @@ PROGRAMS = {
         [(UNITS,)],
         (300, FEATURES),
     ),
+    "rows sorted by expert with what is looked up for theirs": Program(
+        sorted_by_expert(put_back, also=lambda p, index: p["bias"][index]),
+        EXPERTS | {"bias": (3, UNITS)},
+        BY_EXPERT,
+    ),
+    "rows sorted by expert with what is looked up for others": Program(
+        sorted_by_expert(put_back, also=lambda p, index: p["bias"][jnp.roll(index, 1)]),
+        EXPERTS | {"bias": (3, UNITS)},
+        WHOLE,
+    ),
+    "experts taken one after the other": Program(experts_one_by_one, EXPERTS, [(3,), (3, UNITS)]),
     "rows sorted by the experts of scanned layers": Program(
         experts_of_scanned_layers,
         {"router": (2, FEATURES, 3), "in": (2, 3, FEATURES, UNITS), "out": (2, 3, UNITS, FEATURES)},
@@ -685,6 +744,43 @@ PROGRAMS = {
     "what is most often the largest": weights(
         lambda a, v: v[jnp.argmax(jax.nn.one_hot(jnp.argmax(a, 1), 3).sum(0))], [(6,)], (6, 3), (3,)
     ),
+    "ranks": Program(
+        lambda p, x: jnp.where(jnp.argsort(jnp.argsort(h := x @ p["up"], 1), 1) > 3, h, 0) @ p["down"],
+        {"up": (FEATURES, UNITS), "down": (UNITS, 2)},
+        WHOLE,
+    ),
+    "ranks in blocks": Program(
+        lambda p, x: (
+            (jnp.argsort(jnp.argsort(h := (x @ p["up"]).reshape(ROWS, 3, 2))) * h).reshape(ROWS, UNITS) @ p["down"]
+        ),
+        {"up": (FEATURES, UNITS), "down": (UNITS, 2)},
+        [(3,), (3, 2)],
+    ),
+    "ranks of other rows": weights(lambda a, w: (jnp.argsort(jnp.argsort(a, 1), 0) * w).sum(), [], (4, 3), (4, 3)),
+    "ranks of reshaped positions": weights(
+        lambda a, w: (jnp.argsort(jnp.argsort(a).reshape(2, 3), 1) * w).sum(), [], (6,), (2, 3)
+    ),
+    "the largest of each row, one by one": Program(
+        lambda p, x: jax.vmap(lambda row: jax.lax.dynamic_index_in_dim(row, row.argmax()))(x @ p["up"]),
+        {"up": (FEATURES, UNITS)},
+        WHOLE,
+    ),
+    "positions of other rows": weights(
+        lambda a, b, c: (jax.nn.one_hot(jnp.argmax(a, 1)[jnp.argmax(b, 1)], 5) * c).sum() + (a * c).sum(),
+        [(4,), (5,)],
+        (4, 5),
+        (4, 4),
+        (4, 5),
+    ),
+    "steps that are added up": weights(
+        lambda a, b: jax.lax.scan(lambda c, row: (c + (row * b).sum(), None), 0.0, a)[0], [(4,), (5,)], (4, 5), (5,)
+    ),
+    "steps that are added up to what is used": weights(
+        lambda a, b: jax.lax.scan(lambda c, row: (c + (row * b).sum(), c), 0.0, a)[1] @ b[:4], [], (4, 5), (5,)
+    ),
+    "steps that are added up and multiplied": weights(
+        lambda a: jax.lax.scan(lambda c, w: ((c + w) * w, None), 0.0, a)[0], [], (4,)
+    ),
     "the second largest": weights(
         lambda w, v: v[jnp.argmax(w - 100 * jax.nn.one_hot(jnp.argmax(w), 6))], [(6,)], (6,), (6,)
     ),
@@ -714,13 +810,13 @@ PROGRAMS = {
         (4, 3, 2, 5),
     ),
     "a row in every step": weights(
-        lambda a, b: jax.lax.scan(lambda c, r: (c + 1.0, (r * a[0]).sum()), 0.0, b)[1].sum() + (a * b).sum(),
+        lambda a, b: jax.lax.scan(lambda c, r: (jnp.cos(c), c * (r * a[0]).sum()), 0.0, b)[1].sum() + (a * b).sum(),
         [(5,)],
         (4, 5),
         (4, 5),
     ),
     "the same in every step": weights(
-        lambda a, b: (jax.lax.scan(lambda c, r: (c + 1.0, a), 0.0, b)[1][:, 0] * b).sum() + (a * b).sum(),
+        lambda a, b: (jax.lax.scan(lambda c, r: (jnp.cos(c), a), 0.0, b)[1][:, 0] * b).sum() + (a * b).sum(),
         [(5,)],
         (4, 5),
         (4, 5),

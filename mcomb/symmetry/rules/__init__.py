@@ -34,8 +34,8 @@ from mcomb.symmetry.rules.lookups import (
     scatter_at,
     shift,
     sort,
+    sort_positions,
     sort_reversed,
-    sort_rows,
     sum_counts,
     top_k,
 )
@@ -152,7 +152,7 @@ POSITION_RULES: dict[str, Rule] = {
     "lt": is_negative,
     "max": at_least,
     "select_n": choose_positions,
-    "sort": sort_rows,
+    "sort": sort_positions,
 }
 """For primitives with an operand that is positions along an axis; for all others these are plain numbers."""
 

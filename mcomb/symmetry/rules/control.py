@@ -51,12 +51,13 @@ def while_(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> lis
 def scan(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
     """The results of the body, in which all but the constants and the carry has an axis of steps.
 
-    A result that depends on nothing but what is the same in all steps is so too.
+    A result that depends on nothing but what is the same in all steps is so too. The order of steps matters if there is
+    a carry, unless something is added to it in every step, or such, and it is used for nothing else: that is a sum.
     """
     consts, carry, xs = split_scan(eqn, operands)
     carry, xs = (list(map(interp.plain, arrays)) for arrays in (carry, xs))
     reason = interp.reason
-    steps = Axis(eqn.params["length"], reason if carry else None)
+    steps = Axis(eqn.params["length"], None if _accumulates(inner_jaxpr(eqn)[0], len(consts), len(carry)) else reason)
     for x in xs:
         if x[0] is not None:
             unite(steps, x[0], reason)
@@ -84,6 +85,31 @@ def scan(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[
     record([*same, *xs, *ys])  # outside of the scan, constants have no axis of steps
     interp.loop_axes += [axis for y in ys for axis in y if axis is not None]
     return [*carry, *ys]
+
+
+def _accumulates(jaxpr: core.Jaxpr, consts: int, carries: int) -> bool:
+    """Whether all that the body of a scan carries is combined with what does not depend on it, in any order."""
+    users: dict[Any, list[core.JaxprEqn | None]] = {}
+    uses = [(atom, eqn) for eqn in jaxpr.eqns for atom in eqn.invars]
+    for atom, user in [*uses, *((atom, None) for atom in jaxpr.outvars)]:
+        if isinstance(atom, core.Var):
+            users.setdefault(atom, []).append(user)
+
+    def combined(var: Any, result: Any) -> bool:
+        names = set()
+        while var is not result:
+            (user, *others) = users.get(var, [None])
+            if others or user is None:
+                return False
+            before, var = var, user.outvars[0]
+            if user.primitive.name != "convert_element_type" or before.aval.dtype != var.aval.dtype:
+                names.add(user.primitive.name)
+        return len(users[var]) == 1 and len(names) <= 1 and names <= COMBINATIONS
+
+    return all(map(combined, jaxpr.invars[consts : consts + carries], jaxpr.outvars[:carries]))
+
+
+COMBINATIONS = {"add", "add_any", "and", "max", "min", "mul", "or"}  # that may be done in any order
 
 
 def _depend_on(jaxpr: core.Jaxpr, arguments: Sequence[bool]) -> list[bool]:

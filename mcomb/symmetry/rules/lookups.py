@@ -11,6 +11,7 @@ from typing import Any, SupportsIndex
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
+from jax.lax import GatherScatterMode
 
 from mcomb.symmetry.axes import Axis, atoms, concatenation, flat_parts, tie, unite
 from mcomb.symmetry.interpreter import (
@@ -101,7 +102,8 @@ def sort(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[
     along = others[0][axis] if len(others) == keys == 1 and is_float(eqn.invars[0]) else None
     if along is not None and isinstance(last, Known) and counts_up(last.value, axis):
         values, ranked = positional(interp, eqn, others, [axis], order_blind=True)  # as `argsort` does
-        return [values, _positions_along(interp, eqn, ranked, along)]
+        found = _positions_along(interp, eqn, ranked, along)
+        return [values, same_positions(found, found, once=axis) if isinstance(found, Positions) else found]
     return positional(interp, eqn, operands, [axis], order_blind=keys == len(operands))
 
 
@@ -120,29 +122,50 @@ def sort_reversed(interp: Interpreter, eqn: core.JaxprEqn, *operands: Any) -> li
     return sort(interp, eqn, tuple(keys), before)
 
 
-def sort_rows(interp: Interpreter, eqn: core.JaxprEqn, *operands: Any) -> list[ArrayAxes] | None:
-    """The order that sorts rows by a position of each, as `argsort` gives it; or that which puts them back.
+def sort_positions(interp: Interpreter, eqn: core.JaxprEqn, *operands: Any) -> list[ArrayAxes] | None:
+    """The order that sorts positions, as `argsort` gives it."""
+    axis, (keys, *others) = eqn.params["dimension"], operands
+    numbers = others[0] if len(others) == eqn.params["num_keys"] == 1 else None
+    if not isinstance(keys, Positions) or keys.shifted or keys[axis] is None or not isinstance(numbers, Known):
+        return None
+    if not counts_up(numbers.value, axis):
+        return None
+    if keys.once == axis:
+        return _invert(interp, keys, axis)
+    return _sort_rows(interp, keys) if len(keys) == 1 and eqn.params["is_stable"] and not interp.shards else None
 
-    Rows that share a position stay in their order, which is frozen. In the other order, of what has each number of a
-    row once, nothing is equal.
+
+def _invert(interp: Interpreter, keys: Positions, axis: int) -> list[ArrayAxes]:
+    """The order that undoes another: where each position is, of which none are equal.
+
+    For the `argsort` of floats it is their ranks, and for rows that were sorted where each has come to.
     """
-    p = eqn.params
-    if len(operands) != 2 or p["num_keys"] != 1 or len(operands[0]) != 1 or interp.shards:
-        return None
-    keys, numbers = operands
-    if not isinstance(keys, Positions) or keys.shifted or keys[0] is None or not isinstance(numbers, Known):
-        return None
-    if not (p["is_stable"] or keys.each_once) or not counts_up(numbers.value, 0):
-        return None
+    before = keys[axis]
+    assert before is not None
+
+    def labels(label: str) -> list[Hashable]:
+        return [label if i == axis else i for i in range(len(keys))]
+
+    values, where = interp.relate(
+        [_with_their_axis(keys, labels("before"), "along")],
+        [labels("rank"), labels("along")],
+        {"rank": Axis(keys.along.size, interp.reason)},
+    )
+    return [values, positions(where, before, interp.reason, once=axis)]
+
+
+def _sort_rows(interp: Interpreter, keys: Positions) -> list[ArrayAxes]:
+    """The order that sorts rows by a position of each.
+
+    Rows that share a position stay in their order, which is frozen.
+    """
+    assert keys[0] is not None
     interp.record([((keys.along,), ["groups"]), (tuple(keys), ["rows"])])
-    if keys.each_once:
-        values: ArrayAxes = (Axis(keys.along.size, interp.reason),)
-        return [values, positions((keys.along,), keys[0], interp.reason, each_once=True)]
     interp.explain("sort", "rows of one group stay in their order")
     interp.freeze([keys[0]])
     rows = Axis(keys[0].size)
     interp.groupings.append(Grouping(rows, keys.along, keys.source, interp.reason))
-    order = positions((rows,), keys[0], interp.reason, each_once=True)
+    order = positions((rows,), keys[0], interp.reason, once=0)
     return [positions((rows,), keys.along, keys.reason, source=keys.source), order]
 
 
@@ -157,25 +180,28 @@ def gather(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes, indices:
     """Elementwise over the axes that every slice covers; the others, whose positions are looked up, are frozen.
 
     But an axis along which the indices are positions is that axis, and the axes of a diagonal are one. Where two
-    indices are the same, the entries are copies of one.
+    indices are the same, the entries are copies of one. Positions that are themselves looked up, as those are by which
+    rows were sorted, are positions still, unless an index may be out of bounds; no position is.
     """
-    operand = interp.plain(operand)  # positions that are themselves looked up
+    clipped = eqn.params["mode"] in (GatherScatterMode.CLIP, GatherScatterMode.PROMISE_IN_BOUNDS)
+    if not isinstance(operand, Positions) or operand.shifted or not (clipped or isinstance(indices, Positions)):
+        operand = interp.plain(operand)
     dims, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     shape, rank = shape_of(eqn.invars[0]), len(shape_of(eqn.outvars[0]))
     looked_up = dims.collapsed_slice_dims
     if isinstance(indices, Known) and len(indices) == 2 and tuple(dims.start_index_map) == tuple(looked_up):
-        positions = np.arange(len(indices.value)).reshape(-1, 1)
-        square = {shape[axis] for axis in looked_up} == {len(positions)} and not dims.operand_batching_dims
+        numbers = np.arange(len(indices.value)).reshape(-1, 1)
+        square = {shape[axis] for axis in looked_up} == {len(numbers)} and not dims.operand_batching_dims
         square &= all(sizes[axis] == shape[axis] for axis in other_axes(len(shape), looked_up))
-        if square and np.array_equal(indices.value, np.broadcast_to(positions, indices.value.shape)):
+        if square and np.array_equal(indices.value, np.broadcast_to(numbers, indices.value.shape)):
             others = iter(other_axes(len(shape), looked_up))
             return interp.relate(
-                [(operand, ["diagonal" if axis in looked_up else axis for axis in range(len(shape))])],
+                [(interp.plain(operand), ["diagonal" if axis in looked_up else axis for axis in range(len(shape))])],
                 [[next(others) if axis in dims.offset_dims else "diagonal" for axis in range(rank)]],
             )
     collapsed, batched = dims.collapsed_slice_dims, [*dims.operand_batching_dims]
     indexed = [a for a, n in enumerate(shape) if a not in batched and (a in collapsed or sizes[a] != n)]
-    in_order = eqn.params["indices_are_sorted"]
+    in_order = _in_order(eqn, dims.start_indices_batching_dims)
     found = _found_by(indices, dims.start_index_map, shape, {axis: sizes[axis] for axis in indexed}, in_order)
     if found is None:
         return None
@@ -194,20 +220,31 @@ def gather(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes, indices:
     offset_labels = {i: ("result", axis) if axis in indexed else axis for i, axis in offsets.items()}
     index_axes = iter(range(len(indices)))
     of_indices: list[Hashable] = [("index", i) for i in range(len(indices))]
-    return interp.relate(
+    of_operand = [labels.get(axis, axis) for axis in range(len(shape))]
+    of_result = [offset_labels[i] if i in offset_labels else ("index", next(index_axes)) for i in range(rank)]
+    value = (operand.along,) if isinstance(operand, Positions) else ()
+    of_value = ["value"] * len(value)
+    (axes,) = interp.relate(
         [
-            (operand, [labels.get(axis, axis) for axis in range(len(shape))]),
+            ((*operand, *value), [*of_operand, *of_value]),
             *(_with_their_axis(column, of_indices, labels[axis]) for axis, column in found.items()),
             *([] if isinstance(indices, Positions) else [(tuple(indices), of_indices)]),
         ],
-        [[offset_labels[i] if i in offset_labels else ("index", next(index_axes)) for i in range(rank)]],
+        [[*of_result, *of_value]],
         {("result", axis): Axis(sizes[axis], interp.reason) for axis in indexed},
     )
+    return [positions(axes[:-1], operand.along, operand.reason) if isinstance(operand, Positions) else axes]
 
 
 def _with_their_axis(indices: Positions, labels: Labels, along: Hashable) -> tuple[ArrayAxes, Labels]:
     """Positions as an array of all that they tell apart: their own axes, and the axis that they are positions along."""
     return (*indices, indices.along), [*labels, along]
+
+
+def _in_order(eqn: core.JaxprEqn, batched: Sequence[SupportsIndex]) -> bool:
+    """Whether indices are promised to be sorted, and there are several of them for each index of a batch."""
+    shape = shape_of(eqn.invars[1])[:-1]
+    return eqn.params["indices_are_sorted"] and math.prod(shape[axis] for axis in other_axes(len(shape), batched)) > 1
 
 
 def _found_by(
@@ -264,7 +301,7 @@ def scatter_at(
     inserted, batched = [*dims.inserted_window_dims], [*dims.operand_batching_dims]
     kept = [axis for axis in range(len(shape)) if axis not in inserted and axis not in batched]
     update_shape = [shape_of(eqn.invars[2])[axis] for axis in dims.update_window_dims]
-    in_order = eqn.params["indices_are_sorted"]
+    in_order = _in_order(eqn, dims.scatter_indices_batching_dims)
     found = _found_by(indices, dims.scatter_dims_to_operand_dims, shape, dict.fromkeys(inserted, 1), in_order)
     if not found or update_shape != [shape[axis] for axis in kept]:
         return None
@@ -273,8 +310,9 @@ def scatter_at(
     of_index = iter(range(len(indices) - 1))
     of_window = dict(zip(dims.update_window_dims, kept, strict=True))
     of_update = [of_window[i] if i in of_window else ("index", next(of_index)) for i in range(len(updates))]
-    once = isinstance(indices, Positions) and indices.each_once
-    if eqn.primitive.name == "scatter" and not once:
+    once = indices.once if isinstance(indices, Positions) else None
+    several = [i for i, n in enumerate(shape_of(eqn.invars[1])[:-1]) if n > 1 and i != once and i not in together]
+    if eqn.primitive.name == "scatter" and several:
         apart = {("index", i) for i in range(len(indices)) if i not in together}
         interp.freeze(axis for axis, label in zip(updates, of_update, strict=True) if label in apart)
     by_number = [axis for axis in inserted if axis not in found]
@@ -370,7 +408,7 @@ def scatter(
         ("index", i)
         for i in range(len(indices) - 1)
         if eqn.primitive.name != "scatter" and i not in dims.scatter_indices_batching_dims
-        if not eqn.params["indices_are_sorted"]
+        if not _in_order(eqn, dims.scatter_indices_batching_dims)
     ]
     of_index = [("index", i) for i in range(len(indices))]
     for array, own in ((indices, of_index), (updates, of_update)):
@@ -470,10 +508,16 @@ def reshape_positions(
     if not holds_positions(eqn.outvars[0], operand.along):
         return None
     (axes,) = map(interp.plain, interp.rules[eqn.primitive.name](interp, eqn, tuple(operand), *rest) or ())
-    before, after = (math.prod(shape_of(atom)) for atom in (eqn.invars[0], eqn.outvars[0]))
-    if before == after:
-        return [same_positions(axes, operand)]
-    return [positions(axes, operand.along, operand.reason, operand.shifted)]
+    before, after = (shape_of(atom) for atom in (eqn.invars[0], eqn.outvars[0]))
+    if (count := math.prod(before)) != math.prod(after):
+        return [positions(axes, operand.along, operand.reason, operand.shifted)]
+    once = operand.once if eqn.primitive.name in SAME_ORDER else None
+    if operand.once is not None and before[operand.once] == count:
+        once = next((axis for axis, size in enumerate(after) if size == count), None)
+    return [same_positions(axes, operand, once)]
+
+
+SAME_ORDER = {"convert_element_type", "copy", "rev", "stop_gradient"}  # of axes, that is
 
 
 def is_negative(interp: Interpreter, eqn: core.JaxprEqn, operand: Any, bound: Any) -> list[ArrayAxes] | None:

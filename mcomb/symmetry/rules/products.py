@@ -25,20 +25,22 @@ def dot_general(interp: Interpreter, eqn: core.JaxprEqn, left: ArrayAxes, right:
 
 
 def convolution(interp: Interpreter, eqn: core.JaxprEqn, image: ArrayAxes, kernel: ArrayAxes) -> list[ArrayAxes]:
-    """A product over the channels of each group; positions in space are frozen."""
-    if eqn.params["batch_group_count"] != 1:
-        return freeze_everything(interp, eqn, image, kernel)
-    groups = eqn.params["feature_group_count"]
-    dims = eqn.params["dimension_numbers"]
-    outputs, inputs = (shape_of(eqn.invars[1])[axis] for axis in dims.rhs_spec[:2])
+    """A product over the channels of each group; positions in space are frozen.
+
+    In the derivative of a grouped convolution it is the images that are in groups, one for each group of filters.
+    """
+    groups, of_images = eqn.params["feature_group_count"], eqn.params["batch_group_count"]
+    dims, (image_shape, kernel_shape) = eqn.params["dimension_numbers"], map(shape_of, eqn.invars)
     interp.freeze(image[axis] for axis in dims.lhs_spec[2:])
     interp.freeze(kernel[axis] for axis in dims.rhs_spec[2:])
     batch, channels = (image[axis] for axis in dims.lhs_spec[:2])
     filters, depth = (kernel[axis] for axis in dims.rhs_spec[:2])
-    inner = (groups, outputs // groups)
+    images, outputs, inputs = image_shape[dims.lhs_spec[0]], *(kernel_shape[axis] for axis in dims.rhs_spec[:2])
+    inner = (groups * of_images, outputs // (groups * of_images))
+    batches = interp.split(batch, (of_images, images // of_images), split_product)
     (result,) = interp.relate(
         [
-            ((batch, *interp.split(channels, (groups, inputs), split_product)), ("batch", "group", "in")),
+            ((*batches, *interp.split(channels, (groups, inputs), split_product)), ("group", "batch", "group", "in")),
             ((*interp.split(filters, inner, split_product), depth), ("group", "out", "in")),
         ],
         [("batch", "group", "out")],
