@@ -76,6 +76,17 @@ def atoms(axis: Axis) -> Iterator[Axis]:
             yield part
 
 
+def mirrored(axis: Axis) -> list[Axis]:
+    """The atoms that several factors of a product have, as the rows and columns of a symmetric matrix do."""
+    found = []
+    for segment in flat_parts(axis, "segments"):
+        factors = flat_parts(segment, "blocks")
+        inside = [{*atoms(factor)} for factor in factors]
+        found += [atom for one, other in itertools.combinations(inside, 2) for atom in one & other]
+        found += [atom for factor in factors if factor is not segment for atom in mirrored(factor)]
+    return found
+
+
 def tie(axis: Axis | None) -> None:
     """Notes that in some array all entries along an axis are equal."""
     for atom in () if axis is None else atoms(axis):

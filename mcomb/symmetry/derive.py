@@ -21,6 +21,7 @@ from mcomb.symmetry.axes import Axis, atoms, find, flat_parts
 from mcomb.symmetry.interpreter import ArrayAxes, Interpreter, LabelledAxes, stack_of
 from mcomb.symmetry.rules import RULES, SPECIAL_RULES
 from mcomb.symmetry.rules.common import EXPLANATIONS, freeze_everything
+from mcomb.symmetry.rules.equals import equal_along
 from mcomb.symmetry.spec import Blocks, Frozen, Layout, PermutationSpec, Segments
 from mcomb.symmetry.stacks import unite_entries
 
@@ -41,7 +42,7 @@ def permutation_spec(fn: Callable[..., Any], params: Params, *inputs: Any) -> Pe
 
 def infer_axes(traced: core.ClosedJaxpr, params: Params, *inputs: Any) -> tuple[Mapping[str, ArrayAxes], Interpreter]:
     """The axes of each parameter after a function of these arguments was interpreted, and the interpreter."""
-    interp = Interpreter(RULES, freeze_everything, SPECIAL_RULES, EXPLANATIONS)
+    interp = Interpreter(RULES, freeze_everything, SPECIAL_RULES, EXPLANATIONS, equal_along)
     leaves = {name: stack_of(interp.new_axes(np.shape(leaf))) for name, leaf in named_leaves(params).items()}
     paths = jax.tree_util.tree_flatten_with_path(inputs)[0]
     input_axes = [interp.new_axes(np.shape(leaf), f"input {leaf_name(path)}") for path, leaf in paths]
@@ -49,6 +50,7 @@ def infer_axes(traced: core.ClosedJaxpr, params: Params, *inputs: Any) -> tuple[
     interp.reason = "the output"
     interp.freeze(itertools.chain.from_iterable(results))
     unite_entries(leaves.values(), interp)
+    interp.freeze_ties()
     interp.break_up_groupings(atom for axes in leaves.values() for axis in axes if axis for atom in atoms(axis))
     used = _atoms_in_use(interp.operations)
     interp.reason = "no use: the function does without it"

@@ -3,6 +3,7 @@
 import collections
 import itertools
 import math
+import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
@@ -13,7 +14,19 @@ import jax
 import numpy as np
 from jax.extend import core, source_info_util
 
-from mcomb.symmetry.axes import Axis, atoms, concatenation, find, freeze, product, unite
+from mcomb.symmetry.axes import (
+    Axis,
+    atoms,
+    concatenation,
+    find,
+    flat_parts,
+    freeze,
+    mirrored,
+    product,
+    split_product,
+    tie,
+    unite,
+)
 
 ArrayAxes = tuple[Axis | None, ...]
 """The axes of an array; None for one along which all entries are equal."""
@@ -56,7 +69,7 @@ class Counts(tuple[Axis | None, ...]):
 class Places(tuple[Axis | None, ...]):
     """The axes of an array whose last axis has a number for each of several axes, as `v[i, j]` is looked up with."""
 
-    columns: "tuple[Positions | Known, ...]"  # one of which, at least, is positions
+    columns: tuple[ArrayAxes, ...]  # one of which, at least, is positions
 
 
 class Reversed(tuple[Axis | None, ...]):
@@ -70,7 +83,12 @@ class Reversed(tuple[Axis | None, ...]):
 
 
 class Discrete(tuple[Axis | None, ...]):
-    """The axes of an array of floats that are whole numbers, or computed from such alone: many may be equal."""
+    """The axes of an array with entries that are equal, as whole numbers and copies are, be they floats: see `equals`.
+
+    For of several that are equal `argmax` takes the first.
+    """
+
+    along: frozenset[int]  # the axes along which it has such
 
 
 class Stack(tuple[Axis | None, ...]):
@@ -115,7 +133,14 @@ def counts(axes: Iterable[Axis | None], source: object, along: int, most: int) -
     return array
 
 
-def places(axes: Iterable[Axis | None], columns: Iterable[Positions | Known]) -> Places:
+def discrete(axes: Iterable[Axis | None], along: Iterable[int]) -> Discrete:
+    """An array with equal entries along some axes."""
+    array = Discrete(axes)
+    array.along = frozenset(along)
+    return array
+
+
+def places(axes: Iterable[Axis | None], columns: Iterable[ArrayAxes]) -> Places:
     """An array of places, with a column for each axis."""
     array = Places(axes)
     array.columns = tuple(columns)
@@ -197,10 +222,13 @@ class Interpreter:
         default_rule: Rule,
         special_rules: Mapping[type, Mapping[str, Rule]],
         explanations: Mapping[str, str],
+        equal_along: Callable[..., frozenset[int] | None],
     ) -> None:
         self.rules, self.default_rule = rules, default_rule
         self.special_rules = special_rules  # for primitives with an operand of some kind: Stack, Positions and so on
         self.explanations = explanations
+        self.equal_along = equal_along  # axes along which an equation's results have equal entries, if that is known
+        self.choices: list[tuple[Axis, str]] = []  # what positions were chosen along, and the operation that did
         self.reason = ""  # the current operation, to blame if an axis freezes
         self.operations: list[list[LabelledAxes]] = []  # the arrays that each operation relates
         self.first_use: dict[Axis, int] = {}  # axes, numbered in the order in which operations first use them
@@ -215,7 +243,8 @@ class Interpreter:
 
     def interpret(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[ArrayAxes]) -> list[ArrayAxes]:
         """The axes of a jaxpr's results, from those of its arguments; positions are taken for plain numbers."""
-        return [self.plain(axes) for axes in self.interpret_call(jaxpr, consts, args)]
+        results = self.interpret_call(jaxpr, consts, args)
+        return [axes if isinstance(axes, Discrete) else self.plain(axes) for axes in results]
 
     def interpret_call(
         self,
@@ -237,7 +266,7 @@ class Interpreter:
         expressions = {var: expressions.get(var, (path, i)) for i, var in enumerate(jaxpr.invars)}
         for index, eqn in enumerate(eqns):
             if deferred.intersection(eqn.outvars):
-                env[eqn.outvars[0]] = reshape = defer_reshape(eqn, self.plain(read(eqn.invars[0])))
+                env[eqn.outvars[0]] = reshape = defer_reshape(eqn, self.plain(settled(read(eqn.invars[0]))))
                 self._store((*path, index), [(None,) * len(reshape.order)])  # only its slices are read
                 continue
             self._path = (*path, index)
@@ -257,7 +286,9 @@ class Interpreter:
         """The axes of an equation's results."""
         name = eqn.primitive.name
         results: Sequence[ArrayAxes] | None = self._work_out(eqn, operands)
-        discrete = name in ROUNDINGS or all(map(_is_discrete, eqn.invars, operands))
+        equal = self.equal_along(eqn, operands)
+        if equal is None and name not in self.special_rules[Discrete]:
+            operands = list(map(settled, operands))
         for few in (Places, Counts, Reversed, Discrete):  # which few rules are for
             if name not in self.special_rules[few]:
                 operands = [self.plain(operand) if isinstance(operand, few) else operand for operand in operands]
@@ -267,7 +298,7 @@ class Interpreter:
         if results is None:
             results = self.rules.get(name, self.default_rule)(self, eqn, *map(self.plain, operands))
         results = [_without_ones(axes) for axes in results or ()]
-        return [Discrete(axes) if discrete and type(axes) is tuple else axes for axes in results]
+        return [discrete(axes, equal) if equal and type(axes) is tuple else axes for axes in results]
 
     def read_entry(self, stack: Stack, axis: int, index: Hashable) -> list[ArrayAxes] | None:
         """The axes of an entry of a stack, with its own axis; None if entries of another axis were read before."""
@@ -390,6 +421,15 @@ class Interpreter:
             self.first_use.setdefault(axis, len(self.first_use))
         self.operations.append([self.scan_steps + axes for axes in labelled])
 
+    def freeze_ties(self) -> None:
+        """Freezes what something was chosen from by its position where entries turn out to be equal by construction.
+
+        As copies, padding and what is on both sides of the diagonal of a symmetric matrix are.
+        """
+        for along, reason in self.choices:
+            for atom in [*(atom for atom in atoms(along) if atom.tied), *mirrored(along)]:
+                freeze(atom, reason)
+
     def break_up_groupings(self, others: Iterable[Axis]) -> None:
         """Freezes the groups by which rows were sorted, if their order comes to matter, or others move with them.
 
@@ -413,13 +453,27 @@ class Interpreter:
         if axis is None:
             return (None,) * len(sizes)
         self.first_use.setdefault(axis, len(self.first_use))
-        parts = split(axis, sizes, self.reason)
+        parts = split(axis, sizes, self.reason) or self._split_inside(axis, sizes)
         if parts is None:
             primitive = self.reason.split()[0]
             self.explain(primitive, "its parts cut across those of a product or a concatenation before it")
             self.freeze([axis])
             return self.new_axes(sizes, self.reason)
         return tuple(part if part.size > 1 else None for part in parts)
+
+    def _split_inside(self, axis: Axis, sizes: Sequence[int]) -> list[Axis] | None:
+        """The factors of an axis whose segments they cut across: what is common to all of its parts is still free.
+
+        Of 8 and 4 channels in groups of 6 it is two at a time, in one order.
+        """
+        ends = itertools.accumulate(part.size for part in flat_parts(axis, "segments"))
+        if (inner := math.gcd(sizes[-1], *ends)) == 1 or math.prod(sizes) != axis.size:
+            return None
+        parts = split_product(axis, [axis.size // inner, inner], self.reason)
+        if parts is None:
+            return None
+        freeze(parts[0], self.reason)
+        return split_product(axis, sizes, self.reason)
 
     def join(self, axes: Sequence[Axis | None], sizes: Sequence[int]) -> Axis | None:
         """The product of axes; one along which all entries are equal is a free factor."""
@@ -430,6 +484,8 @@ class Interpreter:
     def _scope(self, eqn: core.JaxprEqn) -> str:
         """Where in the model an equation comes from: its module, or else its line."""
         outer, inner = self._scopes[-1], str(eqn.source_info.name_stack)
+        while (named := re.sub(r"\w+\(\)/?", "", inner)) != inner:  # such as vmap(jvp()), which is no module
+            inner = named
         if inner and outer.endswith(inner):
             return outer
         if inner:
@@ -452,16 +508,25 @@ def _atoms_of(axes: ArrayAxes) -> Iterator[Axis]:
 
 
 def _unturned(axes: ArrayAxes) -> ArrayAxes:
-    """The axes along which the entries of an array are in the order of the axis."""
+    """The axes along which the entries of an array are in the order of the axis, and the same in that order."""
+    if isinstance(axes, Positions):  # numbers that other permutations change
+        return (None,) * len(axes)
     turned = axes.turned if isinstance(axes, Reversed) else ()
     return tuple(None if i in turned else axis for i, axis in enumerate(axes))
 
 
-def _is_discrete(atom: Any, operand: Any) -> bool:
-    """Whether the entries of an array are all equal, or are whole numbers, or are computed from such and constants."""
-    if isinstance(operand, Known | Discrete | Counts) or not jax.numpy.issubdtype(atom.aval.dtype, np.inexact):
-        return True
-    return type(operand) is tuple and all(axis is None for axis in operand)
+def equal_axes(array: ArrayAxes) -> frozenset[int]:
+    """The axes along which all entries of an array are equal, or some."""
+    constant = frozenset(i for i, axis in enumerate(array) if axis is None)
+    return constant | array.along if isinstance(array, Discrete) else constant
+
+
+def settled(axes: Any) -> Any:
+    """The array, whose axes are noted to have equal entries in some array: it goes where this is lost sight of."""
+    if isinstance(axes, Discrete):
+        for i in axes.along:
+            tie(axes[i])
+    return axes
 
 
 def _without_ones(axes: ArrayAxes) -> ArrayAxes:
@@ -476,7 +541,7 @@ def _without_ones(axes: ArrayAxes) -> ArrayAxes:
     if isinstance(axes, Reversed):
         return turn(plain, axes.turned, axes.reason)
     if isinstance(axes, Discrete):
-        return Discrete(plain)
+        return discrete(plain, axes.along)
     return axes if isinstance(axes, Known) else plain
 
 
@@ -706,8 +771,6 @@ def _reshape(params: Any, value: np.ndarray) -> np.ndarray:
     order = params["dimensions"]
     return (value if order is None else value.transpose(order)).reshape(params["new_sizes"])
 
-
-ROUNDINGS = {"ceil", "floor", "round", "sign"}  # of floats, whose results are whole numbers
 
 SCALAR_OPERATIONS = {"add", "convert_element_type", "lt", "max", "min", "mul", "select_n", "sub"}
 

@@ -5,15 +5,17 @@ axis of each operand and result, and `Interpreter.relate` unites the axes with t
 """
 
 from mcomb.symmetry.interpreter import Counts, Discrete, Places, Positions, Reversed, Rule, Stack
-from mcomb.symmetry.rules.common import elementwise, for_all, pass_through
+from mcomb.symmetry.rules.common import ELEMENTWISE, for_all, pass_through
 from mcomb.symmetry.rules.control import (
     call,
+    change_stack,
     collective,
     cond,
     dynamic_slice_of_stack,
     scan,
     shard_map,
     slice_of_stack,
+    split_stack,
     while_,
 )
 from mcomb.symmetry.rules.lookups import (
@@ -84,18 +86,7 @@ CALLS = for_all(
 
 RULES: dict[str, Rule] = {
     **CALLS,
-    **for_all(
-        elementwise,
-        """
-        abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil
-        clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf
-        erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite
-        le le_to lgamma log log1p logistic lt lt_to max min mul mulhi name ne neg nextafter not or polygamma
-        population_count pow real reduce_precision regularized_incomplete_beta rem round rsqrt
-        select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin
-        sinh sqrt square stop_gradient sub tan tanh xor zeta
-        """,
-    ),
+    **ELEMENTWISE,
     **for_all(reduction, "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor"),
     **for_all(arg_reduction, "argmax argmin"),
     **for_all(cumulative, "cumsum cumprod cummax cummin cumlogsumexp"),
@@ -158,24 +149,27 @@ POSITION_RULES: dict[str, Rule] = {
 
 STACK_RULES: dict[str, Rule] = {
     **CALLS,
+    **for_all(change_stack, "convert_element_type copy div mul neg stop_gradient"),
     "cond": cond,
     "dynamic_slice": dynamic_slice_of_stack,
     "scan": scan,
     "slice": slice_of_stack,
+    "split": split_stack,
+    "unstack": split_stack,
     "while": while_,
 }
 """For primitives that leave it open whether a parameter is only read entry by entry; all others use all of it."""
 
 SCATTERS = {name: rule for name, rule in POSITION_RULES.items() if name.startswith("scatter")}
 
-CHOICES: dict[str, Rule] = for_all(choose_from_few, "argmax argmin sort top_k")
+CHOICES: dict[str, Rule] = for_all(choose_from_few, "argmax argmin sort top_k") | {"rev": reverse_at_once}
 
 SPECIAL_RULES: dict[type, dict[str, Rule]] = {
     Stack: STACK_RULES,
     Positions: POSITION_RULES,
     Places: {**CALLS, **SCATTERS, "gather": gather},
     Reversed: {"sort": sort_reversed},
-    Discrete: {**CALLS, **CHOICES, "rev": reverse_at_once},
+    Discrete: {**CALLS, **CHOICES, "cond": cond, "scan": scan, "while": while_},
     Counts: {
         **CALLS,
         **CHOICES,

@@ -92,6 +92,19 @@ def for_all(value: T, names: str) -> dict[str, T]:
     return dict.fromkeys(names.split(), value)
 
 
+ELEMENTWISE = for_all(
+    elementwise,
+    """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex
+    conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt
+    igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul
+    mulhi name ne neg nextafter not or polygamma population_count pow real reduce_precision
+    regularized_incomplete_beta rem round rsqrt select_n sharding_constraint shift_left shift_right_arithmetic
+    shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta
+    """,
+)
+"""The rule of all primitives that are elementwise."""
+
 BY_POSITION = "devices share the array out by position"
 
 EXPLANATIONS: dict[str, str] = {

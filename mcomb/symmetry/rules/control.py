@@ -6,7 +6,18 @@ from typing import Any
 from jax.extend import core
 
 from mcomb.symmetry.axes import Axis, unite
-from mcomb.symmetry.interpreter import ArrayAxes, Interpreter, Known, Positions, sliced_axis
+from mcomb.symmetry.interpreter import (
+    ArrayAxes,
+    Discrete,
+    Interpreter,
+    Known,
+    Positions,
+    Stack,
+    discrete,
+    equal_axes,
+    settled,
+    sliced_axis,
+)
 from mcomb.symmetry.rules.common import BY_POSITION, other_axes, resized_axes, shape_of, split_list, split_scan
 
 
@@ -41,7 +52,7 @@ def while_(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> lis
     """What is carried, whose axes come out of each step as they went in; the condition must not depend on any order."""
     p = eqn.params
     cond_consts, body_consts, carry = split_list(operands, p["cond_nconsts"], p["body_nconsts"])
-    carry = list(map(interp.plain, carry))
+    carry = [_plain(interp, axes) for axes in carry]
     body = open_jaxpr(p["body_jaxpr"])
     carry = _loop_carry(interp, carry, lambda carry: interp.interpret(*body, [*body_consts, *carry]))
     interp.interpret(*open_jaxpr(p["cond_jaxpr"]), [*cond_consts, *carry])
@@ -55,7 +66,7 @@ def scan(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[
     a carry, unless something is added to it in every step, or such, and it is used for nothing else: that is a sum.
     """
     consts, carry, xs = split_scan(eqn, operands)
-    carry, xs = (list(map(interp.plain, arrays)) for arrays in (carry, xs))
+    carry, xs = ([_plain(interp, axes) for axes in arrays] for arrays in (carry, xs))
     reason = interp.reason
     steps = Axis(eqn.params["length"], None if _accumulates(inner_jaxpr(eqn)[0], len(consts), len(carry)) else reason)
     for x in xs:
@@ -75,10 +86,11 @@ def scan(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[
 
     def body(carry: list[ArrayAxes]) -> list[ArrayAxes]:
         interp.scan_steps.append((("step", len(interp.scan_steps)), steps))
-        results = interp.interpret(*inner_jaxpr(eqn), [*consts, *carry, *(x[1:] for x in xs)])
+        results = interp.interpret(*inner_jaxpr(eqn), [*consts, *carry, *(_entry(x) for x in xs)])
         record(same)
         interp.scan_steps.pop()
-        ys[:] = [(steps if varies else None, *y) for y, varies in zip(results[len(carry) :], varying, strict=True)]
+        pairs = zip(results[len(carry) :], varying, strict=True)
+        ys[:] = [discrete((steps if varies else None, *y), [i + 1 for i in equal_axes(y)]) for y, varies in pairs]
         return results[: len(carry)]
 
     carry = _loop_carry(interp, carry, body)
@@ -126,14 +138,13 @@ def _loop_carry(
 ) -> list[ArrayAxes]:
     """The carry of a loop, its axes united with those that the body returns, until that changes nothing."""
 
-    def varying(arrays: list[ArrayAxes]) -> list[list[bool]]:
-        return [[axis is not None for axis in axes] for axes in arrays]
+    def state(arrays: list[ArrayAxes]) -> list[tuple[list[bool], frozenset[int]]]:
+        return [([axis is not None for axis in axes], equal_axes(axes)) for axes in arrays]
 
-    carry = [tuple(axes) for axes in carry]  # what is known of it is known before the first step only
     while True:
         united = [unite_arrays(interp, pair) for pair in zip(carry, body(carry), strict=True)]
         interp.loop_axes += [axis for axes in united for axis in axes if axis is not None]
-        if varying(united) == varying(carry):
+        if state(united) == state(carry):
             return united
         carry = united
 
@@ -141,7 +152,18 @@ def _loop_carry(
 def unite_arrays(interp: Interpreter, arrays: Sequence[ArrayAxes]) -> ArrayAxes:
     """One array that may be any of these: their axes are united."""
     labels = range(len(arrays[0]))
-    return interp.relate([(axes, labels) for axes in arrays], [labels])[0]
+    (axes,) = interp.relate([(axes, labels) for axes in arrays], [labels])
+    return discrete(axes, {i for array in arrays for i in equal_axes(array)})
+
+
+def _plain(interp: Interpreter, axes: ArrayAxes) -> ArrayAxes:
+    """The array, of which nothing is known but where it has equal entries: a constant may be another in a next step."""
+    return discrete(interp.plain(axes), equal_axes(axes))
+
+
+def _entry(array: ArrayAxes) -> Discrete:
+    """An entry of an array along its first axis."""
+    return discrete(array[1:], [i - 1 for i in equal_axes(array) if i])
 
 
 def shard_map(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
@@ -159,7 +181,7 @@ def shard_map(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> 
     interp.shards += 1
     results = interp.interpret(jaxpr, (), [convert(axes, spec, shape_of(var)) for axes, spec, var in inner])
     interp.shards -= 1
-    outer = zip(results, eqn.params["out_specs"], eqn.outvars, strict=True)
+    outer = zip(map(settled, results), eqn.params["out_specs"], eqn.outvars, strict=True)
     return [convert(axes, spec, shape_of(var)) for axes, spec, var in outer]
 
 
@@ -180,6 +202,23 @@ def slice_of_stack(interp: Interpreter, eqn: core.JaxprEqn, operand: Any) -> lis
     if axis is None or shape_of(eqn.outvars[0])[axis] != 1:
         return None
     return interp.read_entry(operand, axis, int(eqn.params["start_indices"][axis]))
+
+
+def split_stack(interp: Interpreter, eqn: core.JaxprEqn, operand: Any) -> list[ArrayAxes] | None:
+    """All entries, if it is taken apart into them."""
+    axis, count = eqn.params["axis"], shape_of(eqn.invars[0])[eqn.params["axis"]]
+    if len(eqn.outvars) != count:
+        return None
+    entries = [interp.read_entry(operand, axis, index) for index in range(count)]
+    keep = slice(axis, axis + (eqn.primitive.name == "split"))
+    return None if None in entries else [(*e[:axis], *e[keep], *e[axis + 1 :]) for (e,) in filter(None, entries)]
+
+
+def change_stack(interp: Interpreter, eqn: core.JaxprEqn, *operands: Any) -> list[ArrayAxes] | None:
+    """The same stack, in another type or multiplied by a number: so is each entry that is read of it."""
+    stacks: list[ArrayAxes] = [operand for operand in operands if isinstance(operand, Stack)]
+    others = [atom for operand, atom in zip(operands, eqn.invars, strict=True) if not isinstance(operand, Stack)]
+    return stacks if len(stacks) == 1 and all(shape_of(atom) == () for atom in others) else None
 
 
 def dynamic_slice_of_stack(

@@ -3,7 +3,6 @@
 The latter are arrays of `Positions`, for which some primitives have a rule of their own.
 """
 
-import itertools
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, SupportsIndex
@@ -13,10 +12,11 @@ import numpy as np
 from jax.extend import core
 from jax.lax import GatherScatterMode
 
-from mcomb.symmetry.axes import Axis, atoms, concatenation, flat_parts, tie, unite
+from mcomb.symmetry.axes import Axis, concatenation, tie, unite
 from mcomb.symmetry.interpreter import (
     ArrayAxes,
     Counts,
+    Discrete,
     Grouping,
     Interpreter,
     Known,
@@ -45,17 +45,18 @@ def _positions_along(interp: Interpreter, eqn: core.JaxprEqn, axes: ArrayAxes, a
     """Positions, chosen by the size of entries along an axis, which is frozen unless these are floats.
 
     Of entries that are exactly equal the first is taken, whichever that is. Of floats we count on there being none but
-    those that are equal by construction, as copies, padding and what is on both sides of the diagonal of a symmetric
-    matrix are; among integers and truth values there are.
+    those that are equal by construction: see `equals`, and `Interpreter.freeze_ties`. Among integers and truth values
+    there are.
     """
     if along is None:
         return axes
-    reason, tied = interp.reason, [*(atom for atom in atoms(along) if atom.tied), *mirrored(along)]
-    if tied or not is_float(eqn.invars[0]):
-        interp.explain(eqn.primitive.name, "of equal entries it takes the first")
-    interp.freeze(tied)
+    reason = interp.reason
+    interp.explain(eqn.primitive.name, "of equal entries it takes the first")
+    interp.choices.append((along, interp.reason))
     if is_float(eqn.invars[0]) and holds_positions(eqn.outvars[-1], along):
         return positions(axes, along, reason)
+    if is_float(eqn.invars[0]):
+        interp.reason = reason
     interp.freeze([along])
     return axes
 
@@ -65,20 +66,11 @@ def choose_from_few(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxe
     p = eqn.params
     if eqn.primitive.name == "sort" and p["num_keys"] == len(operands):
         return
-    interp.explain(eqn.primitive.name, "of equal entries it takes the first")
-    along = p["dimension"] if "dimension" in p else p["axes"][0] if "axes" in p else p.get("axis", -1)
-    interp.freeze(operand[along] for operand in operands)
-
-
-def mirrored(axis: Axis) -> list[Axis]:
-    """The atoms that several factors of a product have, as the rows and columns of a symmetric matrix do."""
-    found = []
-    for segment in flat_parts(axis, "segments"):
-        factors = flat_parts(segment, "blocks")
-        inside = [{*atoms(factor)} for factor in factors]
-        found += [atom for one, other in itertools.combinations(inside, 2) for atom in one & other]
-        found += [atom for factor in factors if factor is not segment for atom in mirrored(factor)]
-    return found
+    rank = len(operands[0])
+    along = p["dimension"] if "dimension" in p else p["axes"][0] if "axes" in p else p.get("axis", -1) % rank
+    if not isinstance(operands[0], Discrete) or along in operands[0].along:
+        interp.explain(eqn.primitive.name, "of equal entries it takes the first")
+        interp.freeze(operand[along] for operand in operands)
 
 
 def holds_positions(atom: Any, along: Axis) -> bool:
@@ -87,8 +79,8 @@ def holds_positions(atom: Any, along: Axis) -> bool:
 
 
 def is_float(atom: Any) -> bool:
-    """Whether an array has real, floating-point entries."""
-    return bool(jnp.issubdtype(atom.aval.dtype, jnp.floating))
+    """Whether an array has real, floating-point entries, and not of a type that has but a few."""
+    return bool(jnp.issubdtype(atom.aval.dtype, jnp.floating) and atom.aval.dtype.itemsize > 1)
 
 
 def sort(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
@@ -211,8 +203,6 @@ def gather(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes, indices:
         elif axis not in found:
             interp.freeze([operand[axis]])
     interp.freeze(indices[-1:])
-    for own in indices:
-        tie(own)
     labels: dict[int, Hashable] = {axis: ("operand", axis) for axis in indexed}
     labels |= {a: ("index", i) for a, i in zip(batched, dims.start_indices_batching_dims, strict=True)}
     kept = [axis for axis in range(len(shape)) if axis not in collapsed and axis not in batched]
@@ -271,7 +261,7 @@ def _found_by(
             if indexed.get(axis) != 1 or column.shifted or shape[axis] != column.along.size:
                 return None
             found[axis] = column
-        elif axis not in indexed and column.value.any():
+        elif axis not in indexed and not (isinstance(column, Known) and not column.value.any()):
             return None
     return found if len(columns) == len(by) else None
 
@@ -281,8 +271,7 @@ def join_columns(interp: Interpreter, eqn: core.JaxprEqn, *operands: Any) -> lis
     last = len(shape_of(eqn.outvars[0])) - 1
     if eqn.params["dimension"] != last or any(shape_of(atom)[last] != 1 for atom in eqn.invars):
         return None
-    if not all(isinstance(operand, Positions | Known) for operand in operands):
-        return None
+    operands = tuple(one if isinstance(one, Positions | Known) else interp.plain(one) for one in operands)
     labels = [*range(last), "column"]
     new = {"column": Axis(len(operands), interp.reason)}
     (axes,) = interp.relate([(tuple(operand), labels) for operand in operands], [labels], new)
@@ -333,7 +322,7 @@ def scatter_at(
         ],
         [labels("result")],
         {
-            **{axis: column.along if operand[axis] else _tied(column.along) for axis, column in found.items()},
+            **{axis: column.along for axis, column in found.items()},
             **{("result", axis): Axis(shape[axis], interp.reason) for axis in by_number},
         },
     )
@@ -368,12 +357,6 @@ def sum_counts(interp: Interpreter, eqn: core.JaxprEqn, operand: Counts) -> list
         return None
     (axes,) = reduction(interp, eqn, tuple(operand))
     return [counts(axes, operand.source, operand.along - sum(axis < operand.along for axis in summed), operand.most)]
-
-
-def _tied(axis: Axis) -> Axis:
-    """The axis, along which there is an array with equal entries."""
-    tie(axis)
-    return axis
 
 
 def scatter(
@@ -532,11 +515,9 @@ def is_negative(interp: Interpreter, eqn: core.JaxprEqn, operand: Any, bound: An
 def at_least(interp: Interpreter, eqn: core.JaxprEqn, left: Any, right: Any) -> list[ArrayAxes] | None:
     """The same positions, if they are only made zero where they are less, as `bincount` does."""
     found, bound = (left, right) if isinstance(left, Positions) else (right, left)
-    if not isinstance(bound, Known) or (bound.value > 0).any() or found.shifted:
+    if not isinstance(bound, Known) or not (bound.value <= 0).all() or found.shifted:
         return None
-    if len(found) != len(shape_of(eqn.outvars[0])):
-        return None
-    return [found]
+    return [found] if shape_of(eqn.invars[0 if found is left else 1]) == shape_of(eqn.outvars[0]) else None
 
 
 def shift(interp: Interpreter, eqn: core.JaxprEqn, operand: Any, by: Any) -> list[ArrayAxes] | None:
@@ -572,8 +553,6 @@ def compare_positions(interp: Interpreter, eqn: core.JaxprEqn, left: Any, right:
         or known.value.shape[axis] != found.along.size
     ):
         return None
-    for own in found:
-        tie(own)
     (axes,) = interp.relate([_with_their_axis(found, range(len(found)), axis)], [range(len(known))])
     shape, count = shape_of(eqn.outvars[0]), math.prod(shape_of(eqn.invars[0 if found is left else 1]))
     is_one_hot = eqn.primitive.name == "eq" and math.prod(shape) == count * shape[axis]

@@ -55,6 +55,8 @@ def reduce_window(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes)
         tiles = window == stride and dilation == [1, 1] and not any(p["padding"][axis]) and shape[axis] % window == 0
         if not tiles or eqn.primitive.name == "reduce_window" or len(arrays) > 1:
             return positional(interp, eqn, arrays, pooled)
+    if len(arrays) > 1:
+        return positional(interp, eqn, arrays, ())
     (operand,) = arrays
     for axis, (window, *_) in pooled.items():
         windows, _ = interp.split(operand[axis], (shape[axis] // window, window), split_product)

@@ -131,10 +131,10 @@ def unstack(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes | Deferr
 
 def tile(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
     """Each axis becomes the product of its copies, which are all equal, with itself."""
-    for axis, (size, count) in enumerate(zip(shape_of(eqn.invars[0]), eqn.params["reps"], strict=True)):
-        if count != 1 and operand[axis] is not None:
-            (operand,) = replace_axis(interp, operand, axis, [interp.join([None, operand[axis]], (count, size))])
-    return [operand]
+    pairs = zip(operand, shape_of(eqn.invars[0]), eqn.params["reps"], strict=True)
+    result = tuple(interp.join([None, axis], (count, size)) if count != 1 else axis for axis, size, count in pairs)
+    interp.record([(operand, [("old", i) for i in range(len(operand))]), (result, range(len(result)))])
+    return [result]
 
 
 def slice_(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes | DeferredReshape) -> list[ArrayAxes]:
