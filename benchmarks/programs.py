@@ -316,6 +316,15 @@ def scan_layers(rng: Rng, param: Any, values: Values) -> Result:
         inner = jnp.tanh(jnp.tensordot(carry, kernels[0], 1))
         return carry + jnp.tensordot(inner, kernels[1], 1), inner
 
+    if rng.random() < 0.3:
+        add: list[Any] = [
+            lambda carry, kernels: (carry + layer(value, kernels)[0], None),
+            lambda carry, kernels: (carry + layer(value, kernels)[0], carry.sum()),
+            lambda carry, kernels: (carry * 0.5 + layer(value, kernels)[0], None),
+            lambda carry, kernels: (jnp.maximum(layer(value, kernels)[0], carry), None),
+        ]
+        sums, extra = jax.lax.scan(add[rng.integers(4)], jnp.zeros_like(value), (up, down))
+        return sums if extra is None else sums + (extra * param(layers)).sum()
     last, inner = jax.lax.scan(jax.checkpoint(layer), value, (up, down))
     return last if rng.random() < 0.8 else jnp.moveaxis(inner, 0, 1)
 
@@ -354,9 +363,15 @@ def convolve(rng: Rng, param: Any, values: Values) -> Result:
     channels = value.shape[-1]
     groups = int(rng.choice([n for n in (1, 2, 3, channels) if channels % n == 0]))
     kernel = param(int(rng.choice((1, 3))), channels // groups, groups * int(rng.choice((1, 2))))
-    return jax.lax.conv_general_dilated(
-        value, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"), feature_group_count=groups
-    )
+
+    def run(kernel: Any) -> Any:
+        return jax.lax.conv_general_dilated(
+            value, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"), feature_group_count=groups
+        )
+
+    if rng.random() < 0.2:
+        return run(kernel) * jax.grad(lambda kernel: (run(kernel) ** 3).sum())(kernel).sum((0, 1))
+    return run(kernel)
 
 
 def pool(rng: Rng, param: Any, values: Values) -> Result:
@@ -433,6 +448,13 @@ def route(rng: Rng, param: Any, values: Values) -> Result:
         gates = jnp.zeros((len(chosen), experts), value.dtype).at[np.arange(len(chosen)), chosen].set(2.0)
         each = jax.vmap(lambda gate, k: gate @ table * table[k])(gates, chosen)
         return each.reshape(*index.shape, width)
+    if rng.random() < 0.3:
+        chosen = index.reshape(-1)
+        counted = jnp.cumsum(jax.nn.one_hot(chosen, experts, dtype=int), 0)
+        place = jnp.take_along_axis(counted, chosen[:, None], 1)[:, 0] - 1
+        room = jnp.zeros((experts, len(chosen), width), value.dtype)
+        room = room.at[chosen, place].add(jnp.tensordot(value, param(value.shape[-1], width), 1).reshape(-1, width))
+        return (room * table[:, None])[chosen, place].reshape(*index.shape, width)
     looked_up = table[index] if rng.random() < 0.5 else jnp.take(table, index, axis=0)
     return looked_up * jnp.take_along_axis(jax.nn.softmax(scores), index[..., None], -1)
 
@@ -459,6 +481,8 @@ def sort_by_expert(rng: Rng, param: Any, values: Values) -> Result:
     result = jnp.tanh(product(sorted_rows, jnp.sin(param(experts, width, out)), sizes.astype(jnp.int32)))
     if rng.random() < 0.3:
         result = jax.lax.ragged_dot(result, param(experts, out, out), sizes.astype(jnp.int32))
+    if rng.random() < 0.3:
+        result = result + param(experts, out)[index[order] if rng.random() < 0.7 else index[order[::-1]]]
     zeros = jnp.zeros((len(rows), out), result.dtype)
     ways: list[Any] = [
         lambda: result[jnp.argsort(order)],
@@ -473,6 +497,7 @@ def sort_by_expert(rng: Rng, param: Any, values: Values) -> Result:
         lambda: result[::-1][jnp.argsort(order)],
         lambda: zeros + result.max(0, keepdims=True),
         lambda: zeros + param(experts, out)[jnp.argmax(sizes)],
+        lambda: zeros + param(experts, out)[jnp.argsort(sizes, descending=True)[0]],
         lambda: zeros + jnp.argsort(index[order]).reshape(-1, 1),
         lambda: zeros + jax.lax.fori_loop(0, rng.integers(1, 3), lambda i, sums: sums * 0.5 + result, zeros),
     ]
@@ -486,6 +511,19 @@ def use_positions(rng: Rng, param: Any, values: Values) -> Result:
     if width < 2:
         return None
     rows = distinct(param, value, last).reshape(-1, width)
+    with_equal: list[Any] = [
+        lambda: jnp.concatenate([jnp.zeros((1, width), value.dtype), rows[:-1]]),
+        lambda: rows.at[0].set(0.0),
+        lambda: np.tri(len(rows), k=-1, dtype=value.dtype) @ rows,
+        lambda: jax.lax.scan(lambda before, row: (row, before), jnp.zeros(width, value.dtype), rows)[1],
+        lambda: jax.lax.map(jnp.round, rows),
+        lambda: jnp.sign(rows) * param(len(rows), 1),
+        lambda: jax.lax.cond(value.sum() > 0, jnp.sign, lambda r: r, rows),
+        lambda: jax.lax.fori_loop(0, 2, lambda i, r: r.at[i].set(r.sum()), rows),
+        lambda: jnp.pad(rows, ((1, 0), (0, 0)))[:-1].T.T,
+    ]
+    if rng.random() < 0.3:
+        rows = with_equal[rng.integers(len(with_equal))]()
     largest = rows.argmax(-1)
 
     def along_last(entries: Any) -> Any:
@@ -507,6 +545,12 @@ def use_positions(rng: Rng, param: Any, values: Values) -> Result:
         lambda: value * along_last(jnp.zeros(width, value.dtype).at[largest].add(1.0)),
         lambda: value * along_last(jnp.zeros(width, value.dtype).at[largest].set(rows[:, 0])),
         lambda: jax.vmap(sparse)(rows),
+        lambda: rows * jnp.argsort(jnp.argsort(rows, axis=-1), axis=-1),
+        lambda: rows * jnp.argsort(jnp.argsort(rows, axis=-1, descending=True)[:, ::-1], axis=-1),
+        lambda: rows * jnp.argsort(jnp.argsort(rows, axis=-1), axis=0),
+        lambda: jax.vmap(lambda row: jax.lax.dynamic_index_in_dim(row, row.argmax()))(rows),
+        lambda: rows * jax.nn.one_hot(largest[(rows @ rows.T + param(len(rows))).argmax(-1)], width),
+        lambda: jnp.take(param(width, random_size(rng)), largest[(rows @ param(width, len(rows))).argmax(-1)], axis=0),
         lambda: rows[:, largest[:2]],
         lambda: rows.at[:, largest[:2]].multiply(2.0),
         lambda: jnp.take(param(2 * width, random_size(rng)), jnp.tile(rows, 2).argmax(-1), axis=0),
@@ -576,6 +620,7 @@ def linear_algebra(rng: Rng, param: Any, values: Values) -> Result:
     gram = jnp.einsum("bsi,bti->bst", value, value) + 2 * jnp.eye(value.shape[1])[None]
     ways: list[Any] = [
         lambda: jnp.linalg.solve(gram, value),
+        lambda: jnp.linalg.solve(gram, value) @ jnp.linalg.inv(value.mT @ value + 2 * jnp.eye(value.shape[2])[None]),
         lambda: jnp.linalg.cholesky(gram),
         lambda: jnp.linalg.svd(value, compute_uv=False),
         lambda: jax.lax.linalg.triangular_solve(gram, jnp.ones_like(value), left_side=True, lower=True) * value,
@@ -616,8 +661,25 @@ def grouped(rng: Rng, param: Any, values: Values) -> Result:
 
 def loop_over_stack(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
-    width, layers = value.shape[-1], 3
+    width, layers, groups, inner = value.shape[-1], 3, random_size(rng), random_size(rng)
     kernels = param(layers, width, width)
+    if rng.random() < 0.5:
+        up, down = param(layers, width, groups * inner), param(layers, groups * inner, width)
+        change = (lambda k: k, lambda k: 0.5 * k, lambda k: k.astype(value.dtype), jnp.sin)[rng.integers(4)]
+
+        def layer(value: Any, up: Any, down: Any) -> Any:
+            hidden = jax.nn.softmax((value @ up).reshape(*value.shape[:-1], groups, inner))
+            return jnp.tanh(hidden.reshape(*value.shape[:-1], -1) @ down)
+
+        up = change(up)
+        if rng.random() < 0.5:
+            return jax.lax.fori_loop(0, layers, lambda i, v: layer(v, up[i], down[i]), value)
+        parts = [
+            jnp.unstack(k) if rng.random() < 0.5 else [part[0] for part in jnp.split(k, layers)] for k in (up, down)
+        ]
+        for pair in zip(*parts, strict=True):
+            value = layer(value, *pair)
+        return value
     if rng.random() < 0.5:
         for i in range(layers):
             value = jnp.tanh(value @ kernels[i])

@@ -4,7 +4,7 @@ import collections
 import itertools
 import math
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from types import MappingProxyType
@@ -258,13 +258,17 @@ class Interpreter:
         env |= zip(jaxpr.constvars, map(self.constant, consts), strict=True)
 
         def read(atom: Any) -> Any:
-            return self.constant(atom.val) if isinstance(atom, core.Literal) else env[atom]
+            return self.constant(atom.val) if isinstance(atom, core.Literal) else env.get(atom)
 
         path, eqns = self._path, live_equations(jaxpr)
+        only_to_solve = _only_to_solve(eqns, jaxpr.outvars, self.special_rules[Stack])
         self._store((*path, ARGUMENTS), args)
         deferred = _deferrable_reshapes(eqns, jaxpr.outvars)
         expressions = {var: expressions.get(var, (path, i)) for i, var in enumerate(jaxpr.invars)}
         for index, eqn in enumerate(eqns):
+            if only_to_solve.issuperset(eqn.outvars):
+                self._store((*path, index), [(None,) * len(var.aval.shape) for var in eqn.outvars])  # type: ignore[attr-defined]
+                continue
             if deferred.intersection(eqn.outvars):
                 env[eqn.outvars[0]] = reshape = defer_reshape(eqn, self.plain(settled(read(eqn.invars[0]))))
                 self._store((*path, index), [(None,) * len(reshape.order)])  # only its slices are read
@@ -453,10 +457,11 @@ class Interpreter:
         if axis is None:
             return (None,) * len(sizes)
         self.first_use.setdefault(axis, len(self.first_use))
-        parts = split(axis, sizes, self.reason) or self._split_inside(axis, sizes)
+        parts = split(axis, sizes, self.reason)
         if parts is None:
-            primitive = self.reason.split()[0]
-            self.explain(primitive, "its parts cut across those of a product or a concatenation before it")
+            self.explain(self.reason.split()[0], "its parts end where those of a product or a concatenation do not")
+            parts = self._split_inside(axis, sizes)
+        if parts is None:
             self.freeze([axis])
             return self.new_axes(sizes, self.reason)
         return tuple(part if part.size > 1 else None for part in parts)
@@ -473,7 +478,7 @@ class Interpreter:
         if parts is None:
             return None
         freeze(parts[0], self.reason)
-        return split_product(axis, sizes, self.reason)
+        return split_product(product([Axis(parts[0].size, self.reason), parts[1]]), sizes, self.reason)
 
     def join(self, axes: Sequence[Axis | None], sizes: Sequence[int]) -> Axis | None:
         """The product of axes; one along which all entries are equal is a free factor."""
@@ -542,7 +547,7 @@ def _without_ones(axes: ArrayAxes) -> ArrayAxes:
         return turn(plain, axes.turned, axes.reason)
     if isinstance(axes, Discrete):
         return discrete(plain, axes.along)
-    return axes if isinstance(axes, Known) else plain
+    return axes if isinstance(axes, Known | Stack) else plain
 
 
 def _constant_axis(array: np.ndarray, axis: int) -> Axis:
@@ -691,6 +696,30 @@ def sliced_axis(eqn: core.JaxprEqn) -> int | None:
     bounds = zip(shape, eqn.params["start_indices"], eqn.params["limit_indices"], strict=True)
     sliced = [axis for axis, (size, start, stop) in enumerate(bounds) if stop - start != size]
     return sliced[0] if len(sliced) == 1 else None
+
+
+def _only_to_solve(eqns: Sequence[core.JaxprEqn], outvars: Sequence[Any], kept: Container[str]) -> set[Any]:
+    """What is only used to solve linear equations, as the LU factorisation of a matrix is by `jnp.linalg.solve`.
+
+    But not the results of primitives that are `kept`.
+    """
+    if all(eqn.primitive.name != "custom_linear_solve" for eqn in eqns):
+        return set()
+    needed = {atom for atom in outvars if isinstance(atom, core.Var)}
+    for eqn in reversed(eqns):
+        if eqn.effects or eqn.primitive.name in kept:
+            needed.update(eqn.outvars)
+        if not needed.isdisjoint(eqn.outvars):
+            is_solve = eqn.primitive.name == "custom_linear_solve"
+            used = equations_to_solve(eqn, eqn.invars) if is_solve else eqn.invars
+            needed.update(atom for atom in used if isinstance(atom, core.Var))
+    return {var for eqn in eqns for var in eqn.outvars} - needed
+
+
+def equations_to_solve(eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    """What linear equations are made of: what their matrix is computed from, and their right sides."""
+    lengths = eqn.params["const_lengths"]
+    return [*operands[: lengths.matvec], *operands[sum(lengths) :]]
 
 
 def live_equations(jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:

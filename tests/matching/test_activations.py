@@ -114,6 +114,20 @@ def test_weights_decide_between_units_that_activations_do_not_tell_apart():
     assert_equal(matching.perms, expected)
 
 
+def test_positions_are_no_activations():
+    """What is the largest is a number that changes when the codes are permuted, which says nothing of the units."""
+
+    def fn(params, x):
+        largest = jnp.argmax(jnp.einsum("nd,due->nue", x, params["a"]), -1)
+        return jax.vmap(lambda index: jnp.zeros(5).at[index].add(1.0))(largest) @ params["w"]
+
+    params = random_arrays({"a": Shape((4, 7, 5), jnp.float32), "w": Shape((5, 3), jnp.float32)})
+    x = np.random.default_rng(0).standard_normal((64, 4), np.float32)
+    spec = permutation_spec(fn, params, x)
+    permuted, expected = planted(spec, params)
+    assert_equal(match_activations(spec, params, permuted, fn, x).perms, expected)
+
+
 def test_units_inside_a_while_loop_are_matched_by_weights_and_named():
     def fn(params, x):
         step = lambda carry: (carry[0] + 1, carry[1] + jnp.tanh(carry[1] @ params["up"]) @ params["down"])  # noqa: E731

@@ -258,6 +258,76 @@ def sorted_twice(params, x):
     return (products[0] + products[1])[jnp.argsort(orders[0])] @ params["last"]
 
 
+def dispatched_to_places(params, x):
+    """Each row has a place of its own in the room of its expert."""
+    index = jnp.argmax(x @ params["router"], axis=-1)
+    place = jnp.take_along_axis(jnp.cumsum(jax.nn.one_hot(index, 3, dtype=int), 0), index.reshape(-1, 1), 1)[:, 0] - 1
+    room = jnp.zeros((3, ROWS, FEATURES)).at[index, place].add(x)
+    hidden = jnp.tanh(jnp.einsum("epi,eih->eph", room, params["in"]))
+    return jnp.einsum("eph,eho->epo", hidden, params["out"])[index, place]
+
+
+def counted_as_another(params, x):
+    """Each position three times: how often each occurs is not what is counted."""
+    index = jnp.argmax(x @ params["router"], axis=-1)
+    order = jnp.argsort(jnp.maximum(index[:, None], jnp.zeros((1, 3), index.dtype)).reshape(-1))
+    product = jax.lax.ragged_dot(jnp.repeat(x, 3, 0)[order], params["in"], jnp.bincount(index, length=3))
+    return product[jnp.argsort(order)] @ params["last"]
+
+
+def in_groups_that_cut_across(params, x):
+    """Of 8 and 4 channels, in groups of 6, two and two belong together."""
+    channels = jnp.concatenate([x @ params["a"], x @ params["b"]], 1)
+    return jax.nn.softmax(channels.reshape(ROWS, 2, 6)).reshape(ROWS, 12) @ params["down"]
+
+
+def layers_of_another_type(params, x):
+    ups, downs = params["up"].astype(jnp.bfloat16), jnp.unstack(0.5 * params["down"])
+    for i in range(3):
+        x = x + jnp.tanh(x @ ups[i].astype(x.dtype)) @ downs[i]
+    return x
+
+
+@jax.custom_jvp
+def same(array):
+    return array
+
+
+same.defjvp(lambda arrays, tangents: (same(*arrays), *tangents))
+
+
+def ridge(params, x):
+    """Linear regression on hidden units."""
+    h = jnp.tanh(x @ params["up"])
+    return h @ jnp.linalg.solve(h.T @ h + jnp.eye(UNITS), h.T @ x) + jnp.linalg.inv(h.T @ h + jnp.eye(UNITS)).sum()
+
+
+def factorised_too(params, x):
+    h = jnp.tanh(x @ params["up"])
+    gram = h.T @ h + jnp.eye(UNITS)
+    return h @ jnp.linalg.solve(gram, h.T @ x) + jax.scipy.linalg.lu(gram)[2][0, 0]
+
+
+def largest_of(change):
+    """What is looked up at the largest unit of each row, after something was done to rows."""
+    return Program(
+        lambda p, x: p["codes"][jnp.argmax(change(x @ p["up"]), 1)], {"up": (FEATURES, UNITS), "codes": (UNITS, 2)}, []
+    )
+
+
+def carried(change):
+    """The same of what a loop carries, which is changed after each look."""
+
+    def fn(params, x):
+        def step(i, state):
+            h, sums = state
+            return change(h), sums + params["codes"][jnp.argmax(h)]
+
+        return jax.lax.fori_loop(0, 3, step, (x[0] @ params["up"], jnp.zeros(2)))[1]
+
+    return Program(fn, {"up": (FEATURES, UNITS), "codes": (UNITS, 2)}, [])
+
+
 def experts_of_scanned_layers(params, x):
     """Each layer sorts the rows by its own experts, and puts them back."""
 
@@ -511,6 +581,18 @@ PROGRAMS = {
         {"up": (UNITS,), "down": (UNITS, 2)},
         WHOLE,
     ),
+    "linear equations of hidden units": Program(ridge, {"up": (FEATURES, UNITS)}, WHOLE),
+    "linear equations whose rows and columns move apart": Program(
+        lambda p, x: p["c"] @ jnp.linalg.solve(jnp.sin(p["a"]), p["b"]),
+        {"a": (4, 4), "b": (4, 2), "c": (4,)},
+        [(4,), (4,)],
+    ),
+    "linear equations by conjugate gradients": Program(
+        lambda p, x: jax.scipy.sparse.linalg.cg(lambda v: (h := x @ p["up"]).T @ (h @ v) + v, p["b"])[0] @ p["down"],
+        {"up": (FEATURES, UNITS), "b": (UNITS,), "down": (UNITS, 2)},
+        WHOLE,
+    ),
+    "a factorisation that is used for more than equations": Program(factorised_too, {"up": (FEATURES, UNITS)}, []),
     "linear equations": Program(solve, {"up": (ROWS, UNITS), "down": (UNITS, 2)}, WHOLE),
     "determinants of a batch": pooled(
         lambda h: jnp.linalg.det(jnp.einsum("bi,bj->jbi", x := h[:3, :3], h[:3]) + jnp.eye(3)).prod() + x.sum(),
@@ -781,6 +863,88 @@ PROGRAMS = {
     "steps that are added up and multiplied": weights(
         lambda a: jax.lax.scan(lambda c, w: ((c + w) * w, None), 0.0, a)[0], [], (4,)
     ),
+    "positions at least no number": Program(
+        lambda p, x: p["codes"][jnp.maximum(jnp.argmax(x @ p["up"], 1).astype(float), jnp.nan).astype(int)],
+        {"up": (FEATURES, UNITS), "codes": (UNITS, 2)},
+        [],
+    ),
+    "positions that are copied and counted as they were": Program(counted_as_another, ONE_OUTPUT, WHOLE),
+    "rows dispatched to places": Program(dispatched_to_places, EXPERTS, [(3,), (3, UNITS)]),
+    "groups that cut across a concatenation": Program(
+        in_groups_that_cut_across, {"a": (FEATURES, 8), "b": (FEATURES, 4), "down": (12, 2)}, [(2,)]
+    ),
+    "tiles of heads": Program(
+        lambda p, x: (
+            jnp.einsum(
+                "bhd,bhd->bh", (x @ p["q"]).reshape(ROWS, 4, 3), jnp.tile((x @ p["k"]).reshape(ROWS, 2, 3), (1, 2, 1))
+            )
+            @ p["out"]
+        ),
+        {"q": (FEATURES, 12), "k": (FEATURES, 6), "out": (4, 2)},
+        [(2,), (2, 2), (2, 3)],
+    ),
+    "layers of another type": Program(layers_of_another_type, LAYERS, [(3, UNITS)]),
+    "layers that a function gives back, also used as a whole": Program(
+        lambda p, x: (
+            by_number(p, x)
+            + sum(jnp.square(same(p[name])).sum() for name in ("up", "down"))
+            + (same(p["up"]).sum(0) @ p["down"].sum(0)).sum()
+        ),
+        LAYERS,
+        WHOLE,
+    ),
+    "the largest beside padding": largest_of(lambda h: jnp.pad(h, ((1, 0), (0, 0)))[:-1]),
+    "the largest beside zeros": largest_of(lambda h: jnp.concatenate([jnp.zeros((1, UNITS)), h[1:]])),
+    "the largest of a stack with zeros": largest_of(lambda h: jnp.stack([h, jnp.zeros_like(h)])[:, 0]),
+    "the largest where rows are set": largest_of(lambda h: h.at[np.array([0, 2])].set(0.0)),
+    "the largest where a row is set": largest_of(
+        lambda h: jax.lax.dynamic_update_slice(h, jnp.zeros((1, UNITS)), (1, 0))
+    ),
+    "the largest of sums of none": largest_of(lambda h: jax.ops.segment_sum(h, np.array([0, 0, 1, 3]), ROWS)),
+    "the largest of rows that are not there": largest_of(lambda h: jnp.take(h, np.array([0, 9, 1]), axis=0)),
+    "the largest of what was before": largest_of(lambda h: np.tri(ROWS, k=-1) @ h),
+    "the largest of the one before": largest_of(
+        lambda h: jax.lax.scan(lambda before, row: (row, before), jnp.zeros(UNITS), h)[1]
+    ),
+    "the largest in windows of padding": largest_of(
+        lambda h: jax.lax.reduce_window(h, -jnp.inf, jax.lax.max, (1, 1), (1, 1), ((1, 0), (0, 0)))[:-1]
+    ),
+    "the largest of rounded rows, one by one": largest_of(lambda h: jax.lax.map(jnp.round, h)),
+    "the largest of a branch": largest_of(lambda h: jax.lax.cond(h.sum() > 0, jnp.sign, lambda h: h, h)),
+    "the largest of signs beside others": largest_of(lambda h: jnp.concatenate([jnp.sign(h[:2]), h[2:]])),
+    "the largest of signs of some scale": largest_of(lambda h: jnp.sign(h) * jnp.exp(h.sum(1, keepdims=True))),
+    "the largest of reshaped signs": largest_of(
+        lambda h: jnp.concatenate([(z := jnp.sign(h).reshape(ROWS, 2, 3))[:, 1], z[:, 0]], 1)
+    ),
+    "the largest of eight bits": largest_of(lambda h: h.astype(jnp.float8_e4m3fn)),
+    "the largest of signs that are carried": carried(jnp.sign),
+    "the largest of copies that are carried": carried(lambda h: jnp.broadcast_to(h.sum(), h.shape)),
+    "what is most often the largest, last": weights(
+        lambda a, v: v[jnp.argsort(jax.nn.one_hot(jnp.argmax(a, 1), 3).sum(0), descending=True)[0]],
+        [(6,)],
+        (6, 3),
+        (3,),
+    ),
+    "the largest of pairs that are carried": weights(
+        lambda a, b: jax.lax.fori_loop(
+            0, 3, lambda i, s: (s[0] + s[0].T, s[1] + b.reshape(-1)[jnp.argmax(s[0].reshape(-1))]), (a, 0.0)
+        )[1],
+        [],
+        (4, 4),
+        (4, 4),
+    ),
+    "windows of one number in several arrays": Program(
+        lambda p, x: (
+            jnp.multiply(
+                *jax.lax.reduce_window(
+                    (h := x @ p["up"], h), (0.0, 0.0), lambda s, t: (s[0] + t[0], s[1] + t[1]), (1, 1), (1, 1), "VALID"
+                )
+            )
+            @ p["down"]
+        ),
+        {"up": (FEATURES, UNITS), "down": (UNITS, 2)},
+        WHOLE,
+    ),
     "the second largest": weights(
         lambda w, v: v[jnp.argmax(w - 100 * jax.nn.one_hot(jnp.argmax(w), 6))], [(6,)], (6,), (6,)
     ),
@@ -998,7 +1162,7 @@ def test_what_sorting_freezes_is_blamed_on_it():
                 + (x @ p["in"]).reshape(ROWS, 3, 2).max(1) @ p["other"]
             ),
             {"in": (FEATURES, UNITS), "out": (3, 2), "other": (2, 2)},
-            "reshape (its parts cut across those of a product or a concatenation before it)",
+            "reshape (its parts end where those of a product or a concatenation do not)",
         ),
         (sharded_units, {"in": (FEATURES, UNITS)}, "shard_map (devices share the array out by position)"),
         (lambda p, x: jnp.take(x @ p["in"], jnp.array([2, 0]), 1), {"in": (5, 6)}, "gather (entries are looked up by"),

@@ -30,8 +30,7 @@ def equal_along(eqn: core.JaxprEqn, operands: Sequence[Any]) -> frozenset[int] |
     if name in ELEMENTWISE and name != "select_n":  # where all operands have them
         return frozenset(i for i in range(rank) if all(e or i in a for a, e in zip(along, everywhere, strict=True)))
     if name in WHERE_THEY_GO:
-        found = WHERE_THEY_GO[name](eqn, operands, along)
-        return None if found is None else frozenset(i for i in found if i < rank)
+        return frozenset(i for i in WHERE_THEY_GO[name](eqn, operands, along) if i < rank)
     return None
 
 
@@ -121,25 +120,39 @@ def _dot(eqn: core.JaxprEqn, operands: Sequence[Any], along: Along) -> Iterable[
     return found
 
 
-def _windows(eqn: core.JaxprEqn, operands: Sequence[Any], along: Along) -> Iterable[int] | None:
-    """Anywhere, if there are windows with nothing but padding or gaps in them."""
-    p, result = eqn.params, range(len(shape_of(eqn.outvars[0])))
-    if "rhs_dilation" in p:
-        sizes = [shape_of(eqn.invars[1])[axis] for axis in p["dimension_numbers"].rhs_spec[2:]]
-        gaps, inside = p["lhs_dilation"], p["rhs_dilation"]
-    else:
-        sizes, gaps, inside = p["window_dimensions"], p["base_dilation"], p["window_dilation"]
-    windows = zip(sizes, inside, gaps, p["padding"], strict=True)
-    empty = [
-        max(gap - 1, *padding) > (size - 1) * step or (step > 1 and max(gap - 1, *padding) > 0)
-        for size, step, gap, padding in windows
-    ]
-    return result if any(empty) else None
+def _convolution(eqn: core.JaxprEqn, operands: Sequence[Any], along: Along) -> Iterable[int]:
+    """Along images and filters that have them; in windows of padding alone, anywhere."""
+    p, dims = eqn.params, eqn.params["dimension_numbers"]
+    (batch, channels), filters = dims.lhs_spec[:2], dims.rhs_spec[0]
+    sizes = [shape_of(eqn.invars[1])[axis] for axis in dims.rhs_spec[2:]]
+    grouped = channels in along[0] and p["feature_group_count"] > 1
+    if grouped or _is_empty(sizes, p["rhs_dilation"], p["lhs_dilation"], p["padding"]):
+        return range(len(shape_of(eqn.outvars[0])))
+    where = zip(dims.out_spec, (batch in along[0], filters in along[1]), strict=False)
+    return [axis for axis, found in where if found]
 
 
-def _ragged(eqn: core.JaxprEqn, operands: Sequence[Any], along: Along) -> Iterable[int] | None:
-    """Anywhere, unless each row is known to be in a group: those that are in none are zero."""
-    return None if isinstance(operands[2], Counts) else range(len(shape_of(eqn.outvars[0])))
+def _pool(eqn: core.JaxprEqn, operands: Sequence[Any], along: Along) -> Iterable[int]:
+    """Where the operand has them; in windows of padding alone, anywhere."""
+    p = eqn.params
+    windows = (p[name] for name in ("window_dimensions", "window_dilation", "base_dilation", "padding"))
+    return range(len(shape_of(eqn.outvars[0]))) if _is_empty(*windows) else along[0]
+
+
+def _is_empty(
+    sizes: Sequence[int], dilations: Sequence[int], gaps: Sequence[int], paddings: Sequence[tuple[int, int]]
+) -> bool:
+    """Whether windows of these sizes may have nothing but padding or gaps in them."""
+    for size, step, gap, padding in zip(sizes, dilations, gaps, paddings, strict=True):
+        outside = max(gap - 1, *padding)
+        if outside > (size - 1) * step or (step > 1 and outside > 0):
+            return True
+    return False
+
+
+def _ragged(eqn: core.JaxprEqn, operands: Sequence[Any], along: Along) -> Iterable[int]:
+    """Along rows that have them; anywhere, unless each row is known to be in a group: if it is in none it is zero."""
+    return [0] if isinstance(operands[2], Counts) else range(len(shape_of(eqn.outvars[0])))
 
 
 def _without(key: str) -> Callable[..., Iterable[int]]:
@@ -174,10 +187,10 @@ def _the_same(eqn: core.JaxprEqn, operands: Sequence[Any], along: Along) -> Iter
 
 ROUNDINGS = {"ceil", "floor", "round", "sign"}  # of floats, whose results are whole numbers
 
-WHERE_THEY_GO: dict[str, Callable[..., Iterable[int] | None]] = {
+WHERE_THEY_GO: dict[str, Callable[..., Iterable[int]]] = {
     "broadcast_in_dim": _broadcast,
     "concatenate": _concatenate,
-    "conv_general_dilated": _windows,
+    "conv_general_dilated": _convolution,
     "dot_general": _dot,
     "dynamic_update_slice": _update_slice,
     "gather": _gather,
@@ -188,7 +201,7 @@ WHERE_THEY_GO: dict[str, Callable[..., Iterable[int] | None]] = {
     "squeeze": _without("dimensions"),
     "stack": _stack,
     "transpose": _transpose,
-    **dict.fromkeys(("reduce_window_max", "reduce_window_min", "reduce_window_sum"), _windows),
+    **dict.fromkeys(("reduce_window_max", "reduce_window_min", "reduce_window_sum"), _pool),
     **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "reduce_prod"), _without("axes")),
     **dict.fromkeys(("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"), _scatter),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "dynamic_slice", "rev", "slice", "split"), _the_same),

@@ -6,9 +6,9 @@ from typing import Any
 from jax.extend import core
 
 from mcomb.symmetry.axes import Axis, find, split_product, unite
-from mcomb.symmetry.interpreter import ArrayAxes, Counts, Interpreter, Labels
+from mcomb.symmetry.interpreter import ArrayAxes, Counts, Interpreter, Labels, equations_to_solve
 from mcomb.symmetry.rules.common import freeze_everything, shape_of, split_list
-from mcomb.symmetry.rules.control import open_jaxpr
+from mcomb.symmetry.rules.control import open_jaxpr, unite_arrays
 
 
 def dot_general(interp: Interpreter, eqn: core.JaxprEqn, left: ArrayAxes, right: ArrayAxes) -> list[ArrayAxes]:
@@ -148,7 +148,14 @@ def triangular_solve(interp: Interpreter, eqn: core.JaxprEqn, matrix: ArrayAxes,
 
 
 def linear_solve(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
-    """The results of the inner function that solves."""
-    lengths = eqn.params["const_lengths"]
-    _, consts, _, known = split_list(operands, lengths.matvec + lengths.vecmat, lengths.solve, lengths.transpose_solve)
-    return interp.interpret(*open_jaxpr(eqn.params["jaxprs"].solve), [*consts, *known])
+    """What the linear map of the equations takes to their right sides: how it is found does not matter.
+
+    If the map and the right sides are permuted, so is the one solution.
+    """
+    used = equations_to_solve(eqn, operands)
+    consts, known = split_list(used, eqn.params["const_lengths"].matvec)
+    solution = [interp.new_axes(shape_of(var)) for var in eqn.outvars]
+    sides = interp.interpret(*open_jaxpr(eqn.params["jaxprs"].matvec), [*consts, *solution])
+    for pair in zip(sides, known, strict=True):
+        unite_arrays(interp, pair)
+    return solution
