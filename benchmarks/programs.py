@@ -370,7 +370,7 @@ def convolve(rng: Rng, param: Any, values: Values) -> Result:
         )
 
     if rng.random() < 0.2:
-        return run(kernel) * jax.grad(lambda kernel: (run(kernel) ** 3).sum())(kernel).sum((0, 1))
+        return run(kernel) * jax.grad(lambda kernel: (run(kernel) ** 3).sum())(kernel).sum((0, 1)).reshape(1, 1, -1)
     return run(kernel)
 
 
@@ -471,8 +471,8 @@ def sort_by_expert(rng: Rng, param: Any, values: Values) -> Result:
     sizes = [
         lambda: jnp.bincount(counted, length=experts),
         lambda: jax.nn.one_hot(counted, experts).sum(0),
-        lambda: (counted[:, None] == np.arange(experts)).sum(0),
-        lambda: (counted[:, None] != np.arange(experts)).sum(0),
+        lambda: (counted[:, None] == np.arange(experts)[None]).sum(0),
+        lambda: (counted[:, None] != np.arange(experts)[None]).sum(0),
         lambda: jax.nn.one_hot(counted, experts)[1:].sum(0),
     ][rng.choice(5, p=(0.4, 0.2, 0.2, 0.1, 0.1))]()
     sizes = sizes.astype((jnp.int32, jnp.uint8)[rng.integers(2)])
@@ -496,8 +496,8 @@ def sort_by_expert(rng: Rng, param: Any, values: Values) -> Result:
         lambda: result[jnp.argsort(order)] + result[jnp.argsort(jnp.argsort(counted))],
         lambda: result[::-1][jnp.argsort(order)],
         lambda: zeros + result.max(0, keepdims=True),
-        lambda: zeros + param(experts, out)[jnp.argmax(sizes)],
-        lambda: zeros + param(experts, out)[jnp.argsort(sizes, descending=True)[0]],
+        lambda: zeros + param(experts, 1, out)[jnp.argmax(sizes)],
+        lambda: zeros + param(experts, 1, out)[jnp.argsort(sizes, descending=True)[0]],
         lambda: zeros + jnp.argsort(index[order]).reshape(-1, 1),
         lambda: zeros + jax.lax.fori_loop(0, rng.integers(1, 3), lambda i, sums: sums * 0.5 + result, zeros),
     ]
@@ -549,7 +549,7 @@ def use_positions(rng: Rng, param: Any, values: Values) -> Result:
         lambda: rows * jnp.argsort(jnp.argsort(rows, axis=-1, descending=True)[:, ::-1], axis=-1),
         lambda: rows * jnp.argsort(jnp.argsort(rows, axis=-1), axis=0),
         lambda: jax.vmap(lambda row: jax.lax.dynamic_index_in_dim(row, row.argmax()))(rows),
-        lambda: rows * jax.nn.one_hot(largest[(rows @ rows.T + param(len(rows))).argmax(-1)], width),
+        lambda: rows * jax.nn.one_hot(largest[(rows @ rows.T + param(1, len(rows))).argmax(-1)], width),
         lambda: jnp.take(param(width, random_size(rng)), largest[(rows @ param(width, len(rows))).argmax(-1)], axis=0),
         lambda: rows[:, largest[:2]],
         lambda: rows.at[:, largest[:2]].multiply(2.0),

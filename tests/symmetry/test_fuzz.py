@@ -8,7 +8,21 @@ from mcomb import permutation_spec
 from mcomb.symmetry import rules
 
 INFINITE, NO_NUMBER = float("inf"), float("nan")
-COVERING = (12, 77, 87, 199, 229, 284, 335, 518, 550)  # seeds of programs that need all rules between them
+COVERING = (
+    11,
+    12,
+    61,
+    103,
+    142,
+    188,
+    245,
+    304,
+    335,
+    591,
+    644,
+    695,
+    745,
+)  # seeds of programs that need all rules between them
 
 
 @pytest.mark.parametrize(
