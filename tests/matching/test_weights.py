@@ -111,7 +111,7 @@ def test_every_sweep_raises_the_inner_product(problem):
     check_every_sweep(spec, a, add_noise(a, 5.0))
 
 
-@pytest.mark.parametrize("seed", [10, 11, 13, 14, 16, 23, 26, 37])  # nested permutations; the same one on two axes
+@pytest.mark.parametrize("seed", [10, 11, 13, 14, 21, 23, 26, 37])  # nested permutations; the same one on two axes
 def test_every_sweep_raises_the_inner_product_for_random_programs(seed):
     program = Program(seed, 8)
     a = program.params()
