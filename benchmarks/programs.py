@@ -545,6 +545,7 @@ def use_positions(rng: Rng, param: Any, values: Values) -> Result:
         lambda: value * along_last(jnp.zeros(width, value.dtype).at[largest].add(1.0)),
         lambda: value * along_last(jnp.zeros(width, value.dtype).at[largest].set(rows[:, 0])),
         lambda: jax.vmap(sparse)(rows),
+        lambda: value * jnp.take(param(len(rows)), largest.argmax()),
         lambda: rows * jnp.argsort(jnp.argsort(rows, axis=-1), axis=-1),
         lambda: rows * jnp.argsort(jnp.argsort(rows, axis=-1, descending=True)[:, ::-1], axis=-1),
         lambda: rows * jnp.argsort(jnp.argsort(rows, axis=-1), axis=0),

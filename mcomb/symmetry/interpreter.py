@@ -266,7 +266,7 @@ class Interpreter:
         deferred = _deferrable_reshapes(eqns, jaxpr.outvars)
         expressions = {var: expressions.get(var, (path, i)) for i, var in enumerate(jaxpr.invars)}
         for index, eqn in enumerate(eqns):
-            if only_to_solve.issuperset(eqn.outvars):
+            if eqn.outvars and only_to_solve.issuperset(eqn.outvars):
                 self._store((*path, index), [(None,) * len(var.aval.shape) for var in eqn.outvars])  # type: ignore[attr-defined]
                 continue
             if deferred.intersection(eqn.outvars):
@@ -460,7 +460,7 @@ class Interpreter:
         parts = split(axis, sizes, self.reason)
         if parts is None:
             self.explain(self.reason.split()[0], "its parts end where those of a product or a concatenation do not")
-            parts = self._split_inside(axis, sizes)
+            parts = self._split_inside(axis, sizes) if split is split_product else None
         if parts is None:
             self.freeze([axis])
             return self.new_axes(sizes, self.reason)
@@ -472,7 +472,7 @@ class Interpreter:
         Of 8 and 4 channels in groups of 6 it is two at a time, in one order.
         """
         ends = itertools.accumulate(part.size for part in flat_parts(axis, "segments"))
-        if (inner := math.gcd(sizes[-1], *ends)) == 1 or math.prod(sizes) != axis.size:
+        if (inner := math.gcd(sizes[-1], *ends)) == 1:
             return None
         parts = split_product(axis, [axis.size // inner, inner], self.reason)
         if parts is None:
@@ -699,21 +699,35 @@ def sliced_axis(eqn: core.JaxprEqn) -> int | None:
 
 
 def _only_to_solve(eqns: Sequence[core.JaxprEqn], outvars: Sequence[Any], kept: Container[str]) -> set[Any]:
-    """What is only used to solve linear equations, as the LU factorisation of a matrix is by `jnp.linalg.solve`.
+    """What is only used to solve linear equations: the LU factorisation of their matrix, by `jnp.linalg.solve`.
 
     But not the results of primitives that are `kept`.
     """
     if all(eqn.primitive.name != "custom_linear_solve" for eqn in eqns):
         return set()
+    makers = {var: eqn for eqn in eqns for var in eqn.outvars}
     needed = {atom for atom in outvars if isinstance(atom, core.Var)}
     for eqn in reversed(eqns):
         if eqn.effects or eqn.primitive.name in kept:
             needed.update(eqn.outvars)
         if not needed.isdisjoint(eqn.outvars):
-            is_solve = eqn.primitive.name == "custom_linear_solve"
-            used = equations_to_solve(eqn, eqn.invars) if is_solve else eqn.invars
+            used = equations_to_solve(eqn, eqn.invars) if _is_solved_by_lu(eqn, makers) else eqn.invars
             needed.update(atom for atom in used if isinstance(atom, core.Var))
-    return {var for eqn in eqns for var in eqn.outvars} - needed
+    return makers.keys() - needed
+
+
+def _is_solved_by_lu(eqn: core.JaxprEqn, makers: Mapping[Any, core.JaxprEqn]) -> bool:
+    """Whether an equation solves linear equations exactly: with the LU factorisation of their very matrix."""
+    if eqn.primitive.name != "custom_linear_solve":
+        return False
+    lengths = eqn.params["const_lengths"]
+    start = lengths.matvec + lengths.vecmat
+    factors = [makers.get(atom) for atom in eqn.invars[start : start + lengths.solve]]
+    if not factors or any(maker is None or maker.primitive.name != "lu" for maker in factors):
+        return False
+    factorised = {maker.invars[0] for maker in factors if maker is not None}
+    before = {makers[atom].invars[0] for atom in factorised if atom in makers}  # without stop_gradient
+    return len(factorised) == 1 and not {*eqn.invars[: lengths.matvec]}.isdisjoint(factorised | before)
 
 
 def equations_to_solve(eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:

@@ -143,6 +143,7 @@ POSITION_RULES: dict[str, Rule] = {
     "lt": is_negative,
     "max": at_least,
     "select_n": choose_positions,
+    **for_all(choose_from_few, "argmax argmin top_k"),
     "sort": sort_positions,
 }
 """For primitives with an operand that is positions along an axis; for all others these are plain numbers."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend import core
 
 from mcomb.symmetry.axes import Axis, unite
@@ -90,7 +91,7 @@ def scan(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[
         record(same)
         interp.scan_steps.pop()
         pairs = zip(results[len(carry) :], varying, strict=True)
-        ys[:] = [discrete((steps if varies else None, *y), [i + 1 for i in equal_axes(y)]) for y, varies in pairs]
+        ys[:] = [discrete((steps if varies else None, *y), [0, *(i + 1 for i in equal_axes(y))]) for y, varies in pairs]
         return results[: len(carry)]
 
     carry = _loop_carry(interp, carry, body)
@@ -216,6 +217,9 @@ def split_stack(interp: Interpreter, eqn: core.JaxprEqn, operand: Any) -> list[A
 
 def change_stack(interp: Interpreter, eqn: core.JaxprEqn, *operands: Any) -> list[ArrayAxes] | None:
     """The same stack, in another type or multiplied by a number: so is each entry that is read of it."""
+    before, after = (atom.aval.dtype for atom in (eqn.invars[0], eqn.outvars[0]))  # type: ignore[attr-defined]
+    if before != after and not all(jnp.issubdtype(t, jnp.inexact) and t.itemsize > 1 for t in (before, after)):
+        return None
     stacks: list[ArrayAxes] = [operand for operand in operands if isinstance(operand, Stack)]
     others = [atom for operand, atom in zip(operands, eqn.invars, strict=True) if not isinstance(operand, Stack)]
     return stacks if len(stacks) == 1 and all(shape_of(atom) == () for atom in others) else None

@@ -25,7 +25,8 @@ def equal_along(eqn: core.JaxprEqn, operands: Sequence[Any]) -> frozenset[int] |
     along = [_of_operand(*pair) for pair in zip(eqn.invars, operands, strict=True)]
     everywhere = [len(axes) == len(shape_of(atom)) for axes, atom in zip(along, eqn.invars, strict=True)]
     rank = len(shape_of(eqn.outvars[0])) if eqn.outvars else 0
-    if name in ROUNDINGS or all(everywhere) or any(0 in shape_of(atom) for atom in eqn.invars):
+    rounded = name in ROUNDINGS or (name == "reduce_precision" and eqn.params["mantissa_bits"] < FEW_BITS)
+    if rounded or all(everywhere) or any(0 in shape_of(atom) for atom in eqn.invars):
         return frozenset(range(rank))
     if name in ELEMENTWISE and name != "select_n":  # where all operands have them
         return frozenset(i for i in range(rank) if all(e or i in a for a, e in zip(along, everywhere, strict=True)))
@@ -36,7 +37,8 @@ def equal_along(eqn: core.JaxprEqn, operands: Sequence[Any]) -> frozenset[int] |
 
 def _of_operand(atom: Any, operand: Any) -> frozenset[int]:
     """The axes along which an operand may have equal entries: all of whole numbers and of constants."""
-    if isinstance(operand, Known | Counts) or not jnp.issubdtype(getattr(atom.aval, "dtype", int), np.inexact):
+    dtype = getattr(atom.aval, "dtype", np.dtype(int))
+    if isinstance(operand, Known | Counts) or not jnp.issubdtype(dtype, np.inexact) or dtype.itemsize == 1:
         return frozenset(range(len(shape_of(atom))))
     return equal_axes(operand) if isinstance(operand, tuple) else frozenset()
 
@@ -73,13 +75,19 @@ def _update_slice(eqn: core.JaxprEqn, operands: Sequence[Any], along: Along) -> 
 
 
 def _scatter(eqn: core.JaxprEqn, operands: Sequence[Any], along: Along) -> Iterable[int]:
-    """Where the array has them that is written to; and where updates have them, unless they are added to it."""
+    """Where the array has them that is written to; and where updates have them, unless they are added to it.
+
+    Those that are constant do not count where single entries are written, or else nothing could be masked.
+    """
     dims = eqn.params["dimension_numbers"]
     kept = other_axes(len(shape_of(eqn.invars[0])), [*dims.inserted_window_dims, *dims.operand_batching_dims])
     windows = zip(kept, dims.update_window_dims, strict=True)
     sizes, update_sizes = (shape_of(eqn.invars[i]) for i in (0, 2))
-    whole = [axis for axis, i in windows if i in along[2] and sizes[axis] == update_sizes[i]]
-    return along[0].union([] if eqn.primitive.name in ("scatter-add", "scatter-sub") else whole)
+    found = [axis for axis, i in windows if i in along[2] and sizes[axis] == update_sizes[i]]
+    updates = operands[2]
+    if any(i not in dims.update_window_dims and updates[i] is not None for i in along[2]):
+        found += [*dims.inserted_window_dims, *dims.operand_batching_dims]
+    return along[0].union([] if eqn.primitive.name in ("scatter-add", "scatter-sub") else found)
 
 
 def _gather(eqn: core.JaxprEqn, operands: Sequence[Any], along: Along) -> Iterable[int]:
@@ -89,7 +97,8 @@ def _gather(eqn: core.JaxprEqn, operands: Sequence[Any], along: Along) -> Iterab
         along = [frozenset(range(len(shape_of(eqn.invars[0])))), along[1]]
     kept = other_axes(len(shape_of(eqn.invars[0])), [*dims.collapsed_slice_dims, *dims.operand_batching_dims])
     of_index = other_axes(len(shape_of(eqn.outvars[0])), dims.offset_dims)
-    copies = [i for axis, i in enumerate(of_index) if axis not in dims.start_indices_batching_dims]
+    of_batch = dict(zip(dims.start_indices_batching_dims, dims.operand_batching_dims, strict=True))
+    copies = [i for axis, i in enumerate(of_index) if axis not in of_batch or of_batch[axis] in along[0]]
     return [*copies, *(i for i, axis in zip(dims.offset_dims, kept, strict=True) if axis in along[0])]
 
 
@@ -152,7 +161,9 @@ def _is_empty(
 
 def _ragged(eqn: core.JaxprEqn, operands: Sequence[Any], along: Along) -> Iterable[int]:
     """Along rows that have them; anywhere, unless each row is known to be in a group: if it is in none it is zero."""
-    return [0] if isinstance(operands[2], Counts) else range(len(shape_of(eqn.outvars[0])))
+    columns = len(shape_of(eqn.invars[1])) - 1
+    some = [0, 1] if columns in along[1] else [0]
+    return some if isinstance(operands[2], Counts) else range(len(shape_of(eqn.outvars[0])))
 
 
 def _without(key: str) -> Callable[..., Iterable[int]]:
@@ -181,11 +192,16 @@ def _reshape(eqn: core.JaxprEqn, operands: Sequence[Any], along: Along) -> Itera
     return range(len(shape_of(eqn.outvars[0]))) if found else ()
 
 
+def _anywhere(eqn: core.JaxprEqn, operands: Sequence[Any], along: Along) -> Iterable[int]:
+    return frozenset().union(*along)
+
+
 def _the_same(eqn: core.JaxprEqn, operands: Sequence[Any], along: Along) -> Iterable[int]:
     return along[0]
 
 
 ROUNDINGS = {"ceil", "floor", "round", "sign"}  # of floats, whose results are whole numbers
+FEW_BITS = 7  # of a mantissa: fewer are taken for few numbers
 
 WHERE_THEY_GO: dict[str, Callable[..., Iterable[int]]] = {
     "broadcast_in_dim": _broadcast,
@@ -201,6 +217,7 @@ WHERE_THEY_GO: dict[str, Callable[..., Iterable[int]]] = {
     "squeeze": _without("dimensions"),
     "stack": _stack,
     "transpose": _transpose,
+    **dict.fromkeys(("sort", "top_k"), _anywhere),
     **dict.fromkeys(("reduce_window_max", "reduce_window_min", "reduce_window_sum"), _pool),
     **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "reduce_prod"), _without("axes")),
     **dict.fromkeys(("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"), _scatter),

@@ -118,13 +118,14 @@ def sort_positions(interp: Interpreter, eqn: core.JaxprEqn, *operands: Any) -> l
     """The order that sorts positions, as `argsort` gives it."""
     axis, (keys, *others) = eqn.params["dimension"], operands
     numbers = others[0] if len(others) == eqn.params["num_keys"] == 1 else None
-    if not isinstance(keys, Positions) or keys.shifted or keys[axis] is None or not isinstance(numbers, Known):
-        return None
-    if not counts_up(numbers.value, axis):
-        return None
-    if keys.once == axis:
-        return _invert(interp, keys, axis)
-    return _sort_rows(interp, keys) if len(keys) == 1 and eqn.params["is_stable"] and not interp.shards else None
+    choice = isinstance(keys, Positions) and isinstance(numbers, Known) and counts_up(numbers.value, axis)
+    if choice and not keys.shifted and keys[axis] is not None:
+        if keys.once == axis:
+            return _invert(interp, keys, axis)
+        if len(keys) == 1 and eqn.params["is_stable"] and not interp.shards:
+            return _sort_rows(interp, keys)
+    choose_from_few(interp, eqn, *operands)
+    return None
 
 
 def _invert(interp: Interpreter, keys: Positions, axis: int) -> list[ArrayAxes]:
@@ -301,9 +302,11 @@ def scatter_at(
     of_update = [of_window[i] if i in of_window else ("index", next(of_index)) for i in range(len(updates))]
     once = indices.once if isinstance(indices, Positions) else None
     several = [i for i, n in enumerate(shape_of(eqn.invars[1])[:-1]) if n > 1 and i != once and i not in together]
-    if eqn.primitive.name == "scatter" and several:
-        apart = {("index", i) for i in range(len(indices)) if i not in together}
-        interp.freeze(axis for axis, label in zip(updates, of_update, strict=True) if label in apart)
+    apart = [axis for i, axis in enumerate(indices) if i not in together]
+    labels_apart = {("index", i) for i in range(len(indices)) if i not in together}
+    varying = [axis for axis, label in zip(updates, of_update, strict=True) if label in labels_apart and axis]
+    if eqn.primitive.name == "scatter" and several and varying:
+        interp.freeze([*apart, *varying])
     by_number = [axis for axis in inserted if axis not in found]
     interp.freeze(operand[axis] for axis in by_number)
     of_batch: dict[int, Hashable] = {axis: ("index", i) for axis, i in zip(batched, together, strict=True)}

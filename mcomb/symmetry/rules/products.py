@@ -6,7 +6,7 @@ from typing import Any
 from jax.extend import core
 
 from mcomb.symmetry.axes import Axis, find, split_product, unite
-from mcomb.symmetry.interpreter import ArrayAxes, Counts, Interpreter, Labels, equations_to_solve
+from mcomb.symmetry.interpreter import ArrayAxes, Counts, Interpreter, Labels
 from mcomb.symmetry.rules.common import freeze_everything, shape_of, split_list
 from mcomb.symmetry.rules.control import open_jaxpr, unite_arrays
 
@@ -148,14 +148,17 @@ def triangular_solve(interp: Interpreter, eqn: core.JaxprEqn, matrix: ArrayAxes,
 
 
 def linear_solve(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
-    """What the linear map of the equations takes to their right sides: how it is found does not matter.
+    """The results of the inner function that solves.
 
-    If the map and the right sides are permuted, so is the one solution.
+    But if that has a factorisation of the very matrix, which then is not interpreted, it is what the linear map of the
+    equations takes to their right sides: if the map and these are permuted, so is the one solution.
     """
-    used = equations_to_solve(eqn, operands)
-    consts, known = split_list(used, eqn.params["const_lengths"].matvec)
-    solution = [interp.new_axes(shape_of(var)) for var in eqn.outvars]
-    sides = interp.interpret(*open_jaxpr(eqn.params["jaxprs"].matvec), [*consts, *solution])
+    lengths, jaxprs = eqn.params["const_lengths"], eqn.params["jaxprs"]
+    _, consts, _, known = split_list(operands, lengths.matvec + lengths.vecmat, lengths.solve, lengths.transpose_solve)
+    if not any(const is None for const in consts):
+        return interp.interpret(*open_jaxpr(jaxprs.solve), [*consts, *known])
+    solution = [tuple(Axis(n, tied=True) if n > 1 else None for n in shape_of(var)) for var in eqn.outvars]
+    sides = interp.interpret(*open_jaxpr(jaxprs.matvec), [*operands[: lengths.matvec], *solution])
     for pair in zip(sides, known, strict=True):
         unite_arrays(interp, pair)
-    return solution
+    return list(solution)
