@@ -302,6 +302,45 @@ def ridge(params, x):
     return h @ jnp.linalg.solve(h.T @ h + jnp.eye(UNITS), h.T @ x) + jnp.linalg.inv(h.T @ h + jnp.eye(UNITS)).sum()
 
 
+def roughly_solved(params, x):
+    """Rows and columns of the matrix move apart for the solution, but not for what is near it."""
+    matrix = jnp.sin(params["a"])
+    solve = lambda apply, b: b - apply(b)  # noqa: E731
+    return params["c"] @ jax.lax.custom_linear_solve(lambda v: matrix @ v, params["b"], solve, solve)
+
+
+def written_to(params, x):
+    """A function that returns nothing writes units to an array."""
+    array = jax.new_ref(jnp.zeros(UNITS))
+
+    @jax.jit
+    def write(w):
+        jax.ref.addupdate(array, ..., w * x[0, 0])
+
+    write(params["w"])
+    return array[...] * 2, (jnp.tanh(params["w"]) * params["v"]).sum()
+
+
+def last_of_several(params, x):
+    """Units write the same rows to positions of their own: what was written last stays."""
+    positions = jnp.argmax(jnp.einsum("if,jfk->jik", x, params["w"]), -1)
+    return jnp.zeros(3).at[positions].set(jnp.broadcast_to(x[:, 0], positions.shape)) @ params["c"]
+
+
+def copies_of(params, x):
+    """Rows that are looked up, some of them twice."""
+    return params["t"][jnp.argmax(jnp.einsum("f,jfk->jk", x[0], params["w"]), -1)]
+
+
+def largest_copy(change, free=((3,), (FEATURES,))):
+    """What is looked up at the largest of what is made of copies."""
+    return Program(
+        lambda p, x: p["v"][jnp.argmax(change(copies_of(p, x), x))],
+        {"w": (UNITS, FEATURES, 3), "t": (3, FEATURES), "v": (UNITS,)},
+        [*free],
+    )
+
+
 def factorised_too(params, x):
     h = jnp.tanh(x @ params["up"])
     gram = h.T @ h + jnp.eye(UNITS)
@@ -892,6 +931,45 @@ PROGRAMS = {
         ),
         LAYERS,
         WHOLE,
+    ),
+    "segments whose product is that of the factors": Program(
+        lambda p, x: ((x @ p["w"]).reshape(ROWS, 2, 3) @ p["v"], (x @ p["w"])[:, 1:3]),
+        {"w": (FEATURES, UNITS), "v": (3,)},
+        [],
+    ),
+    "equations that are roughly solved": Program(roughly_solved, {"a": (4, 4), "b": (4,), "c": (4,)}, [(4,)]),
+    "an array that is written to": Program(written_to, {"w": (UNITS,), "v": (UNITS,)}, []),
+    "several updates of one entry": Program(last_of_several, {"w": (UNITS, FEATURES, 3), "c": (3,)}, [(3,)]),
+    "the largest of sorted copies": largest_copy(lambda r, x: jnp.sort(r, 1) @ x[1]),
+    "the largest of the largest of copies": largest_copy(lambda r, x: jax.lax.top_k(r, 2)[0] @ x[1, :2]),
+    "the largest of copies, one by one": largest_copy(lambda r, x: jax.lax.map(lambda row: row @ x[1], r), [(3,)]),
+    "the largest of entries of copies": largest_copy(
+        lambda r, x: jnp.take_along_axis(r, jnp.argmax(r, 1)[:, None], 1)[:, 0]
+    ),
+    "the largest of numbers, one by one": weights(
+        lambda a, v: v[jnp.argmax(jax.lax.map(lambda w: jnp.where(w > 0.1, 2.0, 1.0), a))], [], (6,), (6,)
+    ),
+    "the largest of positions": weights(lambda a, v: v[jnp.argmax(jnp.argmax(a, 1).astype(float))], [], (6, 3), (6,)),
+    "the largest of solutions": weights(
+        lambda a, b, v: v[jnp.argmax(jnp.linalg.solve(a, b[:, None] + jnp.zeros((1, 6))).sum(0))],
+        [(4,), (4,)],
+        (4, 4),
+        (4,),
+        (6,),
+    ),
+    "the largest of floats that had eight bits": weights(
+        lambda w, v: v[jnp.argmax(w.astype(jnp.float8_e4m3fn).astype(float))], [], (6,), (6,)
+    ),
+    "the largest of floats with few bits": weights(
+        lambda w, v: v[jnp.argmax(jax.lax.reduce_precision(w, 5, 2))], [], (6,), (6,)
+    ),
+    "the largest of a stack of integers": Program(
+        lambda p, x: p["v"][jnp.argmax((w := (8 * p["w"]).astype(int).astype(float))[0])] + jnp.sin(w[1]).sum(),
+        {"w": (2, UNITS), "v": (UNITS,)},
+        [],
+    ),
+    "the largest where others are written": weights(
+        lambda w, v, a: v[jnp.argmax(w.at[jnp.argsort(w)].set(jnp.round(a)))], [], (6,), (6,), (6,)
     ),
     "the largest beside padding": largest_of(lambda h: jnp.pad(h, ((1, 0), (0, 0)))[:-1]),
     "the largest beside zeros": largest_of(lambda h: jnp.concatenate([jnp.zeros((1, UNITS)), h[1:]])),
