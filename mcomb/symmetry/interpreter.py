@@ -711,7 +711,10 @@ def _only_to_solve(eqns: Sequence[core.JaxprEqn], outvars: Sequence[Any], kept: 
         if eqn.effects or eqn.primitive.name in kept:
             needed.update(eqn.outvars)
         if not needed.isdisjoint(eqn.outvars):
-            used = equations_to_solve(eqn, eqn.invars) if _is_solved_by_lu(eqn, makers) else eqn.invars
+            used = eqn.invars
+            if _is_solved_by_lu(eqn, makers):  # the matrix and the right sides determine the solution
+                lengths = eqn.params["const_lengths"]
+                used = [*eqn.invars[: lengths.matvec], *eqn.invars[sum(lengths) :]]
             needed.update(atom for atom in used if isinstance(atom, core.Var))
     return makers.keys() - needed
 
@@ -725,15 +728,10 @@ def _is_solved_by_lu(eqn: core.JaxprEqn, makers: Mapping[Any, core.JaxprEqn]) ->
     factors = [makers.get(atom) for atom in eqn.invars[start : start + lengths.solve]]
     if not factors or any(maker is None or maker.primitive.name != "lu" for maker in factors):
         return False
-    factorised = {maker.invars[0] for maker in factors if maker is not None}
-    before = {makers[atom].invars[0] for atom in factorised if atom in makers}  # without stop_gradient
-    return len(factorised) == 1 and not {*eqn.invars[: lengths.matvec]}.isdisjoint(factorised | before)
-
-
-def equations_to_solve(eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-    """What linear equations are made of: what their matrix is computed from, and their right sides."""
-    lengths = eqn.params["const_lengths"]
-    return [*operands[: lengths.matvec], *operands[sum(lengths) :]]
+    matrices = [maker.invars[0] for maker in factors if maker is not None]
+    sources = [makers[m] for m in matrices if isinstance(m, core.Var) and m in makers]
+    matrices += [maker.invars[0] for maker in sources if maker.primitive.name == "stop_gradient"]
+    return any(atom is matrix for atom in eqn.invars[: lengths.matvec] for matrix in matrices)
 
 
 def live_equations(jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:
