@@ -95,9 +95,7 @@ def merge(
     if method in ("average", "refit"):
         mean = jax.tree.map(lambda *leaves: _weigh(leaves, [1 / len(leaves)] * len(leaves)), *here)
         mean = estimate_statistics(apply, mean, inputs)
-        if method == "average":
-            return mean
-        return estimate_statistics(apply, refit(spec, here, mean, apply, inputs, **options), inputs)
+        return refit(spec, here, mean, apply, inputs, **options) if method == "refit" else mean
     check_data(apply, networks[0], inputs, labels, loss)
     informations = [fisher_information(apply, network, inputs, labels, loss=loss) for network in networks]
 

@@ -1,9 +1,10 @@
 """Refitting: every linear map of an average as the least-squares map to what the averaged networks compute.
 
-The average of aligned networks sees other activations than they do, and more so from layer to layer. As RegMean does
-(Jin et al. 2023), each linear map is fitted anew, in the order of use: from what it is given in the merged network,
-with all maps before it fitted already, to the mean of the networks' own outputs there. Where these maps are, and which
-parameters they have, is found in the jaxpr.
+The average of aligned networks sees other activations than they do, and more so from layer to layer. So each linear map
+is fitted anew, in the order of use: from what it is given in the merged network, with all maps before it fitted
+already, to the mean of the networks' own outputs there. This is in the spirit of RegMean (Jin et al. 2023), which
+instead regresses each network's outputs on its own activations. The jaxpr tells where these maps are, and which
+parameters they have.
 """
 
 from collections import Counter
@@ -29,6 +30,8 @@ from mcomb.base import (
     named_leaves,
     require_positive,
 )
+from mcomb.devices import BATCH, equal_batches
+from mcomb.running_statistics import estimate_on_batches, list_norms
 from mcomb.symmetry.intermediates import ArrayId, Intermediates, LinearMap, list_intermediates, list_linear_maps
 from mcomb.symmetry.spec import PermutationSpec
 
@@ -67,8 +70,9 @@ def refit(
 
     `ridge` holds weights to those that they have, in parts of the mean square of what they are multiplied by. Maps
     inside scans and branches or of complex numbers, grouped convolutions, and weights that are used twice or computed
-    from parameters stay as they are, and so does everything else, as norms and embeddings. A few inputs are left out
-    where blocks of them would not be equal.
+    from parameters stay as they are, and so does everything else, as norms and embeddings. Running statistics are the
+    exception: they are estimated anew after each map, so that the maps behind it see the activations that the result
+    has. A few inputs are left out where blocks of them would not be equal.
     """
     require_positive(ridge=ridge)
     count = count_examples(inputs)
@@ -76,13 +80,15 @@ def refit(
     size = count // blocks
     here = jax.device_get(inputs)
     split = [jax.tree.map(lambda x, i=i: x[i * size : (i + 1) * size], here) for i in range(blocks)]
-    every = jax.device_put(jax.device_get((merged, *networks)), jax.local_devices()[0])
+    device = jax.local_devices()[0]
+    every = jax.device_put(jax.device_get((merged, *networks)), device)
     traces = [list_intermediates(spec, apply, params, split[0]) for params in every]
     found = [list_fittable(trace, params) for trace, params in zip(traces, every, strict=True)]
     if len({len(maps) for maps in found}) > 1:
         raise UserError("the networks differ in their linear maps, as with several dtypes: give all in one dtype")
     if not found[0]:
         raise UserError("there is no linear map with weights of its own in the function: merge by another method")
+    batches = jax.device_put(equal_batches(here, BATCH), device) if list_norms(traces[0]) else None
     fitted, *others = every
     for maps in zip(*found, strict=True):
         observe = jax.jit(partial(_observe, traces, maps))
@@ -90,7 +96,9 @@ def refit(
         gram, residual = (sum(one[i].astype(np.float64) for one in seen) for i in (0, 1))
         gram += ridge * np.trace(gram) / len(gram) * np.eye(len(gram))
         fitted = _add(fitted, maps[0], np.linalg.lstsq(gram, residual)[0])
-    return keep_non_floats(fitted, merged)
+        if batches is not None:
+            fitted = estimate_on_batches(apply, fitted, batches)
+    return keep_non_floats(jax.device_get(fitted), merged)
 
 
 def list_fittable(intermediates: Intermediates, params: Params) -> list[Fittable]:

@@ -67,7 +67,7 @@ def estimate_statistics(apply: Apply, params: Params, inputs: Inputs, *, batch_s
     output_shapes(apply, params, first)
     if not statistics_of(apply, params, first):
         return params
-    return _estimate(apply, *replicate((params, batches)))
+    return estimate_on_batches(apply, *replicate((params, batches)))
 
 
 def statistics_of(apply: Apply, params: Params, inputs: Inputs) -> list[str]:
@@ -143,13 +143,14 @@ def draw_with_statistics(apply: Apply, draw: Draw) -> Draw:
 
     def run(key: Any, parameter: Any, *args: Any) -> Params:
         *networks, batches = args
-        return _estimate(apply, draw(key, parameter, *networks), batches)
+        return estimate_on_batches(apply, draw(key, parameter, *networks), batches)
 
     return run
 
 
 @partial(jax.jit, static_argnums=0)
-def _estimate(apply: Apply, params: Params, batches: Inputs) -> Params:
+def estimate_on_batches(apply: Apply, params: Params, batches: Inputs) -> Params:
+    """Return the network with its running statistics estimated on batches of inputs, in one compiled call."""
     found = jax.lax.map(lambda batch: normalise_by_batch(apply, params, batch)[1], batches)
     return map_named(lambda name, leaf: found[name].mean(0) if name in found else leaf, params)
 

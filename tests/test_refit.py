@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from numerics import assert_close, assert_equal
+from zoo import random_arrays
 
 import mcomb
 from mcomb import merge
@@ -173,3 +174,30 @@ def test_what_cannot_be_refitted_is_said():
         merge(mcomb.permutation_spec(fn, scale, x), (scale, scale), fn, x, method="refit")
     with pytest.raises(UserError, match=r"ridge is 0\.0"):
         merge(SPEC, (A, A), apply, X, method="refit", ridge=0.0)
+
+
+class Normed(nn.Module):
+    """Five layers, each with a BatchNorm behind it."""
+
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(5):
+            x = nn.relu(nn.BatchNorm(use_running_average=True)(nn.Dense(12)(x)))
+        self.sow("intermediates", "last", x)
+        return nn.Dense(3, name="head")(x)
+
+
+def test_each_map_fits_the_statistics_that_are_returned():
+    run, x = Normed().apply, np.random.default_rng(4).normal(size=(500, 6)).astype(np.float32)
+    shapes = jax.eval_shape(Normed().init, jax.random.key(0), x)
+    shapes = {name: shapes[name] for name in ("params", "batch_stats")}
+    a, b = (mcomb.estimate_statistics(run, random_arrays(shapes, seed), x) for seed in (1, 2))
+    spec = mcomb.permutation_spec(run, a, x)
+    merged = merge(spec, (a, b), run, x, method="refit", ridge=1e-7)
+    assert_close(merged, mcomb.estimate_statistics(run, merged, x), roundings=2**10)
+    outputs, seen = run(merged, x, mutable="intermediates")
+    goal = (run(a, x) + run(b, x)) / 2
+    into = np.c_[seen["intermediates"]["last"][0], np.ones(len(x))]
+    best = into @ np.linalg.lstsq(into, goal)[0]
+    # No head fits the outputs better: the one that is returned sees the activations that it was fitted to.
+    assert np.square(outputs - goal).sum() < 1.001 * np.square(best - goal).sum()
