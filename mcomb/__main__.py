@@ -36,6 +36,7 @@ from mcomb.base import (
     Params,
     UserError,
     count_examples,
+    keep_non_floats,
     name_error,
     named_leaves,
     require_finite,
@@ -289,7 +290,7 @@ def combine(config: CombineConfig) -> None:
         )
     with np.errstate(over="ignore"):
         parameter = np.float32(value)
-    combination = jax.jit(mix(distribution))(stream(config.seed, "combine"), parameter, a, b)
+    combination = keep_non_floats(jax.jit(mix(distribution))(stream(config.seed, "combine"), parameter, a, b), a)
     require_finite(f"the combination with --{wanted} {value:g}", combination, f"give a --{wanted} nearer to 0")
     if model:
         combination = estimate_statistics(model.apply, combination, model.inputs)

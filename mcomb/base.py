@@ -127,8 +127,12 @@ def is_inexact(leaf: Any) -> bool:
 
 
 def keep_non_floats(tree: Params, original: Params) -> Params:
-    """The tree with the original's leaves where these are no floats: a device has no 64-bit integers of NumPy's."""
-    return jax.tree.map(lambda new, old: new if is_inexact(old) else old, tree, original)
+    """Return the tree with the original's leaves where these are neither floats nor JAX arrays.
+
+    Without x64, JAX cuts 64-bit integers of NumPy to 32 bits. Integers that were JAX arrays lose nothing, and stay on
+    the devices of the tree's floats.
+    """
+    return jax.tree.map(lambda new, old: new if is_inexact(old) or isinstance(old, jax.Array) else old, tree, original)
 
 
 def require_finite(what: str, tree: Params, remedy: str = "mend them") -> None:

@@ -254,8 +254,15 @@ def restore_tree(folder: AnyPath, target: Any = None) -> Any:
         ocp.StandardCheckpointHandler(), multiprocessing_options=alone or ocp.options.MultiprocessingOptions()
     ) as checkpointer:
         stored = ocp.StandardCheckpointHandler().metadata(epath.Path(folder)).tree if target is None else target
-        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), stored)
+        shapes = jax.tree.map(lambda leaf: _restored_as(leaf, here), stored)
         return checkpointer.restore(folder, args=ocp.args.StandardRestore(shapes))
+
+
+def _restored_as(leaf: Any, sharding: jax.sharding.Sharding) -> Any:
+    """What orbax takes the kind of a leaf from: of integers that JAX would cut to 32 bits, a NumPy array."""
+    if jnp.issubdtype(leaf.dtype, np.integer) and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
+        return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def reading(folder: AnyPath, read: Callable[[], T]) -> T:

@@ -30,7 +30,7 @@ def combine(a: Params, b: Params, v: Params) -> Params:
     known of the function: running statistics are combined as weights are, until `estimate_statistics` gives better.
     """
 
-    def combine_leaf(v: Any, a: Array, b: Array) -> Array:
+    def combine_leaf(v: Any, a: Any, b: Any) -> Any:
         v = float(v) if isinstance(v, int) else v  # of whole numbers, JAX takes none beyond 32 bits
         return v * a + (1 - v) * b if is_inexact(a) else a
 
@@ -48,7 +48,7 @@ def combine(a: Params, b: Params, v: Params) -> Params:
     return jax.tree.map(combine_leaf, every, a, b)
 
 
-def over_reals(function: Callable[..., Array], a: Array, *others: Array) -> Array:
+def over_reals(function: Callable[..., Any], a: Any, *others: Any) -> Any:
     """What a function of real arrays makes of leaves: complex numbers are pairs of reals, what is no float is A's."""
     if not is_inexact(a):
         return a
@@ -144,7 +144,9 @@ def stitch(layer_of: Callable[[str], int]) -> Draw:
     """
 
     def draw(key: PRNGKeyArray, layer: Float[Array, ""], a: Params, b: Params) -> Params:
-        return map_named(lambda name, a, b: jnp.where(layer_of(name) <= layer, b, a), a, b)
+        if isinstance(layer, jax.core.Tracer):
+            return map_named(lambda name, a, b: jnp.where(layer_of(name) <= layer, b, a), a, b)
+        return map_named(lambda name, a, b: b if layer_of(name) <= layer else a, a, b)
 
     return draw
 

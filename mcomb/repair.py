@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, PRNGKeyArray
 
-from mcomb.base import Apply, Array, Inputs, Params, UserError, output_shapes
+from mcomb.base import Apply, Array, Inputs, Params, UserError, keep_non_floats, output_shapes
 from mcomb.combination import Draw
 from mcomb.dead_units import varies
 from mcomb.devices import BATCH, equal_batches, replicate
@@ -105,11 +105,11 @@ def repaired(
     for network in networks:
         spec.validate(network)
         output_shapes(apply, network, inputs)
-    networks, batches = replicate((networks, batches))
+    originals, (networks, batches) = networks, replicate((networks, batches))
     moments = _network_moments(spec, apply, networks, batches)
     units = [jax.ShapeDtypeStruct(layer.mean.shape[2:], layer.mean.dtype) for layer in moments]
     unchanged = [Correction(np.ones(of.shape, of.dtype), np.zeros(of.shape, of.dtype)) for of in units]
-    repaired_networks = [RepairedNetwork(params, unchanged) for params in networks]
+    repaired_networks = [RepairedNetwork(own, unchanged) for own in map(keep_non_floats, networks, originals)]
     return Repaired(
         _repaired_apply(spec, apply),
         _repaired_draw(spec, apply, draw, ends),

@@ -15,7 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from mcomb.base import Apply, Array, Inputs, Params, UserError, all_equations, map_named, named_leaves, output_shapes
+from mcomb.base import (
+    Apply,
+    Array,
+    Inputs,
+    Params,
+    UserError,
+    all_equations,
+    keep_non_floats,
+    map_named,
+    named_leaves,
+    output_shapes,
+)
 from mcomb.combination import Draw
 from mcomb.devices import BATCH, equal_batches, replicate
 from mcomb.symmetry.intermediates import ArrayId, Equation, Intermediate, Intermediates, list_intermediates
@@ -67,7 +78,7 @@ def estimate_statistics(apply: Apply, params: Params, inputs: Inputs, *, batch_s
     output_shapes(apply, params, first)
     if not statistics_of(apply, params, first):
         return params
-    return estimate_on_batches(apply, *replicate((params, batches)))
+    return keep_non_floats(estimate_on_batches(apply, *replicate((params, batches))), params)
 
 
 def statistics_of(apply: Apply, params: Params, inputs: Inputs) -> list[str]:

@@ -5,11 +5,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from mcomb.base import Array, Params, UserError, stream
+from mcomb.base import Params, UserError, stream
 from mcomb.matching.core import objective
 from mcomb.matching.weights import match_weights
 from mcomb.symmetry.spec import Perms, PermutationSpec
@@ -97,7 +98,7 @@ def _pairwise_objective(spec: PermutationSpec, networks: Sequence[Params]) -> fl
 def _sum_of_networks(networks: Sequence[Params]) -> Params:
     """The sum of the networks' weights, at least in float32; leaves that are not floats are those of the first."""
 
-    def add(first: Array, *rest: Array) -> Array:
+    def add(first: Any, *rest: Any) -> Any:
         if not jnp.issubdtype(jnp.result_type(first), jnp.floating):
             return first
         return sum(rest, jnp.asarray(first, jnp.promote_types(jnp.result_type(first), jnp.float32)))

@@ -273,7 +273,9 @@ class PermutationSpec:
         moving = [axis for axis, layout in enumerate(layouts) if any(n in self.sizes for n in axis_names(layout))]
         if not moving:
             return leaf
-        xp: Any = np if all(isinstance(value, np.ndarray) for value in (leaf, *perms.values())) else jnp
+        xp: Any = jnp
+        if isinstance(leaf, np.ndarray) and not any(isinstance(perm, jax.core.Tracer) for perm in perms.values()):
+            xp, perms = np, {name: np.asarray(perm) for name, perm in perms.items()}
         leaf = xp.asarray(leaf)
         positions = np.ogrid[tuple(slice(size) for size in leaf.shape)]
         coordinates = _overlay(map(self._coordinates, layouts, positions))
