@@ -126,6 +126,20 @@ def is_inexact(leaf: Any) -> bool:
     return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
 
 
+def at_least_float32(values: Any) -> Any:
+    """Return half precision in single, and anything else as it is: sums and averages would lose too much."""
+    dtype = jnp.result_type(values)
+    is_half = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    return values.astype(np.float32) if is_half else values
+
+
+def in_dtype_of(leaf: Any, values: Any) -> Any:
+    """Return the values in the dtype of a leaf; a plain number, also one that JAX traces, has none."""
+    if not hasattr(leaf, "dtype") or getattr(leaf, "weak_type", False):
+        return values
+    return values.astype(jnp.result_type(leaf) if isinstance(values, jax.Array) else leaf.dtype)
+
+
 def keep_non_floats(tree: Params, original: Params) -> Params:
     """Return the tree with the original's leaves where these are neither floats nor JAX arrays.
 

@@ -12,11 +12,25 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, PRNGKeyArray
 
-from mcomb.base import Array, Params, UserError, fold_name, is_inexact, map_named, named_leaves, require_alike
+from mcomb.base import (
+    Array,
+    Params,
+    UserError,
+    at_least_float32,
+    fold_name,
+    in_dtype_of,
+    is_inexact,
+    map_named,
+    named_leaves,
+    require_alike,
+)
 from mcomb.threefry import unrolled
 
 Distribution = Callable[[PRNGKeyArray, Float[Array, ""], Array], Array]
-"""A function (key, parameter, leaf) that draws the share of B for each weight of a leaf."""
+"""A function (key, parameter, leaf) that draws the share of B for each weight of a leaf, in float32 or wider.
+
+Half precision is too coarse: a uniform share in bfloat16 has 128 values, and their mean is below ½.
+"""
 
 Draw = Callable[..., Params]
 """A function (key, parameter, *networks) that draws a combination of the networks."""
@@ -26,13 +40,16 @@ def combine(a: Params, b: Params, v: Params) -> Params:
     """The combination Θ_v = v ⊙ Θ_A + (1 − v) ⊙ Θ_B.
 
     `v` is a tree like A, or has one coefficient for a whole branch: with {"conv1": 1.0, "conv2": 0.5}, conv1 is A's and
-    conv2 is the mean of A's and B's. Leaves that are no floats, such as counters and random keys, are A's. Nothing is
-    known of the function: running statistics are combined as weights are, until `estimate_statistics` gives better.
+    conv2 is the mean of A's and B's. Leaves keep A's dtype; half precision is mixed in float32. Leaves that are no
+    floats, such as counters and random keys, are A's. Nothing is known of the function: running statistics are combined
+    as weights are, until `estimate_statistics` gives better.
     """
 
     def combine_leaf(v: Any, a: Any, b: Any) -> Any:
+        if not is_inexact(a):
+            return a
         v = float(v) if isinstance(v, int) else v  # of whole numbers, JAX takes none beyond 32 bits
-        return v * a + (1 - v) * b if is_inexact(a) else a
+        return in_dtype_of(a, v * at_least_float32(a) + (1 - v) * at_least_float32(b))
 
     require_alike("the networks to combine", a, b)
     try:
@@ -49,23 +66,31 @@ def combine(a: Params, b: Params, v: Params) -> Params:
 
 
 def over_reals(function: Callable[..., Any], a: Any, *others: Any) -> Any:
-    """What a function of real arrays makes of leaves: complex numbers are pairs of reals, what is no float is A's."""
+    """Apply a function of real arrays to leaves, and return the result in A's dtype.
+
+    Complex numbers are pairs of reals, half precision is in float32, and a leaf that is no float is A's.
+    """
     if not is_inexact(a):
         return a
     if not jnp.iscomplexobj(a):
-        return function(a, *others)
+        return in_dtype_of(a, function(*map(at_least_float32, (a, *others))))
     pairs = function(*(jnp.stack([leaf.real, leaf.imag], -1) for leaf in (a, *others)))
     return jax.lax.complex(pairs[..., 0], pairs[..., 1])
 
 
+def _share_dtype(leaf: Array) -> Any:
+    """Return the dtype to draw the shares of a leaf in."""
+    return jnp.promote_types(leaf.dtype, jnp.float32)
+
+
 def linear(key: PRNGKeyArray, share: Float[Array, ""], leaf: Array) -> Array:
     """The same share for every weight: linear interpolation from A at share 0 to B at share 1."""
-    return jnp.full(leaf.shape, share, leaf.dtype)
+    return jnp.full(leaf.shape, share, _share_dtype(leaf))
 
 
 def uniform(key: PRNGKeyArray, s: Float[Array, ""], leaf: Array) -> Array:
     """Shares uniform on [½ − s, ½ + s]."""
-    return jax.random.uniform(key, leaf.shape, leaf.dtype, 0.5 - s, 0.5 + s)
+    return jax.random.uniform(key, leaf.shape, _share_dtype(leaf), 0.5 - s, 0.5 + s)
 
 
 def subcube(key: PRNGKeyArray, share: Float[Array, ""], leaf: Array) -> Array:
@@ -74,7 +99,7 @@ def subcube(key: PRNGKeyArray, share: Float[Array, ""], leaf: Array) -> Array:
     The cube of possible shares grows out of A until it is the whole unit cube at λ = ½, then shrinks into B.
     """
     low, high = jnp.maximum(0, 2 * share - 1), jnp.minimum(1, 2 * share)
-    return jax.random.uniform(key, leaf.shape, leaf.dtype, low, high)
+    return jax.random.uniform(key, leaf.shape, _share_dtype(leaf), low, high)
 
 
 def hyperplane(key: PRNGKeyArray, mean: Float[Array, ""], leaf: Array) -> Array:
@@ -84,7 +109,7 @@ def hyperplane(key: PRNGKeyArray, mean: Float[Array, ""], leaf: Array) -> Array:
     given their own mean, d independent such shares are uniform on its hyperplane, and it differs from `mean` by only
     O(1/√d).
     """
-    u = jax.random.uniform(key, leaf.shape, leaf.dtype)
+    u = jax.random.uniform(key, leaf.shape, _share_dtype(leaf))
     rate = truncated_rate(jnp.minimum(mean, 1 - mean))  # for a mean above ½, draw 1 − share
     inverse_cdf = -jnp.log1p(u * jnp.expm1(-rate)) / jnp.maximum(rate, 1e-6)
     shares = jnp.where(rate < 1e-5, u, inverse_cdf)
@@ -115,12 +140,12 @@ def truncated_rate(mean: Float[Array, ""]) -> Float[Array, ""]:
 
 def bernoulli(key: PRNGKeyArray, p: Float[Array, ""], leaf: Array) -> Array:
     """Share 1 with probability p, else 0: each weight is B's or A's, a vertex of the unit cube."""
-    return jax.random.bernoulli(key, p, leaf.shape).astype(leaf.dtype)
+    return jax.random.bernoulli(key, p, leaf.shape).astype(_share_dtype(leaf))
 
 
 def centered(key: PRNGKeyArray, s: Float[Array, ""], leaf: Array) -> Array:
     """Shares uniform on [−s, s]: a box centred at A, whose edge along each weight is 2s times its difference to B."""
-    return jax.random.uniform(key, leaf.shape, leaf.dtype, -s, s)
+    return jax.random.uniform(key, leaf.shape, _share_dtype(leaf), -s, s)
 
 
 def minmax(key: PRNGKeyArray, share: Float[Array, ""], a: Params, b: Params) -> Params:

@@ -28,7 +28,9 @@ from mcomb.base import (
     Params,
     UserError,
     all_equations,
+    at_least_float32,
     count_examples,
+    in_dtype_of,
     inner_jaxprs,
     is_inexact,
     keep_non_floats,
@@ -171,7 +173,7 @@ class _Weights:
     """The weights of a network themselves, by name: what fine-tuning learns."""
 
     def combine(self, numbers: Mapping[str, Array], networks: Sequence[Params]) -> Params:
-        return map_named(numbers.get, networks[0])
+        return map_named(lambda name, leaf: in_dtype_of(leaf, numbers.get(name, leaf)), networks[0])
 
 
 def fine_tune(
@@ -188,7 +190,8 @@ def fine_tune(
     keep: AnyPath | str | None = None,
 ) -> tuple[Params, float]:
     """A network after some more training, and its held-out loss: what `learn_shares` does, with all weights free."""
-    numbers = {name: leaf for name, leaf in named_leaves(params).items() if is_inexact(leaf)}
+    # Half precision would round steps away.
+    numbers = {name: at_least_float32(leaf) for name, leaf in named_leaves(params).items() if is_inexact(leaf)}
     how: Any = {"loss": loss, "steps": steps, "batch_size": batch_size, "learning_rate": learning_rate, "seed": seed}
     found = descend(_Weights(), numbers, [params], apply, inputs, labels, **how, keep=keep, describe="fine-tuning")
     return found.params, min(found.losses)

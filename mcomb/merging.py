@@ -23,6 +23,7 @@ from mcomb.base import (
     Labels,
     Params,
     UserError,
+    at_least_float32,
     count_examples,
     is_inexact,
     map_examples,
@@ -34,7 +35,7 @@ from mcomb.base import (
 from mcomb.devices import AXIS, device_mesh, on_each_device, replicate, share_out
 from mcomb.early_stopping import check_data, descend
 from mcomb.files import AnyPath
-from mcomb.objectives import Objective, add_up, at_least_float32, cross_entropy
+from mcomb.objectives import Objective, add_up, cross_entropy
 from mcomb.refit import refit
 from mcomb.running_statistics import estimate_statistics
 from mcomb.symmetry.spec import PermutationSpec, axis_names
@@ -260,10 +261,10 @@ class _Shares(NamedTuple):
 
 
 def _weigh(leaves: Sequence[Any], weights: Sequence[Any]) -> Any:
-    """The weighted sum of one leaf of each network; what is no float is the first one's."""
+    """Return the weighted sum of one leaf of each network; what is no float is the first one's."""
     if not is_inexact(leaves[0]):
         return leaves[0]
-    total = sum(weight * leaf for weight, leaf in zip(weights, leaves, strict=True))
+    total = sum(weight * at_least_float32(leaf) for weight, leaf in zip(weights, leaves, strict=True))
     return jnp.asarray(total, jnp.result_type(leaves[0]))
 
 

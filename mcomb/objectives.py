@@ -17,7 +17,7 @@ import numpy as np
 import optax
 from jaxtyping import Bool, Float, Int
 
-from mcomb.base import Array, Labels, UserError, output_shapes
+from mcomb.base import Array, Labels, UserError, at_least_float32, output_shapes
 
 Objective = Callable[[Any, Any], tuple[Any, Any]]
 """A function (output, label) of one example that returns a sum and a count."""
@@ -139,10 +139,3 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 def _is_real(dtype: Any) -> bool:
     return any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_))
-
-
-def at_least_float32(values: Array) -> Array:
-    """The values, half precision in single: sums would lose too much."""
-    values = jnp.asarray(values)
-    is_half = jnp.issubdtype(values.dtype, jnp.floating) and values.dtype.itemsize < 4
-    return values.astype(jnp.float32) if is_half else values

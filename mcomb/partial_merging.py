@@ -10,6 +10,7 @@ the mean of the networks' outputs.
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import combinations
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +24,9 @@ from mcomb.base import (
     Inputs,
     Params,
     UserError,
+    at_least_float32,
     count_examples,
+    in_dtype_of,
     inner_equations,
     is_inexact,
     map_named,
@@ -124,11 +127,13 @@ def merge_partly(
     params = split(average, networks)
     if 0 < parted < len(counts) and list_norms(trace):
         statistics = jax.device_get(_statistics(spec, apply, *replicate((params, equal_batches(inputs, BATCH)))))
-        average = map_named(lambda name, leaf: statistics[name].mean(0) if name in statistics else leaf, average)
-        networks = [
-            map_named(lambda name, leaf, i=i: statistics[name][i] if name in statistics else leaf, network)
-            for i, network in enumerate(networks)
-        ]
+
+        def replace(values: Callable[[np.ndarray], Any], params: Params) -> Params:
+            new = {name: values(own) for name, own in statistics.items()}
+            return map_named(lambda name, leaf: in_dtype_of(leaf, new[name]) if name in new else leaf, params)
+
+        average = replace(lambda own: own.mean(0), average)
+        networks = [replace(itemgetter(i), network) for i, network in enumerate(networks)]
         params = split(average, networks)
     return PartlyMerged(apply_partly_merged(spec, apply), params, int(weights[parted]))
 
@@ -200,7 +205,8 @@ def _floats(params: Params) -> dict[str, Any]:
 
 
 def _mean(values: Sequence[Array]) -> Any:
-    return sum(values[1:], values[0]) / len(values)
+    first, *rest = map(at_least_float32, values)
+    return in_dtype_of(values[0], sum(rest, first) / len(values))
 
 
 def _average_merged(is_apart: Bool[Array, "..."], values: tuple[Array, ...]) -> tuple[Any, ...]:
@@ -208,7 +214,7 @@ def _average_merged(is_apart: Bool[Array, "..."], values: tuple[Array, ...]) -> 
     if all(value is values[0] for value in values):
         return values
     mean = _mean(values)
-    return tuple(jnp.where(is_apart, value, mean.astype(value.dtype)) for value in values)
+    return tuple(jnp.where(is_apart, value, mean) for value in values)
 
 
 def _maps_to_units(spec: PermutationSpec, trace: Intermediates) -> Iterator[Equation]:

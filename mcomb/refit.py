@@ -23,7 +23,9 @@ from mcomb.base import (
     Inputs,
     Params,
     UserError,
+    at_least_float32,
     count_examples,
+    in_dtype_of,
     is_inexact,
     keep_non_floats,
     map_named,
@@ -267,8 +269,8 @@ def _add(params: Params, own: Fittable, change: np.ndarray) -> Params:
         if name not in changes:
             return leaf
         index, amount = changes[name]
-        flat = np.array(leaf).ravel()
+        flat = np.array(at_least_float32(leaf)).ravel()
         flat[index] += amount.astype(flat.dtype)
-        return flat.reshape(np.shape(leaf))
+        return in_dtype_of(leaf, flat.reshape(np.shape(leaf)))
 
     return map_named(add, params)

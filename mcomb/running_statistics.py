@@ -22,6 +22,8 @@ from mcomb.base import (
     Params,
     UserError,
     all_equations,
+    at_least_float32,
+    in_dtype_of,
     keep_non_floats,
     map_named,
     named_leaves,
@@ -130,8 +132,8 @@ def normalise(
     norm: Norm, leaves: Mapping[str, Any], divisors: Mapping[str, Array], centred: Array
 ) -> tuple[Array, dict[str, Array]]:
     """What to give in place of x − mean, so that what follows normalises it by its own statistics, and these."""
-    mean, variance = (jnp.asarray(leaves[name]) / divisors.get(name, 1) for name in norm[:2])
-    exact, samples = centred.astype(jnp.float32), tuple(i for i, axis in enumerate(norm.axes) if axis is None)
+    mean, variance = (at_least_float32(jnp.asarray(leaves[name])) / divisors.get(name, 1) for name in norm[:2])
+    exact, samples = at_least_float32(centred), tuple(i for i, axis in enumerate(norm.axes) if axis is None)
     shift = exact.mean(samples, keepdims=True)
     own = jnp.square(exact - shift).mean(samples, keepdims=True)
     order = [axis for axis in norm.axes if axis is not None]  # the leaves' axes as the array has them
@@ -163,7 +165,7 @@ def draw_with_statistics(apply: Apply, draw: Draw) -> Draw:
 def estimate_on_batches(apply: Apply, params: Params, batches: Inputs) -> Params:
     """Return the network with its running statistics estimated on batches of inputs, in one compiled call."""
     found = jax.lax.map(lambda batch: normalise_by_batch(apply, params, batch)[1], batches)
-    return map_named(lambda name, leaf: found[name].mean(0) if name in found else leaf, params)
+    return map_named(lambda name, leaf: in_dtype_of(leaf, found[name].mean(0)) if name in found else leaf, params)
 
 
 def list_norms(trace: Intermediates) -> list[Norm]:

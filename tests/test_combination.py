@@ -183,3 +183,53 @@ def test_a_complex_weight_is_mixed_as_two_weights():
     check_mean(mixed.imag, 0.5, 12**-0.5)
     assert abs(np.corrcoef(mixed.real, mixed.imag)[0, 1]) < 5 / np.sqrt(COUNT)
     assert_equal(combine(a, b, 0.25), jnp.full(COUNT, 0.75 + 0.75j, jnp.complex64))
+
+
+HALVES = [jnp.bfloat16, jnp.float16]
+
+
+def in_half(tree, dtype):
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("distribution", [linear, uniform, subcube, hyperplane, bernoulli, centered])
+def test_half_precision_is_drawn_and_mixed_in_single(distribution, dtype):
+    halves = [in_half(own, dtype) for own in (A, B)]
+    singles = [in_half(own, jnp.float32) for own in halves]
+    found, expected = (draw(distribution, 0.3, *both) for both in (halves, singles))
+    for leaf in jax.tree.leaves(found):
+        assert leaf.dtype == dtype
+    assert_equal(found, in_half(expected, dtype))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_shares_of_half_precision_weights_are_fine(dtype):
+    for distribution, parameter, mean in ((uniform, 0.5, 0.5), (hyperplane, 0.05, 0.05), (linear, 0.3, 0.3)):
+        shares = distribution(jax.random.key(0), jnp.float32(parameter), jnp.zeros(COUNT, dtype))
+        assert shares.dtype == jnp.float32
+        assert_equal(shares, distribution(jax.random.key(0), jnp.float32(parameter), jnp.zeros(COUNT)))
+        check_mean(np.asarray(shares), mean, 12**-0.5)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("convert", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
+def test_combinations_keep_the_dtype_of_half_precision(dtype, convert):
+    a, b = (jax.tree.map(convert, in_half(own, dtype)) for own in (A, B))
+    middle = in_half(combine(A, B, 0.5), dtype)  # exact: whole numbers and halves
+    for v in (0.5, np.float32(0.5), np.float64(0.5), jnp.float32(0.5), jnp.array(0.5, dtype)):
+        found = combine(a, b, v)
+        assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype(dtype)}
+        assert_equal(found, middle)
+    for found in (
+        minmax(jax.random.key(0), jnp.float32(0.5), a, b),
+        blend(jax.random.key(0), jnp.array([0.5, 0.0]), a, b, a),
+    ):
+        assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype(dtype)}
+        assert_equal(found, middle)
+
+
+def test_single_precision_combined_by_doubles_stays_single():
+    a, b = (jax.tree.map(np.asarray, own) for own in (A, B))
+    for leaf in jax.tree.leaves(combine(a, b, np.float64(0.3))):
+        assert leaf.dtype == np.float32

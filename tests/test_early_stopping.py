@@ -169,3 +169,17 @@ def test_shares_that_are_learnt_go_on_too(tmp_path, monkeypatch):
     again = learn(keep=tmp_path / "kept.npz")
     assert again.losses == first.losses
     assert_equal(jax.tree.map(jnp.asarray, again.params), jax.tree.map(jnp.asarray, first.params))
+
+
+def test_half_precision_is_learnt_by_small_steps():
+    """A step of 0.001 is less than half a unit in the last place of a weight above ½."""
+    half = {"kernel": (START["kernel"] + np.copysign(4, START["kernel"])).astype(jnp.bfloat16)}
+    run = lambda params, x: x @ params["kernel"].astype(jnp.float32)  # noqa: E731
+    (found, _), (single, _) = (
+        fine_tune(run, start, INPUTS, LABELS, steps=60, batch_size=180)
+        for start in (half, jax.tree.map(lambda leaf: leaf.astype(np.float32), half))
+    )
+    assert found["kernel"].dtype == jnp.bfloat16
+    assert (np.asarray(single["kernel"]) != half["kernel"]).all()
+    moved, expected = (np.float32(own["kernel"]) - np.float32(half["kernel"]) for own in (found, single))
+    assert np.vdot(moved, expected) > 0.5 * np.vdot(expected, expected)

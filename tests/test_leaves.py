@@ -142,11 +142,13 @@ def test_commands_keep_bits_of_integers(tmp_path, monkeypatch, ending):
     assert_same(found, A | {"mask": found["mask"]})
 
 
-def test_combinations_in_files_keep_bits_of_integers(tmp_path):
+def test_combinations_in_files_keep_bits_and_dtypes(tmp_path):
     """Without a model, nothing is estimated."""
-    a, b, to = (str(tmp_path / f"{name}.npz") for name in ("a", "b", "c"))
-    without = [{name: leaf for name, leaf in own.items() if name != "batch_stats"} for own in (A, B)]
-    write_checkpoint(a, {"net": without[0]})
-    write_checkpoint(b, {"net": without[1]})
-    main(["combine", a, b, to, "--distribution", "bernoulli", "--p", "0.5", "--quiet"])
-    assert_same(read_checkpoint(to)["net"], without[0])
+    a, b, to = (str(tmp_path / f"{name}.safetensors") for name in ("a", "b", "c"))
+    for path, own in ((a, A), (b, B)):
+        half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16) if is_inexact(leaf) else leaf, own)
+        write_checkpoint(path, {"net": {name: leaf for name, leaf in half.items() if name != "batch_stats"}})
+    main(["combine", a, b, to, "--distribution", "hyperplane", "--share", "0.3", "--quiet"])
+    found = named_leaves(read_checkpoint(to))
+    assert {leaf.dtype for leaf in found.values() if is_inexact(leaf)} == {jnp.dtype(jnp.bfloat16)}
+    assert_same(found, named_leaves(read_checkpoint(a)))

@@ -163,6 +163,17 @@ def test_fisher_information_of_half_precision_is_added_up_in_single():
     assert_close(many, one, roundings=2**12)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_the_average_of_half_precision_is_rounded_once(dtype):
+    halves = [jax.tree.map(lambda leaf: leaf.astype(dtype), own) for own in (A, B, C)]
+    found = merge(SPEC, halves, apply, INPUTS, method="average")
+    exact = jax.tree.map(lambda *leaves: np.mean([leaf.astype(np.float32) for leaf in leaves], axis=0), *halves)
+    for leaf, expected in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
+        assert leaf.dtype == dtype
+        rounding = jnp.finfo(dtype).eps / 2 * np.abs(expected)  # half a unit in the last place is at most this
+        assert (np.abs(np.float32(leaf) - expected) <= 1.01 * rounding).all()
+
+
 def test_the_average_is_half_way():
     merged = merge(SPEC, (A, B), apply, INPUTS, LABELS, method="average")
     assert_close(merged, mcomb.combine(A, B, 0.5), roundings=2)

@@ -237,3 +237,22 @@ def test_units_that_cannot_be_seen_are_named():
         spec = mcomb.permutation_spec(fn, a, X)
         with pytest.raises(UserError, match=words):
             merge_partly(spec, (a, b), fn, X, budget=1.5)
+
+
+def test_means_of_half_precision_do_not_overflow():
+    """A mean of numbers that are near the largest one is near it, too."""
+
+    def half(params, x):
+        return jnp.tanh(x @ params["w"]) @ params["v"]
+
+    def large(seed):
+        rng = np.random.default_rng(seed)
+        weights = {"w": rng.normal(size=(5, 4)), "v": 2e4 * rng.uniform(0.5, 1, size=(4, 3))}
+        return jax.tree.map(lambda leaf: leaf.astype(np.float16), weights)
+
+    a, b, x = large(1), large(2), np.abs(X).astype(np.float16)
+    merged = merge_partly(mcomb.permutation_spec(half, a, x), (a, b), half, x, budget=2)
+    outputs, theirs = merged.apply(merged.params, x), [np.float32(half(own, x)) for own in (a, b)]
+    assert outputs.dtype == np.float16
+    assert np.abs(sum(theirs)).max() > np.finfo(np.float16).max  # the sum overflows
+    assert_close(np.float32(outputs), sum(theirs) / 2, roundings=2**14)

@@ -144,6 +144,20 @@ def test_weights_on_the_left_of_a_product_are_refitted():
     assert_close(refit(spec, (right, right), wrong, left, x, ridge=1e-7), right, roundings=2**10)
 
 
+def test_half_precision_is_refitted_with_one_rounding():
+    def single(params, x):
+        return x @ params.astype(jnp.float32)
+
+    rng = np.random.default_rng(5)
+    right, wrong = (scale * rng.normal(size=(5, 30)) for scale in (1, 10))
+    right, wrong = (weights.astype(jnp.bfloat16) for weights in (right, wrong))
+    x = rng.normal(size=(40, 5)).astype(np.float32)
+    spec = mcomb.permutation_spec(single, right, x)
+    found = refit(spec, (right, right), wrong, single, x, ridge=1e-7)
+    assert found.dtype == jnp.bfloat16
+    assert_equal(found, right)
+
+
 def test_a_bias_of_positions_is_no_bias_of_units():
     def positioned(params, x):
         return x @ params["w"] + params["p"][None]

@@ -215,6 +215,21 @@ def test_other_ways_to_write_a_norm_are_found():
     assert_close(outputs.std(0), params["g"], roundings=2**12)
 
 
+def test_statistics_in_half_precision_are_estimated_in_single():
+    def single(params, x):
+        return apply(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params), x)
+
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), A)
+    found = estimate_statistics(single, half, X, batch_size=20)
+    exact = estimate_statistics(apply, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), half), X, batch_size=20)
+    for name in STATISTICS:
+        own, expected = (np.asarray(named_leaves(tree)[name]) for tree in (found, exact))
+        assert own.dtype == jnp.bfloat16
+        # One rounding to bfloat16, whatever the number of batches, of a number with roundings of float32.
+        ends = [(expected * scale).astype(jnp.bfloat16) for scale in (1 - 2.0**-13, 1 + 2.0**-13)]
+        assert ((own == ends[0]) | (own == ends[1])).all()
+
+
 def test_units_on_any_axes():
     def channels_first(params, x):  # of a statistic for each channel and row
         mean, variance = (params[name].T[None, :, :, None] for name in ("m", "v"))

@@ -19,6 +19,7 @@ from mcomb.base import (
     Labels,
     Params,
     UserError,
+    at_least_float32,
     count_examples,
     named_leaves,
     output_shapes,
@@ -111,7 +112,8 @@ def match_straight_through(
     best = current = evaluate_candidate(perms, permuted)
     candidates = [current]
     optimizer = _optimizer(float(learning_rate))
-    fitting = fit(_midpoint_loss(apply, loss), initial_state(a, optimizer), batches(), optimizer, stream(seed))
+    start = initial_state(jax.tree.map(at_least_float32, a), optimizer)  # half precision would round steps away
+    fitting = fit(_midpoint_loss(apply, loss), start, batches(), optimizer, stream(seed))
     with progress_bar(steps, "step", "straight-through matching") as bar:
         for step in range(1, steps + 1):
             try:

@@ -159,3 +159,19 @@ def test_every_input_needs_a_label(pair, count):
     *networks, labels = pair
     with pytest.raises(UserError, match=f"the labels {count}"):
         match_straight_through(*networks, labels[:count])
+
+
+def test_weights_of_half_precision_are_learnt_in_single(pair, monkeypatch):
+    """Steps that bfloat16 rounds away are taken: a hundredth of a percent of the weights' norm."""
+    spec, a, b, *rest = pair
+    halves, seen = [jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), own) for own in (a, b)], []
+
+    def spy(spec, weights, *args, **options):
+        seen.append(weights)
+        return match_weights(spec, weights, *args, **options)
+
+    monkeypatch.setattr(straight_through, "match_weights", spy)
+    found = match_straight_through(spec, *halves, *rest, steps=2, learning_rate=1e-4)
+    assert np.isfinite(found.losses).all()
+    start, *_, last = seen
+    assert (last["w1"] != np.float32(start["w1"])).mean() > 0.5
