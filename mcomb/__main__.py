@@ -16,7 +16,6 @@ lists the flags of each.
 
 import importlib
 import importlib.util
-import math
 import os
 import pkgutil
 import sys
@@ -43,7 +42,17 @@ from mcomb.base import (
     stream,
 )
 from mcomb.checkpoint import ENDINGS, FILES, fit_tree, read_checkpoint, write_checkpoint
-from mcomb.combination import bernoulli, centered, hyperplane, linear, mix, subcube, uniform
+from mcomb.combination import (
+    bernoulli,
+    centered,
+    describe_range,
+    hyperplane,
+    linear,
+    mix,
+    range_of,
+    subcube,
+    uniform,
+)
 from mcomb.evaluation import score
 from mcomb.files import AnyPath, absolute, atomic, require_folder
 from mcomb.lab import cli, experiment
@@ -61,13 +70,13 @@ from mcomb.symmetry.spec import PermutationSpec
 
 EXAMPLES = 64  # of a setup's images, to derive and to check a spec with
 MATCHING_EXAMPLES = 2_000  # of a setup's images, for matchers to see
-DISTRIBUTIONS = {  # each with its parameter and the least and the largest that it may be
-    "linear": (linear, "share", -math.inf, math.inf),
-    "uniform": (uniform, "s", 0, math.inf),
-    "subcube": (subcube, "share", 0, 1),
-    "hyperplane": (hyperplane, "share", 0, 1),
-    "bernoulli": (bernoulli, "p", 0, 1),
-    "centered": (centered, "s", 0, math.inf),
+DISTRIBUTIONS = {  # each with its parameter
+    "linear": (linear, "share"),
+    "uniform": (uniform, "s"),
+    "subcube": (subcube, "share"),
+    "hyperplane": (hyperplane, "share"),
+    "bernoulli": (bernoulli, "p"),
+    "centered": (centered, "s"),
 }
 PARAMETERS = ("share", "s", "p")
 PICTURES = (".png", ".pdf", ".svg")
@@ -271,13 +280,14 @@ def align(config: AlignConfig) -> None:
 
 def combine(config: CombineConfig) -> None:
     """Writes a combination of two networks, in the names and layouts of A's file."""
-    distribution, wanted, least, largest = DISTRIBUTIONS[config.distribution]
+    distribution, wanted = DISTRIBUTIONS[config.distribution]
+    least, largest = range_of(distribution)
     for name in PARAMETERS:
         if (getattr(config, name) is None) == (name == wanted):
             raise UserError(f"the distribution {config.distribution} is given by --{wanted}: give that, and no other")
     if not least <= (value := getattr(config, wanted)) <= largest:
-        bounds = "0 or more" if largest == math.inf else "a number from 0 to 1"
-        raise UserError(f"--{wanted} {value:g} is none of the distribution {config.distribution}: give {bounds}")
+        what = f"--{wanted} {value:g} is none of the distribution {config.distribution}"
+        raise UserError(f"{what}: give {describe_range(least, largest)}")
     require_new(config.to, config.a, config.b)
     model = load_model(config.model) if config.model else None
     table = read_table(config.names) if config.names else None

@@ -4,12 +4,14 @@ In the paper's definition (section 3) v is the coefficient of A: v = 1 gives A a
 other way, from A at 0 to B at 1. So the distributions here draw u = 1 − v, the share of B. Only `mix` converts it to v.
 """
 
+import math
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Float, PRNGKeyArray
 
 from mcomb.base import (
@@ -83,6 +85,33 @@ def _share_dtype(leaf: Array) -> Any:
     return jnp.promote_types(leaf.dtype, jnp.float32)
 
 
+def check_parameters(draw: Distribution | Draw, values: Any) -> None:
+    """Raise an error unless a distribution, or that of a draw from `mix`, has shares for all of the values.
+
+    Inside a trace values are not known, and nothing is checked.
+    """
+    distribution = getattr(draw, "distribution", draw)
+    if distribution not in RANGES or isinstance(values, jax.core.Tracer):
+        return
+    (least, largest), every = range_of(distribution), np.ravel(values)
+    wrong = every[~(np.isfinite(every) & (every >= least) & (every <= largest))]
+    if wrong.size:
+        what = f"there are no {distribution.__name__} shares for {wrong[0]:g}"
+        raise UserError(f"{what}: give {describe_range(least, largest)}")
+
+
+def range_of(distribution: Distribution) -> tuple[float, float]:
+    """Return the least and the largest parameter of a distribution, infinite if there is none."""
+    return RANGES.get(distribution, (-math.inf, math.inf))
+
+
+def describe_range(least: float, largest: float) -> str:
+    """Return the words for a range."""
+    if largest < math.inf:
+        return f"a number from {least:g} to {largest:g}"
+    return "a finite number" if least == -math.inf else f"{least:g} or more"
+
+
 def linear(key: PRNGKeyArray, share: Float[Array, ""], leaf: Array) -> Array:
     """The same share for every weight: linear interpolation from A at share 0 to B at share 1."""
     return jnp.full(leaf.shape, share, _share_dtype(leaf))
@@ -90,6 +119,7 @@ def linear(key: PRNGKeyArray, share: Float[Array, ""], leaf: Array) -> Array:
 
 def uniform(key: PRNGKeyArray, s: Float[Array, ""], leaf: Array) -> Array:
     """Shares uniform on [½ − s, ½ + s]."""
+    check_parameters(uniform, s)
     return jax.random.uniform(key, leaf.shape, _share_dtype(leaf), 0.5 - s, 0.5 + s)
 
 
@@ -98,6 +128,7 @@ def subcube(key: PRNGKeyArray, share: Float[Array, ""], leaf: Array) -> Array:
 
     The cube of possible shares grows out of A until it is the whole unit cube at λ = ½, then shrinks into B.
     """
+    check_parameters(subcube, share)
     low, high = jnp.maximum(0, 2 * share - 1), jnp.minimum(1, 2 * share)
     return jax.random.uniform(key, leaf.shape, _share_dtype(leaf), low, high)
 
@@ -109,6 +140,7 @@ def hyperplane(key: PRNGKeyArray, mean: Float[Array, ""], leaf: Array) -> Array:
     given their own mean, d independent such shares are uniform on its hyperplane, and it differs from `mean` by only
     O(1/√d).
     """
+    check_parameters(hyperplane, mean)
     u = jax.random.uniform(key, leaf.shape, _share_dtype(leaf))
     rate = truncated_rate(jnp.minimum(mean, 1 - mean))  # for a mean above ½, draw 1 − share
     inverse_cdf = -jnp.log1p(u * jnp.expm1(-rate)) / jnp.maximum(rate, 1e-6)
@@ -140,12 +172,24 @@ def truncated_rate(mean: Float[Array, ""]) -> Float[Array, ""]:
 
 def bernoulli(key: PRNGKeyArray, p: Float[Array, ""], leaf: Array) -> Array:
     """Share 1 with probability p, else 0: each weight is B's or A's, a vertex of the unit cube."""
+    check_parameters(bernoulli, p)
     return jax.random.bernoulli(key, p, leaf.shape).astype(_share_dtype(leaf))
 
 
 def centered(key: PRNGKeyArray, s: Float[Array, ""], leaf: Array) -> Array:
     """Shares uniform on [−s, s]: a box centred at A, whose edge along each weight is 2s times its difference to B."""
+    check_parameters(centered, s)
     return jax.random.uniform(key, leaf.shape, _share_dtype(leaf), -s, s)
+
+
+RANGES: dict[Distribution, tuple[float, float]] = {
+    uniform: (0.0, math.inf),
+    subcube: (0.0, 1.0),
+    hyperplane: (0.0, 1.0),
+    bernoulli: (0.0, 1.0),
+    centered: (0.0, math.inf),
+}
+"""The least and the largest parameter of each distribution; `linear` takes any, and goes on beyond A and B."""
 
 
 def minmax(key: PRNGKeyArray, share: Float[Array, ""], a: Params, b: Params) -> Params:
@@ -190,7 +234,8 @@ def mix(distribution: Distribution) -> Draw:
     """The draw of combinations of A and B whose shares of B come from `distribution`.
 
     Each leaf gets its own key, folded from its name, so its shares do not depend on which other leaves there are. The
-    real and the imaginary part of a complex weight are two weights. Leaves that are no floats are A's.
+    real and the imaginary part of a complex weight are two weights. Leaves that are no floats are A's. The draw raises
+    an error for a parameter that the distribution has no shares for, and so does `evaluate` for any of its parameters.
     """
 
     def draw(key: PRNGKeyArray, parameter: Float[Array, ""], a: Params, b: Params) -> Params:
@@ -203,4 +248,5 @@ def mix(distribution: Distribution) -> Draw:
 
         return map_named(lambda name, *leaves: over_reals(partial(mix_leaf, name), *leaves), a, b)
 
+    draw.distribution = distribution  # type: ignore[attr-defined]
     return draw

@@ -26,7 +26,7 @@ from mcomb.base import (
     require_positive,
     require_whole,
 )
-from mcomb.combination import Draw
+from mcomb.combination import Draw, check_parameters
 from mcomb.devices import (
     BATCH,
     COMBINATIONS,
@@ -114,6 +114,7 @@ def evaluate(
     `report` is given the metrics of the combinations of each compiled call, as they are measured.
     """
     k, count = _count_combinations(networks, parameters, keys), count_examples(inputs, labels)
+    check_parameters(draw, parameters)
     require_whole(batch_size=batch_size, vmap_size=1 if vmap_size is None else vmap_size)
     task = _task(loss, metrics, temperatures, references)
     _check_references(references, count)

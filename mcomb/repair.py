@@ -216,6 +216,7 @@ def _repaired_draw(spec: PermutationSpec, apply: Apply, draw: Draw, ends: Callab
         moments, goals = jax.tree.map(lambda per_batch: per_batch.mean(0), (moments, goals))
         return RepairedNetwork(params, list(map(_correction, moments, goals, layer_shares)))
 
+    run.distribution = getattr(draw, "distribution", None)  # type: ignore[attr-defined]
     return run
 
 

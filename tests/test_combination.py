@@ -11,6 +11,7 @@ from scipy import stats
 from scipy.optimize import brentq
 
 from mcomb import combine, linear, mix, uniform
+from mcomb.base import UserError
 from mcomb.combination import bernoulli, blend, centered, hyperplane, minmax, stitch, subcube, truncated_rate
 
 A = {"x": {"kernel": jnp.arange(6.0).reshape(2, 3), "bias": jnp.ones(3)}, "y": jnp.full((2, 3), 7.0)}
@@ -233,3 +234,39 @@ def test_single_precision_combined_by_doubles_stays_single():
     a, b = (jax.tree.map(np.asarray, own) for own in (A, B))
     for leaf in jax.tree.leaves(combine(a, b, np.float64(0.3))):
         assert leaf.dtype == np.float32
+
+
+OUTSIDE = [
+    (uniform, -0.5, "0 or more"),
+    (uniform, np.inf, "0 or more"),
+    (subcube, 1.5, "a number from 0 to 1"),
+    (subcube, -0.1, "a number from 0 to 1"),
+    (hyperplane, -0.2, "a number from 0 to 1"),
+    (hyperplane, np.nan, "a number from 0 to 1"),
+    (bernoulli, 1.5, "a number from 0 to 1"),
+    (centered, -0.1, "0 or more"),
+]
+
+
+@pytest.mark.parametrize(("distribution", "parameter", "remedy"), OUTSIDE)
+def test_parameters_out_of_range_are_refused(distribution, parameter, remedy):
+    key, problem = jax.random.key(0), f"no {distribution.__name__} shares for {parameter:g}: give {remedy}"
+    with pytest.raises(UserError, match=problem):
+        distribution(key, jnp.float32(parameter), jnp.zeros(3))
+    with pytest.raises(UserError, match=problem):
+        mix(distribution)(key, jnp.float32(parameter), A, B)
+
+
+@pytest.mark.parametrize(
+    ("distribution", "parameter"),
+    [(linear, -1), (linear, 2), (uniform, 0.75), (centered, 3), (subcube, 1), (hyperplane, 0), (bernoulli, 1)],
+)
+def test_parameters_at_the_ends_and_beyond_are_taken(distribution, parameter):
+    """A line goes on beyond A and B, and so do the boxes around A and around the middle."""
+    drawn = mix(distribution)(jax.random.key(0), jnp.float32(parameter), A, B)
+    assert_close(drawn, draw(distribution, parameter, A, B), roundings=8, scale=40.0)
+
+
+def test_a_trace_checks_no_parameters():
+    drawn = jax.jit(mix(bernoulli))(jax.random.key(0), jnp.float32(1.5), A, B)
+    assert_equal(drawn, B)

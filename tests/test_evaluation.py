@@ -8,8 +8,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from numerics import assert_close, assert_equal
 
-from mcomb import combine, evaluate, evaluation, linear, mix, score, squared_error, uniform
+from mcomb import combine, evaluate, evaluation, linear, mix, permutation_spec, repaired, score, squared_error, uniform
 from mcomb.base import Diverged, UserError
+from mcomb.combination import hyperplane
 
 KEYS = jax.random.split(jax.random.key(0), 7)
 SHARES = jnp.linspace(0, 0.5, 7)
@@ -305,3 +306,14 @@ def test_a_combination_that_overflows_is_never_right():
     assert np.isnan(found.loss).all()
     assert_equal(found.accuracy, np.zeros(2))
     assert_equal(found.agreement[:, 3, 1], np.full(2, len(x)))
+
+
+@pytest.mark.parametrize("repair", [False, True], ids=["plain", "repaired"])
+def test_parameters_out_of_range_are_refused_before_compiling(repair):
+    networks, x, y = problem()
+    given = apply, mix(hyperplane), networks
+    if repair:
+        given = repaired(permutation_spec(apply, networks[0], x), *given, x)
+    shares = np.array([0.5, 1.25], np.float32)
+    with pytest.raises(UserError, match=r"no hyperplane shares for 1\.25: give a number from 0 to 1"):
+        evaluate(*given, shares, KEYS[:2], x, y)
