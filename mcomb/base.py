@@ -3,7 +3,8 @@
 import math
 import numbers
 import zlib
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from functools import reduce
 from typing import Any
 
@@ -37,6 +38,21 @@ class Diverged(UserError):
 def fold_name(key: PRNGKeyArray, name: str | int) -> PRNGKeyArray:
     """The key of one purpose among those that share `key`, the same on every machine."""
     return jax.random.fold_in(key, name if isinstance(name, int) else zlib.crc32(name.encode()))
+
+
+def fold_names(key: PRNGKeyArray, names: Iterable[str]) -> dict[str, PRNGKeyArray]:
+    """Return a key for each of several different names: that of `fold_name`, unless two names have the same.
+
+    "buckeroo" and "plumless" share a CRC-32. The first of such names, in the order of the alphabet, has the key of
+    `fold_name`; the others have it folded once more, with their places among them.
+    """
+    keys: dict[str, PRNGKeyArray] = {}
+    seen: Counter[int] = Counter()
+    for name in sorted(names):
+        code = zlib.crc32(name.encode())
+        keys[name] = fold_name(fold_name(key, name), seen[code]) if seen[code] else fold_name(key, name)
+        seen[code] += 1
+    return keys
 
 
 def stream(seed: int, *names: str | int) -> PRNGKeyArray:

@@ -7,7 +7,7 @@ other way, from A at 0 to B at 1. So the distributions here draw u = 1 − v, th
 import math
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from mcomb.base import (
     Params,
     UserError,
     at_least_float32,
-    fold_name,
+    fold_names,
     in_dtype_of,
     is_inexact,
     map_named,
@@ -233,18 +233,19 @@ def blend(key: PRNGKeyArray, shares: Float[Array, "2"], a: Params, b: Params, c:
 def mix(distribution: Distribution) -> Draw:
     """The draw of combinations of A and B whose shares of B come from `distribution`.
 
-    Each leaf gets its own key, folded from its name, so its shares do not depend on which other leaves there are. The
-    real and the imaginary part of a complex weight are two weights. Leaves that are no floats are A's. The draw raises
-    an error for a parameter that the distribution has no shares for, and so does `evaluate` for any of its parameters.
+    Each leaf gets its own key, folded from its name, so its shares do not depend on which other leaves there are.
+    (Only names with the same CRC-32 need to be told apart: see `fold_names`.) The real and the imaginary part of a
+    complex weight are two weights. Leaves that are no floats are A's. The draw raises an error for a parameter that the
+    distribution has no shares for, and so does `evaluate` for any of its parameters.
     """
 
     def draw(key: PRNGKeyArray, parameter: Float[Array, ""], a: Params, b: Params) -> Params:
         require_alike("the networks to mix", a, b)
-        key = unrolled(key)
+        keys = fold_names(unrolled(key), [name for name, leaf in named_leaves(a).items() if is_inexact(leaf)])
 
-        def mix_leaf(name: str, a: Array, b: Array) -> Array:
-            u = distribution(fold_name(key, name), parameter, jnp.asarray(a))  # a plain number has no shape
-            return cast(Array, combine(a, b, 1 - u))
+        def mix_leaf(name: str, a: Any, b: Any) -> Any:
+            u = distribution(keys[name], parameter, jnp.asarray(a))  # a plain number has no shape
+            return combine(a, b, 1 - u)
 
         return map_named(lambda name, *leaves: over_reals(partial(mix_leaf, name), *leaves), a, b)
 

@@ -79,6 +79,17 @@ def test_coefficients_depend_only_on_the_name_of_a_leaf():
     assert_equal(whole["y"], draw(uniform, 0.5, {"y": A["y"]}, {"y": B["y"]})["y"])
 
 
+def test_leaves_whose_names_share_a_hash_have_their_own_shares():
+    """The CRC-32 of these two names is the same."""
+    names = "buckeroo", "plumless", "other"
+    a, b = ({name: jnp.full(50, float(value)) for name in names} for value in (0, 1))
+    shares = draw(uniform, 0.5, a, b)
+    assert (shares["buckeroo"] != shares["plumless"]).all()
+    for name in ("buckeroo", "other"):  # as alone
+        assert_equal(shares[name], draw(uniform, 0.5, {name: a[name]}, {name: b[name]})[name])
+    assert_equal(draw(uniform, 0.5, {"plumless": a["other"]}, {"plumless": b["other"]})["plumless"], shares["buckeroo"])
+
+
 @pytest.mark.parametrize("distribution", [linear, subcube, hyperplane, bernoulli])
 def test_sweeps_begin_at_a_and_end_at_b_exactly(distribution):
     for seed in range(3):
