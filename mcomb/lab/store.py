@@ -49,6 +49,8 @@ from mcomb.symmetry.check import check_spec
 from mcomb.symmetry.spec import PermutationSpec
 
 PRETRAINED = Path(__file__).parents[2] / "pretrained"  # in a clone
+# JAX's events of the work that it does once for each program.
+COMPILATION = ("/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration")
 MATCHING_IMAGES = 10_000  # of the train split, for matchers to see: more would change little and cost much
 
 
@@ -74,11 +76,24 @@ class Network:
 
 @dataclass(frozen=True)
 class KeptMatching:
-    """A matching, the seconds it took, and its fingerprint."""
+    """A matching, the seconds it took without compilation, and its fingerprint."""
 
     matching: Matching
     seconds: float
     fingerprint: str
+
+
+@cache
+def _compilations() -> list[float]:
+    """Return a list to which JAX adds the seconds of every compilation from now on."""
+    seconds: list[float] = []
+
+    def listen(event: str, duration: float, **_: Any) -> None:
+        if event in COMPILATION:
+            seconds.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    return seconds
 
 
 @cache
@@ -342,14 +357,18 @@ class Store:
     def _match(self, a: Network, b: Network, matcher: str, restarts: int) -> KeptMatching:
         how = matcher if restarts == 1 else f"{matcher}, best of {restarts} restarts"
         say(f"matching {b.name} to {a.name} by {how} …")
-        start = time.monotonic()
+        import scipy.optimize  # noqa: F401 (slow, and no part of the first matcher's time)
+
+        spec, compilations = self.spec, _compilations()
+        compiled, start = sum(compilations), time.monotonic()
         with self.timed("matching"):
             if matcher == "weights":
-                matching = from_first(match_weights, self.spec, a.params, b.params, restarts=restarts)
+                matching = from_first(match_weights, spec, a.params, b.params, restarts=restarts)
             else:
                 images = self.data.train.first(MATCHING_IMAGES)
-                matching = match(self.spec, a.params, b.params, self.apply, *images, matcher=matcher)
-        return KeptMatching(matching, time.monotonic() - start, fingerprint(matching.perms))
+                matching = match(spec, a.params, b.params, self.apply, *images, matcher=matcher)
+        seconds = time.monotonic() - start - (sum(compilations) - compiled)
+        return KeptMatching(matching, seconds, fingerprint(matching.perms))
 
     def permute(self, network: Network, matching: Matching) -> Params:
         """The parameters with their units in another order, which is checked to change nothing else."""

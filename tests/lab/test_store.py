@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import shutil
+import time
 from pathlib import Path
 from threading import Event
 
@@ -23,6 +24,7 @@ from mcomb.lab.setups import SETUPS
 from mcomb.lab.store import NotKeptError, Store, Training
 from mcomb.lab.training import Stopped
 from mcomb.matching.core import Matching
+from mcomb.matching.weights import match_weights
 
 CONFIG = Config(setup="mlp-digits", width=1, epochs=4)
 RECIPE = SETUPS["mlp-digits"].recipe
@@ -342,7 +344,7 @@ def test_a_given_network_with_a_weight_that_is_not_finite_is_refused_by_name(val
     params["dense2"]["kernel"] = params["dense2"]["kernel"].at[0, 0].set(value)
     write_checkpoint(tmp_path / "mine.safetensors", params)
     given = Store(dataclasses.replace(store.config, checkpoint_a=tmp_path / "mine.safetensors"))
-    with pytest.raises(UserError, match=r"mine\.safetensors has 1 entries of dense2/kernel that are not finite"):
+    with pytest.raises(UserError, match=r"1 of 256 entries of dense2/kernel in .*mine\.safetensors are not finite"):
         given.networks("A")
 
 
@@ -490,6 +492,19 @@ def test_a_checkpoint_of_another_width_is_refused(store):
     wider = Store(dataclasses.replace(store.config, width=3, checkpoint_a=folder))
     with pytest.raises(UserError, match=r"of shape \(16,\) where the model has \(48,\)"):
         wider.networks("A")
+
+
+def test_matching_seconds_leave_out_compilation(tmp_path, monkeypatch):
+    def compile_and_match(*args, **options):
+        time.sleep(0.2)
+        for event in stores.COMPILATION:
+            jax.monitoring.record_event_duration_secs(event, 0.1)
+        return match_weights(*args, **options)
+
+    monkeypatch.setattr(stores, "match_weights", compile_and_match)
+    store = Store(dataclasses.replace(CONFIG, epochs=0, out=tmp_path))
+    found = store.matching(*store.networks("AB").values(), "weights")
+    assert 0 < found.seconds <= store.seconds["matching"] - 0.19
 
 
 def test_times_of_one_kind_of_work_add_up(store):
