@@ -14,6 +14,7 @@ for `evaluate` and some matchers their labels, and the loss if it is not that of
 lists the flags of each.
 """
 
+import difflib
 import importlib
 import importlib.util
 import math
@@ -389,7 +390,10 @@ def main(argv: list[str] | None = None) -> None:
         else:
             module.main(rest)
     else:
-        raise UserError(f"there is no command {command}: give one of {', '.join([*COMMANDS, *experiments])}")
+        names = [*COMMANDS, *experiments]
+        near = difflib.get_close_matches(command, names, 1)
+        remedy = f"did you mean {near[0]}?" if near else f"give one of {', '.join(names)}"
+        raise UserError(f"there is no command {command:.50}: {remedy}")
 
 
 def console() -> None:

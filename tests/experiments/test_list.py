@@ -1,6 +1,8 @@
 """`python -m experiments`: all experiments and how far each has come; and what they print if asked."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,18 @@ def listed(tmp_path, capsys):
         return {entry["name"]: entry for entry in found["experiments"]} | {it["name"]: it for it in found["programs"]}
 
     return of
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [("unifrom", "did you mean python -m experiments.uniform?"), ("xyzzyx", "python -m experiments lists them")],
+)
+def test_unknown_experiments_are_named_with_the_nearest(name, remedy):
+    root = Path(experiments.__path__[0]).parent
+    command = [sys.executable, "-m", f"experiments.{name}", "--setup", "mlp-digits"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: there is no experiment {name}: {remedy}\n"
 
 
 def test_every_experiment_and_program_is_listed_with_a_line(listed, tmp_path):
