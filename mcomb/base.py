@@ -3,7 +3,7 @@
 import math
 import numbers
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import reduce
 from typing import Any
 
@@ -20,6 +20,7 @@ Labels = Any  # the same, of whatever the loss takes
 Apply = Callable[[Params, Inputs], Any]  # returns outputs, such as logits, of the same kind
 
 LARGEST_SEED = 2**32 - 1  # JAX takes larger ones modulo 2³² as long as it can
+SHOWN = 4  # names that an error lists before it counts the rest
 
 
 class UserError(Exception):
@@ -42,8 +43,37 @@ def fold_name(key: PRNGKeyArray, name: str | int) -> PRNGKeyArray:
 def stream(seed: int, *names: str | int) -> PRNGKeyArray:
     """The root seed's key, folded with the names of what it is for: `stream(0, "order", epoch)`."""
     if not isinstance(seed, numbers.Integral) or not 0 <= seed <= LARGEST_SEED:
-        raise UserError(f"there is no seed {seed}: give a whole number from 0 to {LARGEST_SEED}")
+        raise UserError(f"there is no seed {seed!s:.50}: give a whole number from 0 to {LARGEST_SEED}")
     return reduce(fold_name, names, jax.random.key(seed))
+
+
+def list_some(names: Collection[Any]) -> str:
+    """Join the first few names, and count the rest: `a, b, c, d and 7 more`."""
+    shown = ", ".join(f"{name!s:.80}" for name in list(names)[:SHOWN])
+    return shown + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
+def brief(value: Any) -> str:
+    """Return the start of a value's representation, on one line."""
+    return " ".join(repr(value)[:200].split())[:50]
+
+
+def from_lists(tree: Any) -> Any:
+    """Turn every list or tuple of numbers in a tree, such as `[[1, 2], [3, 4]]`, into an array.
+
+    Lists of arrays, and those whose rows differ in length, stay branches of the tree.
+    """
+
+    def is_list(node: Any) -> bool:
+        return type(node) in (list, tuple) and all(isinstance(x, numbers.Number) or is_list(x) for x in node)
+
+    def convert(node: Any) -> Any:
+        try:
+            return np.asarray(node) if is_list(node) else node
+        except ValueError:
+            return node
+
+    return jax.tree.map(convert, tree, is_leaf=is_list)
 
 
 def count_examples(inputs: Inputs, labels: Labels = None) -> int:
@@ -52,9 +82,11 @@ def count_examples(inputs: Inputs, labels: Labels = None) -> int:
     for name, leaf in named_leaves(labels).items():
         counts[f"the labels {name}".rstrip()] = jnp.shape(leaf)[:1]
     if len({*counts.values()}) != 1 or not all(counts.values()) or counts == dict.fromkeys(counts, (0,)):
-        said = ", ".join(f"{name} {count[0] if count else 'none'}" for name, count in counts.items())
+        said = list_some([f"{name:.60} {count[0] if count else 'none'}" for name, count in counts.items()])
+        remedy = "give as many of each" if all(counts.values()) else "give arrays, as np.asarray makes of lists"
         raise UserError(
-            f"all inputs must have the same number of examples, one or more, along their first axis, but have: {said}"
+            "all inputs must have the same number of examples, one or more, along their first axis, but have: "
+            f"{said}; {remedy}"
         )
     return next(iter(counts.values()))[0]
 
@@ -68,14 +100,34 @@ def map_examples(function: Callable[[Any], Any], examples: Any) -> Any:
 
 
 def output_shapes(fn: Callable[..., Any], *args: Any) -> Any:
-    """The shapes and dtypes of what a function returns; an error if it cannot be called with these arguments."""
+    """Return the shapes and dtypes of a function's results; raise an error if it fails on these arguments."""
+    if not callable(fn):
+        raise UserError(f"the function is {brief(fn)}: give a function of parameters and inputs")
     try:
         return jax.eval_shape(fn, *args)
     except UserError:
         raise
     except Exception as error:  # it is not our function
-        name = getattr(fn, "__name__", "the function")
-        raise UserError(f"{name} fails with what it is given ({name_error(error)}): mend one or the other") from error
+        for arg in args:
+            named_leaves(arg)  # the reason may be an argument that is no array
+        name, raised = getattr(fn, "__name__", "the function"), type(error).__name__
+        why = f"raised {raised} on these arguments ({first_words(error)})" if str(error).strip() else f"raised {raised}"
+        raise UserError(f"{name} {why}: {_suggest_call(fn, *args)}") from error
+
+
+def _suggest_call(fn: Callable[..., Any], params: Params, *rest: Any) -> str:
+    """Say what to write instead of a call that fails: a module of Flax's takes its parameters inside a dict."""
+    flax = getattr(fn, "apply", fn)
+    attempts = {'give lambda params, x: model.apply({"params": params}, x)': (flax, {"params": params})}
+    if isinstance(params, Mapping) and "params" in params:
+        attempts['give the parameters alone, variables["params"]'] = fn, params["params"]
+    for suggestion, (function, argument) in attempts.items():
+        try:
+            jax.eval_shape(function, argument, *rest)
+        except Exception:  # this was not the reason
+            continue
+        return suggestion
+    return "give parameters and inputs of the shapes that it takes, or fix it"
 
 
 def first_words(error: Exception) -> str:
@@ -104,17 +156,17 @@ def require_whole(least: int = 1, **values: int) -> None:
     """An error that names the first of the values that is no whole number from `least` on."""
     for name, value in values.items():
         if not isinstance(value, numbers.Integral) or value < least:
-            raise UserError(f"{name} is {value!r:.50}: give a whole number, {least} or more")
+            raise UserError(f"{name} is {brief(value)}: give a whole number, {least} or more")
 
 
-def require_alike(what: str, a: Params, b: Params) -> None:
-    """An error that names the first leaf that only one of two trees has, or that has two shapes; or other branches."""
+def require_alike(what: str, a: Params, b: Params, names: tuple[str, str] = ("A", "B")) -> None:
+    """Raise an error that names the first leaf that only one tree has, or that has two shapes; or other branches."""
     leaves = named_leaves(a), named_leaves(b)
     for name in sorted(leaves[0].keys() | leaves[1].keys()):
         shapes = [str(jnp.shape(own[name])) if name in own else "missing" for own in leaves]
         if shapes[0] != shapes[1]:
-            where = f"{name or 'the only leaf'} is {shapes[0]} in one and {shapes[1]} in the other"
-            raise UserError(f"{what} differ ({where}): give trees of the same names and shapes")
+            where = f"{name or 'the only leaf'} is {shapes[0]} in {names[0]} and {shapes[1]} in {names[1]}"
+            raise UserError(f"{what} differ ({where}): give networks of one architecture and width")
     structures: list[Any] = [jax.tree.structure(tree) for tree in (a, b)]
     if structures[0] != structures[1]:
         where = " and ".join(f"{structure!s:.100}" for structure in structures)
@@ -131,14 +183,24 @@ def keep_non_floats(tree: Params, original: Params) -> Params:
     return jax.tree.map(lambda new, old: new if is_inexact(old) else old, tree, original)
 
 
-def require_finite(what: str, tree: Params, remedy: str = "mend them") -> None:
-    """An error that names the first leaf with an entry that is infinite or not a number."""
+def require_finite(what: str, tree: Params, remedy: str = "replace them") -> None:
+    """Raise an error that names the first leaf with an entry that is infinite or not a number."""
     for name, leaf in named_leaves(tree).items():
         # On a CPU by NumPy: JAX would compile a program for each shape.
         xp: Any = jnp if isinstance(leaf, jax.Array) and jax.default_backend() != "cpu" else np
         if is_inexact(leaf) and (wrong := int(np.size(leaf) - xp.isfinite(leaf).sum())):
-            where = name or "its only leaf"
-            raise UserError(f"{what} has {wrong} entries of {where} that are not finite: {remedy}")
+            where = f"{name} in {what}" if name else what
+            raise UserError(f"{wrong} of {np.size(leaf)} entries of {where} are not finite: {remedy}")
+
+
+def require_finite_result(what: str, result: Any, inputs: Inputs, *networks: Params) -> None:
+    """Raise an error unless a result is finite, which names the inputs or weights that are not."""
+    if all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(result) if is_inexact(leaf)):
+        return
+    require_finite("the inputs", inputs)
+    for i, network in enumerate(networks):
+        require_finite(f"network {i}", network)
+    raise Diverged(f"{what} overflow on these inputs: scale inputs or weights down")
 
 
 def leaf_name(path: tuple[Any, ...]) -> str:
@@ -153,8 +215,11 @@ def named_leaves(tree: Params) -> dict[str, Any]:
         if (name := leaf_name(path)) in leaves:
             raise UserError(f"two leaves of the tree have the name {name}: rename a branch with a / in its key")
         if not hasattr(leaf, "shape") and not isinstance(leaf, numbers.Number):
-            raise UserError(f"{name or 'the tree'} is no array but {leaf!r:.50}: leave it out")
+            raise UserError(f"{name or 'the tree'} is no array but {brief(leaf)}: leave it out")
         dtype = getattr(leaf, "dtype", None)
+        if not isinstance(dtype, np.dtype | None) and not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+            kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+            raise UserError(f"{name or 'the tree'} is a {kind}: give an array, as tensor.detach().numpy() of PyTorch")
         if isinstance(dtype, np.dtype) and dtype.kind != "b" and not jnp.issubdtype(dtype, np.number):
             raise UserError(f"{name or 'the tree'} has the dtype {dtype}, no numbers: leave it out")
         leaves[name] = leaf

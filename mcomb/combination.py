@@ -4,7 +4,8 @@ In the paper's definition (section 3) v is the coefficient of A: v = 1 gives A a
 other way, from A at 0 to B at 1. So the distributions here draw u = 1 − v, the share of B. Only `mix` converts it to v.
 """
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, cast
 
@@ -39,7 +40,7 @@ def combine(a: Params, b: Params, v: Params) -> Params:
         every = jax.tree.broadcast(v, a)
     except ValueError as error:
         raise UserError(
-            "the coefficients are no tree like the network's: give one number, or one for each branch"
+            "the coefficients are no tree like the network's: give one number, or a number or an array for each branch"
         ) from error
     coefficients = named_leaves(every)
     for name, leaf in named_leaves(a).items():
@@ -158,6 +159,29 @@ def blend(key: PRNGKeyArray, shares: Float[Array, "2"], a: Params, b: Params, c:
     return jax.tree.map(partial(over_reals, blend_leaf), a, b, c)
 
 
+def check_draw(draw: Draw, networks: Sequence[Params]) -> None:
+    """Raise an error unless a draw takes a key, a parameter and as many networks as there are."""
+    if not _takes(draw, 2 + len(networks)):
+        name = getattr(draw, "__name__", None) or f"a {type(draw).__name__}"
+        remedy = "give mcomb.mix(mcomb.uniform) and two networks, or another draw"
+        if _takes(draw, 3):  # a distribution of shares, which takes one leaf
+            remedy = f"give mcomb.mix({name})"
+        elif name.startswith("mix("):
+            remedy = "give two"
+        raise UserError(f"{name} cannot draw from {len(networks)} networks: {remedy}")
+
+
+def _takes(function: Any, count: int) -> bool:
+    """Return whether a function can be called with so many arguments."""
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError:
+        return False
+    except ValueError:  # Python knows no signature of some builtins
+        return True
+    return True
+
+
 @cache
 def mix(distribution: Distribution) -> Draw:
     """The draw of combinations of A and B whose shares of B come from `distribution`.
@@ -165,10 +189,15 @@ def mix(distribution: Distribution) -> Draw:
     Each leaf gets its own key, folded from its name, so its shares do not depend on which other leaves there are. The
     real and the imaginary part of a complex weight are two weights. Leaves that are no floats are A's.
     """
+    name = getattr(distribution, "__name__", None) or f"a {type(distribution).__name__}"
+    if not _takes(distribution, 3):
+        raise UserError(
+            f"{name} is no distribution: give a function of a key, a parameter and a leaf, as mcomb.uniform"
+        )
 
     def draw(key: PRNGKeyArray, parameter: Float[Array, ""], a: Params, b: Params) -> Params:
         require_alike("the networks to mix", a, b)
-        key = unrolled(key)
+        key, parameter = unrolled(key), jax.tree.map(lambda x: x if is_inexact(x) else x * 1.0, parameter)
 
         def mix_leaf(name: str, a: Array, b: Array) -> Array:
             u = distribution(fold_name(key, name), parameter, jnp.asarray(a))  # a plain number has no shape
@@ -176,4 +205,5 @@ def mix(distribution: Distribution) -> Draw:
 
         return map_named(lambda name, *leaves: over_reals(partial(mix_leaf, name), *leaves), a, b)
 
+    draw.__name__ = draw.__qualname__ = f"mix({name})"
     return draw

@@ -29,6 +29,7 @@ from mcomb.base import (
     UserError,
     all_equations,
     count_examples,
+    from_lists,
     inner_jaxprs,
     is_inexact,
     keep_non_floats,
@@ -98,6 +99,7 @@ def descend(
     estimated on all examples that are learnt from. How far it has come is kept, after each look, in the file `keep`.
     The same call goes on from there; a file of another call, or a damaged one, is not used.
     """
+    labels = from_lists(labels)
     require_whole(steps=steps, batch_size=batch_size)
     require_positive(learning_rate=learning_rate)
     count = check_data(apply, networks[0], inputs, labels, loss)

@@ -20,13 +20,17 @@ from mcomb.base import (
     Labels,
     Params,
     UserError,
+    brief,
     count_examples,
+    from_lists,
+    list_some,
+    named_leaves,
     output_shapes,
     require_finite,
     require_positive,
     require_whole,
 )
-from mcomb.combination import Draw
+from mcomb.combination import Draw, check_draw
 from mcomb.devices import (
     BATCH,
     COMBINATIONS,
@@ -113,13 +117,15 @@ def evaluate(
 
     `report` is given the metrics of the combinations of each compiled call, as they are measured.
     """
+    parameters, labels, references = map(from_lists, (parameters, labels, references))
     k, count = _count_combinations(networks, parameters, keys), count_examples(inputs, labels)
     require_whole(batch_size=batch_size, vmap_size=1 if vmap_size is None else vmap_size)
     task = _task(loss, metrics, temperatures, references)
     _check_references(references, count)
+    check_draw(draw, networks)
     combination = output_shapes(draw, keys[0], _rows(parameters, 0), *networks)
     _check_fit(task, apply, combination, inputs, labels, min(batch_size, count))
-    if names := statistics_of(apply, combination, jax.tree.map(lambda x: x[: min(batch_size, count)], inputs)):
+    if names := statistics_of(apply, combination, _first(inputs, min(batch_size, count))):
         if statistics_from is not None:
             draw = draw_with_statistics(apply, draw)
             networks = (*networks, equal_batches(statistics_from, batch_size))
@@ -169,6 +175,11 @@ def evaluate(
     return jax.tree.map(lambda *values: np.concatenate(values), *measured)
 
 
+def _first(tree: Any, count: int) -> Any:
+    """Return the first rows of each array."""
+    return jax.tree.map(lambda x: x[:count], tree)
+
+
 def _rows(tree: Any, rows: Any) -> Any:
     """The tree with these rows of each array, or one; what is not on a device is not put there for it."""
     return jax.tree.map(lambda x: (x if isinstance(x, jax.Array) else np.asarray(x))[rows], tree)
@@ -215,6 +226,7 @@ def score(
 
     `loss`, `metrics` and `temperatures` are those of `evaluate`; a loss that is not finite raises Diverged.
     """
+    labels = from_lists(labels)
     count, mesh = count_examples(inputs, labels), two_axis_mesh(1)
     require_whole(batch_size=batch_size)
     task = _task(loss, metrics, temperatures)
@@ -343,12 +355,12 @@ def _task(
 ) -> _Task:
     """What to measure; an error if it is of a classifier, and the loss is not."""
     if not isinstance(metrics, Mapping | None) or not all(isinstance(name, str) for name in metrics or {}):
-        raise UserError(f"the metrics are {metrics!r:.50}: give functions by their names, as a dict")
+        raise UserError(f"the metrics are {brief(metrics)}: give functions by their names, as a dict")
     own, taken = tuple((metrics or {}).items()), {"loss"}
     if loss is cross_entropy:
         temperatures = (1.0,) if temperatures is None else temperatures
         if not isinstance(temperatures, tuple | list | np.ndarray):
-            raise UserError(f"the temperatures are {temperatures!r:.50}: give a tuple of numbers")
+            raise UserError(f"the temperatures are {brief(temperatures)}: give a tuple of numbers")
         require_positive(**{"the number of temperatures": len(temperatures)})
         require_positive(**{f"temperature {i}": temperature for i, temperature in enumerate(temperatures)})
         taken |= {"accuracy", "agreement", "predicted", "tempered"}
@@ -358,7 +370,7 @@ def _task(
                 raise UserError(f"{name} are for classifiers, with the default loss: leave them out, or the loss")
         own, temperatures = (("loss", loss), *own), ()
     if wrong := taken.intersection(metrics or {}):
-        raise UserError(f"there is a metric {min(wrong)!r} already: give yours another name")
+        raise UserError(f"there is a metric {brief(min(wrong))} already: give yours another name")
     return _Task(tuple(map(float, temperatures)), own)
 
 
@@ -367,12 +379,16 @@ def _count_combinations(networks: Any, parameters: Any, keys: Any) -> int:
     if not isinstance(networks, tuple | list):
         raise UserError(f"the networks are of type {type(networks).__name__}: give a tuple of parameter trees")
     if not getattr(keys, "ndim", 0):
-        raise UserError(f"the keys are of type {type(keys).__name__}: give an array with one for each combination")
+        raise UserError(
+            f"the keys are of type {type(keys).__name__}: give an array with one for each combination, as "
+            "jax.random.split(jax.random.key(0), count)"
+        )
     require_whole(combinations=len(keys))
-    for leaf in jax.tree.leaves(parameters):
+    for leaf in named_leaves(parameters).values():
         if jnp.shape(leaf)[:1] != (len(keys),):
             raise UserError(
-                f"there are {len(keys)} keys and parameters of shape {jnp.shape(leaf)}: give as many of both"
+                f"there are {len(keys)} keys and parameters of shape {jnp.shape(leaf)}: give an array with one "
+                "parameter for each key"
             )
     require_finite("the parameters", parameters)
     return len(keys)
@@ -413,7 +429,7 @@ def _require_finite_loss(mean: float, of_examples: Array) -> None:
 def _find(name: str, values: dict[str, Any]) -> Any:
     """A value by name; the error of an attribute that does not exist if there is none."""
     if name not in values:
-        raise AttributeError(f"there is no {name}, only {', '.join(('loss', *values))}: it is a classifier's")
+        raise AttributeError(f"there is no {name}, only {list_some(['loss', *values])}: it is a classifier's")
     return values[name]
 
 

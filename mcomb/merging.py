@@ -23,13 +23,16 @@ from mcomb.base import (
     Labels,
     Params,
     UserError,
+    brief,
     count_examples,
+    from_lists,
     is_inexact,
     map_examples,
     map_named,
     named_leaves,
     require_alike,
     require_finite,
+    require_finite_result,
 )
 from mcomb.devices import AXIS, device_mesh, on_each_device, replicate, share_out
 from mcomb.early_stopping import check_data, descend
@@ -85,7 +88,10 @@ def merge(
     estimated anew on the inputs, by whatever method (`estimate_statistics`).
     """
     if method not in METHODS:
-        raise UserError(f"there is no method {method!r} to merge by: choose from {', '.join(METHODS)}")
+        raise UserError(f"there is no method {brief(method)} to merge by: choose from {', '.join(METHODS)}")
+    if labels is None and method in ("fisher", "learned"):
+        raise UserError(f'the method "{method}" needs labels: give them, or merge by "average" or "refit"')
+    labels = from_lists(labels)
     if method == "learned":
         return learn_shares(spec, networks, apply, inputs, labels, loss=loss, **options).params
     if unknown := options.keys() - ({"ridge"} if method == "refit" else set()):
@@ -100,6 +106,7 @@ def merge(
         return estimate_statistics(apply, refit(spec, here, mean, apply, inputs, **options), inputs)
     check_data(apply, networks[0], inputs, labels, loss)
     informations = [fisher_information(apply, network, inputs, labels, loss=loss) for network in networks]
+    require_finite_result("the gradients of the loss", informations, inputs, *networks)
 
     def weigh(*both: Any) -> Any:
         leaves, weights = both[: len(networks)], both[len(networks) :]
@@ -143,7 +150,7 @@ def learn_shares(
     data where the loss on the last is looked at, and in the result.
     """
     if per not in GRANULARITIES:
-        raise UserError(f"there are no shares per {per!r}: choose from {', '.join(GRANULARITIES)}")
+        raise UserError(f"there are no shares per {brief(per)}: choose from {', '.join(GRANULARITIES)}")
     _check_networks(spec, networks)
     learnt = _Shares(spec, per, beyond)
     rate = LEARNING_RATES[per] if learning_rate is None else learning_rate
@@ -272,7 +279,7 @@ def _weigh(leaves: Sequence[Any], weights: Sequence[Any]) -> Any:
 def _check_networks(spec: PermutationSpec, networks: Sequence[Params]) -> None:
     if not isinstance(networks, Sequence) or len(networks) < 2:
         raise UserError("there are fewer than two networks: give a tuple of two or more parameter trees to merge")
-    for network in networks:
-        require_alike("the networks to merge", networks[0], network)
+    for i, network in enumerate(networks):
+        require_alike("the networks to merge", networks[0], network, ("network 0", f"network {i}"))
         spec.validate(network)
-        require_finite("a network to merge", network)
+        require_finite(f"network {i}", network)

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 from jaxtyping import Bool, Float, Int
 
-from mcomb.base import Array, Labels, UserError, output_shapes
+from mcomb.base import Array, Labels, UserError, brief, list_some, output_shapes
 
 Objective = Callable[[Any, Any], tuple[Any, Any]]
 """A function (output, label) of one example that returns a sum and a count."""
@@ -94,17 +94,17 @@ def check_objectives(objectives: Mapping[str, Objective], outputs: Any, labels: 
     """
     shapes = [leaf.shape for leaf in jax.tree.leaves(outputs)]
     if not shapes or any(shape[:1] != (rows,) for shape in shapes):
-        said = ", ".join(map(str, shapes)) or "no array"
+        said = list_some(shapes) or "no array"
         raise UserError(f"the function returns {said} for {rows} examples: let their axis come first in each array")
     for name, objective in objectives.items():
-        what = "the loss" if name == "loss" else f"the metric {name!r}"
+        what = "the loss" if name == "loss" else f"the metric {brief(name)}"
         if not callable(objective) or not isinstance(objective, Hashable):
-            raise UserError(f"{what} is {objective!r:.50}: give a function of the output and the label of an example")
+            raise UserError(f"{what} is {brief(objective)}: give a function of the output and the label of an example")
         found = output_shapes(jax.vmap(objective), outputs, jax.tree.map(lambda leaf: leaf[:rows], labels))
         returned = [(leaf.shape[1:], leaf.dtype) for leaf in jax.tree.leaves(found)]
         are_numbers = [shape == () and _is_real(dtype) for shape, dtype in returned] == [True, True]
         if not isinstance(found, tuple) or len(found) != 2 or not are_numbers:
-            said = ", ".join(f"{dtype} of shape {shape}" for shape, dtype in returned) or "nothing"
+            said = list_some([f"{dtype} of shape {shape}" for shape, dtype in returned]) or "nothing"
             raise UserError(f"{what} returns {said} for an example: let it return two numbers, a sum and a count")
         if objective in (cross_entropy, token_cross_entropy):
             _check_range(labels, outputs.shape[-1], padded=objective is token_cross_entropy)
@@ -132,6 +132,8 @@ def _require_an_index_each(logits: Array, labels: Array) -> None:
 
 def _shape(value: Any) -> tuple[int, ...]:
     """The shape of an array; an error for a tree of them."""
+    if value is None:
+        raise UserError("there are no labels, and the loss or a metric needs them: give labels, or a loss without")
     if not hasattr(value, "shape"):
         raise UserError(f"outputs or labels are a {type(value).__name__}: give arrays, or a loss that takes this")
     return value.shape

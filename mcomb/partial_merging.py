@@ -87,7 +87,7 @@ def merge_partly(
     At a budget of 1 it is the average network; at as many as there are networks, the mean of their outputs.
     """
     if per not in GRANULARITIES:
-        raise UserError(f"there is no merging per {per!r}: choose from {', '.join(GRANULARITIES)}")
+        raise UserError(f"there is no merging per {per!r:.50}: choose from {', '.join(GRANULARITIES)}")
     average = merge(spec, networks, apply, inputs, method="average")
     require_positive(**{"the budget": budget})
     if not 1 <= budget <= len(networks):

@@ -27,6 +27,7 @@ from mcomb.base import (
     keep_non_floats,
     map_named,
     named_leaves,
+    require_finite_result,
     require_positive,
 )
 from mcomb.symmetry.intermediates import ArrayId, Intermediates, LinearMap, list_intermediates, list_linear_maps
@@ -88,6 +89,7 @@ def refit(
         observe = jax.jit(partial(_observe, traces, maps))
         seen = [jax.device_get(observe((fitted, *others), block)) for block in split]
         gram, residual = (sum(one[i].astype(np.float64) for one in seen) for i in (0, 1))
+        require_finite_result("activations", (gram, residual), inputs, *networks)
         gram += ridge * np.trace(gram) / len(gram) * np.eye(len(gram))
         fitted = _add(fitted, maps[0], np.linalg.lstsq(gram, residual)[0])
     return keep_non_floats(fitted, merged)

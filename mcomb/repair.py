@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, PRNGKeyArray
 
-from mcomb.base import Apply, Array, Inputs, Params, UserError, output_shapes
-from mcomb.combination import Draw
+from mcomb.base import Apply, Array, Inputs, Params, UserError, output_shapes, require_alike, require_finite_result
+from mcomb.combination import Draw, check_draw
 from mcomb.dead_units import varies
 from mcomb.devices import BATCH, equal_batches, replicate
 from mcomb.symmetry.intermediates import ArrayId, Intermediates, list_intermediates, list_linear_maps
@@ -101,12 +101,17 @@ def repaired(
     Where a draw changes networks before it combines them, `ends(parameter, *networks)` are those that it combines;
     their statistics are then taken for each combination.
     """
+    if not isinstance(networks, tuple | list) or not networks:
+        raise UserError(f"the networks are of type {type(networks).__name__}: give a tuple of parameter trees")
+    check_draw(draw, networks)
     batches = equal_batches(inputs, batch_size)
-    for network in networks:
+    for i, network in enumerate(networks):
+        require_alike("the networks to repair", networks[0], network, ("network 0", f"network {i}"))
         spec.validate(network)
         output_shapes(apply, network, inputs)
     networks, batches = replicate((networks, batches))
     moments = _network_moments(spec, apply, networks, batches)
+    require_finite_result("activations", moments, inputs, *networks)
     units = [jax.ShapeDtypeStruct(layer.mean.shape[2:], layer.mean.dtype) for layer in moments]
     unchanged = [Correction(np.ones(of.shape, of.dtype), np.zeros(of.shape, of.dtype)) for of in units]
     repaired_networks = [RepairedNetwork(params, unchanged) for params in networks]

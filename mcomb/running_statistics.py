@@ -15,7 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from mcomb.base import Apply, Array, Inputs, Params, UserError, all_equations, map_named, named_leaves, output_shapes
+from mcomb.base import (
+    Apply,
+    Array,
+    Inputs,
+    Params,
+    UserError,
+    all_equations,
+    map_named,
+    named_leaves,
+    output_shapes,
+    require_finite_result,
+)
 from mcomb.combination import Draw
 from mcomb.devices import BATCH, equal_batches, replicate
 from mcomb.symmetry.intermediates import ArrayId, Equation, Intermediate, Intermediates, list_intermediates
@@ -67,7 +78,9 @@ def estimate_statistics(apply: Apply, params: Params, inputs: Inputs, *, batch_s
     output_shapes(apply, params, first)
     if not statistics_of(apply, params, first):
         return params
-    return _estimate(apply, *replicate((params, batches)))
+    estimated = _estimate(apply, *replicate((params, batches)))
+    require_finite_result("activations", estimated, inputs, params)
+    return estimated
 
 
 def statistics_of(apply: Apply, params: Params, inputs: Inputs) -> list[str]:

@@ -8,6 +8,7 @@ import warnings
 from functools import partial
 from pathlib import Path
 
+import flax.linen
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,15 @@ Y = np.arange(6) % 2
 
 def apply(params, x):
     return jax.nn.relu(x @ params["up"]["w"] + params["up"]["b"][None]) @ params["down"]
+
+
+STATISTICS = {"mean": np.zeros(2, np.float32), "variance": np.ones(2, np.float32)}
+
+
+def normalised(params, x):
+    """The outputs of a network, normalised by running statistics."""
+    centred = apply(params["net"], x) - params["mean"][None]
+    return centred * jax.lax.rsqrt(params["variance"][None] + 1e-5)
 
 
 def network(seed, units=4):
@@ -498,7 +508,7 @@ def test_networks_of_other_containers_are_not_combined(function, a, b):
 @pytest.mark.parametrize("matcher", ["weights", "activations", "ste"])
 def test_networks_of_other_shapes_are_not_matched(matcher, how):
     wrong = changed(B, 2, LEAVES[how])  # along an axis of inputs, of which the spec says nothing
-    with pytest.raises(UserError, match=r"the networks to match differ \(up/w is \(3, 4\) in one and \(\d, 4\)"):
+    with pytest.raises(UserError, match=r"the networks to match differ \(up/w is \(3, 4\) in A and \(\d, 4\) in B"):
         mcomb.match(*(SPEC, A, wrong, apply, X, Y), matcher=matcher)
 
 
@@ -514,7 +524,7 @@ def test_activations_are_those_of_each_example_by_itself(function):
     def apply_rows(params, x):
         return apply(params, x.reshape(-1, 3))  # it takes six numbers, but not one
 
-    with pytest.raises(UserError, match=r"apply_rows fails with what it is given .*: mend one or the other"):
+    with pytest.raises(UserError, match=r"apply_rows raised TypeError on these arguments .*: give"):
         function(apply_rows, X[:2].ravel())
 
 
@@ -570,6 +580,174 @@ def test_a_spec_is_not_checked_on_examples_that_tell_nothing(x):
         mcomb.check_spec(apply, without_bias, wrong, X)
     with pytest.raises(UserError, match="tells nothing of permutations: give"):
         mcomb.check_spec(apply, without_bias, wrong, x)
+
+
+LONG_X = np.tile(X, (50, 1))
+LONG_Y = np.tile(Y, 50)
+TO_LABELS = {
+    "score": lambda y: mcomb.score(apply, A, LONG_X, y),
+    "evaluate": lambda y: mcomb.evaluate(*EVALUATE[:5], LONG_X, y),
+    "fine_tune": lambda y: mcomb.fine_tune(apply, A, LONG_X, y, steps=1),
+    "learn_shares": lambda y: mcomb.learn_shares(SPEC, (A, B), apply, LONG_X, y, steps=1),
+    "merge": lambda y: mcomb.merge(SPEC, (A, B), apply, LONG_X, y, method="fisher"),
+    "match": lambda y: mcomb.match_straight_through(SPEC, A, B, apply, LONG_X, y, steps=1),
+}
+
+
+@pytest.mark.parametrize("name", TO_LABELS)
+def test_labels_may_be_a_list(name):
+    found, expected = (TO_LABELS[name](y) for y in (LONG_Y.tolist(), LONG_Y))
+    compared = (jax.tree.leaves(vars(tree) if name == "match" else tree) for tree in (found, expected))
+    for leaf, other in zip(*compared, strict=True):
+        np.testing.assert_array_equal(leaf, other)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS, ids=lambda distribution: distribution.__name__)
+@pytest.mark.parametrize("shares", [[0, 1, 0], (0.0, 1.0, 0.0), np.array([0, 1, 0]), [False, True, False]], ids=str)
+def test_shares_may_be_a_list_or_whole_numbers(distribution, shares):
+    args = list(EVALUATE)
+    args[1:4] = mcomb.mix(distribution), (A, B), np.array([0, 1, 0], np.float32)
+    expected = mcomb.evaluate(*args)
+    args[3] = shares
+    np.testing.assert_array_equal(mcomb.evaluate(*args).loss, expected.loss)
+
+
+def draws(parameters=EVALUATE[3], networks=(A, B), draw=EVALUATE[1], run=apply, labels=LONG_Y):
+    return mcomb.evaluate(run, draw, networks, parameters, KEYS_OF_THREE, LONG_X, labels)
+
+
+class Tensor:
+    """An array of another framework, whose dtypes NumPy does not know."""
+
+    shape, dtype = (4, 2), "torch.float32"
+
+
+class Module(flax.linen.Module):
+    @flax.linen.compact
+    def __call__(self, x):
+        return flax.linen.Dense(2)(x)
+
+
+MODULE = Module()
+VARIABLES = MODULE.init(jax.random.key(0), X)
+MATCHING = mcomb.match(SPEC, A, B)
+WIDE = network(2, units=5)
+NAN_X = changed(LONG_X, 0, with_nan)
+MISUSE = {
+    "inputs in lists": (
+        lambda: mcomb.score(apply, A, LONG_X.tolist(), LONG_Y),
+        r"have: 0/0 none, .* and \d+ more; give arrays, as np\.asarray",
+    ),
+    "labels of several lengths": (lambda: draws(labels=[[1, 2], [3]] * 150), r"the labels 0/0 none.*more; give arrays"),
+    "labels of words": (lambda: draws(labels=["cat"] * 300), "0 is no array but 'cat': leave it out"),
+    "tensors to combine": (lambda: mcomb.combine(A | {"down": Tensor()}, B, 0.5), "down is a .*Tensor: give an array"),
+    "tensors to score": (lambda: mcomb.score(apply, A | {"down": Tensor()}, X, Y), "down is a .*Tensor: give an array"),
+    "tensors to derive": (lambda: mcomb.permutation_spec(apply, A, Tensor()), "is a .*Tensor: give an array"),
+    "too few shares": (lambda: draws([0, 1]), r"3 keys and parameters of shape \(2,\): give an array with one"),
+    "one share": (lambda: draws(0.5), r"3 keys and parameters of shape \(\): give an array with one"),
+    "no labels to learn": (
+        lambda: mcomb.merge(SPEC, (A, B), apply, X),
+        '"learned" needs labels: give them, or merge by',
+    ),
+    "no labels for gradients": (
+        lambda: mcomb.merge(SPEC, (A, B), apply, X, method="fisher"),
+        '"fisher" needs labels: give them, or merge by "average"',
+    ),
+    "no labels": (lambda: mcomb.score(apply, A, X, None), "there are no labels.*: give labels"),
+    "three networks": (lambda: draws(networks=(A, B, A)), r"mix\(linear\) cannot draw from 3 networks: give two"),
+    "one network": (lambda: draws(networks=(A,)), r"mix\(linear\) cannot draw from 1 networks: give two"),
+    "three networks to repair": (
+        lambda: mcomb.repaired(SPEC, apply, EVALUATE[1], (A, B, A), X),
+        r"mix\(linear\) cannot draw from 3 networks: give two",
+    ),
+    "a distribution": (lambda: draws(draw=mcomb.uniform), r"uniform cannot draw .*: give mcomb\.mix\(uniform\)$"),
+    "a distribution to repair": (
+        lambda: mcomb.repaired(SPEC, apply, mcomb.uniform, (A, B), X),
+        r"uniform cannot draw .*: give mcomb\.mix\(uniform\)$",
+    ),
+    "a combination": (lambda: draws(draw=A), r"a dict cannot draw .*: give mcomb\.mix\(mcomb\.uniform\)"),
+    "a name to mix": (lambda: mcomb.mix("uniform"), "a str is no distribution: give a function"),
+    "a draw to mix": (lambda: mcomb.mix(EVALUATE[1]), r"mix\(linear\) is no distribution: give a function"),
+    "parameters of Flax": (
+        lambda: draws(run=MODULE.apply, networks=(VARIABLES["params"],) * 2),
+        r'apply raised .*: give lambda params, x: model\.apply\(\{"params": params\}, x\)$',
+    ),
+    "a module of Flax": (
+        lambda: mcomb.permutation_spec(MODULE, VARIABLES["params"], X),
+        r'raised .*: give lambda params, x: model\.apply\(\{"params": params\}, x\)$',
+    ),
+    "variables of Flax": (
+        lambda: mcomb.score(lambda params, x: MODULE.apply({"params": params}, x), VARIABLES, X, Y),
+        r'raised .*: give the parameters alone, variables\["params"\]$',
+    ),
+    "no function": (lambda: mcomb.score(None, A, X, Y), "the function is None: give a function"),
+    "a matching to apply": (lambda: SPEC.apply(MATCHING, B), "object of type Matching: give its perms$"),
+    "a matching to start from": (
+        lambda: mcomb.match_weights(SPEC, A, B, start=MATCHING),
+        "object of type Matching: give its perms$",
+    ),
+    "an alignment to apply": (lambda: SPEC.apply(ALIGNMENT, B), r"object of type Alignment: give its perms\[i\]"),
+    "several permutations": (lambda: SPEC.apply(ALIGNMENT.perms, B), "object of type tuple: give a dict"),
+    "parameters before permutations": (lambda: SPEC.apply(B, MATCHING.perms), "permutations are given for down, up,"),
+    "widths to match": (lambda: mcomb.match(SPEC, A, WIDE), r"down is \(4, 2\) in A and \(5, 2\) in B"),
+    "widths to match to": (lambda: mcomb.match(SPEC, WIDE, A), r"down is \(5, 2\) in A and \(4, 2\) in B"),
+    "widths to draw": (lambda: draws(networks=(A, WIDE)), r"down is \(4, 2\) in A and \(5, 2\) in B"),
+    "widths to align": (
+        lambda: mcomb.align_many(SPEC, [A, B, WIDE]),
+        r"down is \(4, 2\) in network 0 and \(5, 2\) in network 2\): give networks of one architecture and width",
+    ),
+    "widths to merge": (
+        lambda: mcomb.merge(SPEC, (A, B, WIDE), apply, X, Y),
+        r"down is \(4, 2\) in network 0 and \(5, 2\) in network 2\): give networks of one architecture and width",
+    ),
+    "widths to repair": (
+        lambda: mcomb.repaired(SPEC, apply, EVALUATE[1], (A, WIDE), X),
+        r"down is \(4, 2\) in network 0 and \(5, 2\) in network 1\): give networks of one architecture and width",
+    ),
+    "no list to align": (lambda: mcomb.align_many(SPEC, A), "nothing to align in 1 networks: give a list"),
+    "the spec of another width": (lambda: SPEC.apply(MATCHING.perms, WIDE), "permutation up has 4: derive the spec"),
+}
+
+
+@pytest.mark.parametrize("name", MISUSE)
+def test_misuse_is_named_with_its_remedy(name):
+    call, problem = MISUSE[name]
+    with pytest.raises(UserError, match=problem) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda a, x: mcomb.merge(SPEC, (a, B), apply, x, method="refit"),
+        lambda a, x: mcomb.merge(SPEC, (a, B), apply, x, LONG_Y, method="fisher"),
+        lambda a, x: mcomb.repaired(SPEC, apply, EVALUATE[1], (a, B), x),
+        lambda a, x: mcomb.match_activations(SPEC, a, B, apply, x),
+        lambda a, x: mcomb.merge_partly(SPEC, (a, B), apply, x, budget=1.5),
+        lambda a, x: mcomb.estimate_statistics(normalised, STATISTICS | {"net": a}, x),
+    ],
+    ids=["refit", "fisher", "repaired", "activations", "merge_partly", "estimate_statistics"],
+)
+def test_inputs_that_are_not_finite_are_counted(function, capfd):
+    with pytest.raises(UserError, match=r"^1 of 900 entries of the inputs are not finite: replace them$"):
+        function(A, NAN_X)
+    assert "illegal value" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("method", ["refit", "fisher"])
+def test_weights_that_overflow_are_not_merged(method):
+    huge = jax.tree.map(lambda leaf: leaf * np.float32(1e30), A)
+    with pytest.raises(Diverged, match=r"overflow on these inputs: scale inputs or weights down$"):
+        mcomb.merge(SPEC, (huge, B), apply, LONG_X, LONG_Y, method=method)
+
+
+def test_trees_of_many_arrays_give_short_errors():
+    many = {f"{'very ' * 30}long name {i}": X[: 1 + i % 2] for i in range(500)}
+    with pytest.raises(UserError, match=r"very +1, .* and 497 more; give as many of each$") as caught:
+        mcomb.score(apply, A, many, Y)
+    assert len(str(caught.value)) < 600
 
 
 @pytest.mark.parametrize("function", CALLS, ids=lambda function: function.__name__)

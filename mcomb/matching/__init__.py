@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from mcomb.base import Apply, Inputs, Labels, Params, UserError
+from mcomb.base import Apply, Inputs, Labels, Params, UserError, brief
 from mcomb.matching.activations import match_activations
 from mcomb.matching.core import Matching
 from mcomb.matching.straight_through import match_straight_through
@@ -37,7 +37,7 @@ def match(
     (straight-through estimator) needs `labels` as well, and the `loss` if it is not that of a classifier.
     """
     if matcher not in MATCHERS:
-        raise UserError(f"there is no matcher {matcher!r}: choose from {', '.join(MATCHERS)}")
+        raise UserError(f"there is no matcher {brief(matcher)}: choose from {', '.join(MATCHERS)}")
     function, names = MATCHERS[matcher]
     given: dict[str, Any] = {"apply": apply, "inputs": inputs, "labels": labels, "loss": loss, "seed": seed}
     needs = {name: given[name] for name in names}

@@ -20,8 +20,10 @@ from mcomb.base import (
     Params,
     UserError,
     count_examples,
+    list_some,
     map_examples,
     output_shapes,
+    require_finite_result,
     require_whole,
 )
 from mcomb.dead_units import varies
@@ -86,13 +88,13 @@ def match_activations(
     by_weights = tuple(name for name in spec.sizes if name not in perms)
     if silent := [name for name in by_weights if name in every]:
         warnings.warn(
-            f"units of {', '.join(silent)} never vary over these inputs, of which each is evaluated by itself: they "
+            f"units of {list_some(silent)} never vary over these inputs, of which each is evaluated by itself: they "
             "are matched by weights",
             stacklevel=2,
         )
     if unseen := [name for name in by_weights if name not in every]:
         warnings.warn(
-            f"units of {', '.join(unseen)} are only inside branches, while loops or a shard_map, between parameters, "
+            f"units of {list_some(unseen)} are only inside branches, while loops or a shard_map, between parameters, "
             "in entries of a stack or in rows that are sorted by group, where activations cannot be compared: they are "
             "matched by weights",
             stacklevel=2,
@@ -222,8 +224,7 @@ def _scores(
     flat_scores = jax.device_get(program(*args))
     scores = {}
     for name, score in flat_scores.items():
-        if not np.isfinite(score).all():
-            raise UserError(f"activations of {name} are not finite: there is something wrong with the networks")
+        require_finite_result(f"activations of {name}", score, inputs, a, b)
         batch_axes = spec.batched_over.get(name, ())
         fixed, permuted = _fixed_and_permuted(spec, batch_axes)
         units = [spec.sizes[other] for other in (*permuted, name)]

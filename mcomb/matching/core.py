@@ -39,10 +39,10 @@ class Matching:
 
 def check_networks(spec: PermutationSpec, a: Params, b: Params, start: Perms | None = None) -> None:
     """Raises an error that names what keeps two networks from being matched, from the permutations `start`."""
+    require_alike("the networks to match", named_leaves(a), named_leaves(b))  # whatever their containers are
     for name, params in {"network A": a, "network B": b}.items():
         spec.validate(params)
         require_finite(name, params)
-    require_alike("the networks to match", named_leaves(a), named_leaves(b))  # whatever their containers are
     if start is not None:
         spec.check_perms(start)
 

@@ -9,7 +9,7 @@ from numbers import Integral
 import jax
 import jax.numpy as jnp
 
-from mcomb.base import Array, Params, UserError, stream
+from mcomb.base import Array, Params, UserError, require_alike, stream
 from mcomb.matching.core import objective
 from mcomb.matching.weights import match_weights
 from mcomb.symmetry.spec import Perms, PermutationSpec
@@ -51,9 +51,11 @@ def align_many(
     hardly grows any more. One thing differs: the first round matches each network only to those visited before it,
     because the sum of networks with unrelated orders of units resembles none of them.
     """
-    count = len(networks)
+    count = len(networks) if isinstance(networks, Sequence) else 1
     if count < 2:
-        raise UserError(f"there is nothing to align in {count} networks: give two or more")
+        raise UserError(f"there is nothing to align in {count} networks: give a list of two or more parameter trees")
+    for i, network in enumerate(networks):
+        require_alike("the networks to align", networks[0], network, ("network 0", f"network {i}"))
     if reference is not None:
         _require_index(reference, count)
     perms, permuted = [spec.identity() for _ in networks], list(networks)
@@ -86,7 +88,7 @@ def align_many(
 
 def _require_index(index: int, count: int) -> None:
     if not isinstance(index, Integral) or index not in range(count):
-        raise UserError(f"there is no network {index} among {count}: give an index from 0 to {count - 1}")
+        raise UserError(f"there is no network {index!s:.50} among {count}: give an index from 0 to {count - 1}")
 
 
 def _pairwise_objective(spec: PermutationSpec, networks: Sequence[Params]) -> float:

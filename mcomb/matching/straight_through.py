@@ -20,6 +20,7 @@ from mcomb.base import (
     Params,
     UserError,
     count_examples,
+    from_lists,
     named_leaves,
     output_shapes,
     require_positive,
@@ -82,6 +83,7 @@ def match_straight_through(
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             raise UserError(f"{name} is no float, and nothing can be learnt of it: match by weights or activations")
     check_networks(spec, a, b)
+    labels = from_lists(labels)
     # Without steps, or with steps of no length, it is weight matching.
     require_whole(0, steps=steps)
     require_whole(batch_size=batch_size)

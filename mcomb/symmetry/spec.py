@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, PRNGKeyArray
 
-from mcomb.base import Array, Params, UserError, map_named, named_leaves
+from mcomb.base import Array, Params, UserError, list_some, map_named, named_leaves
 
 Perms = dict[str, Int[Array, "..."]]
+DERIVE = "derive the spec from these parameters"
 
 
 @dataclass(frozen=True)
@@ -104,14 +105,18 @@ class PermutationSpec:
                 raise UserError(f"the permutation spec names {name}, which the parameters lack: remove it")
             shape, layouts = np.shape(leaves[name]), self.axes[name]
             if len(shape) != len(layouts):
-                raise UserError(f"the permutation spec gives {name} {len(layouts)} axes, but its shape is {shape}")
+                raise UserError(
+                    f"the permutation spec gives {name} {len(layouts)} axes, but its shape is {shape}: {DERIVE}"
+                )
             for axis, (size, layout) in enumerate(zip(shape, layouts, strict=True)):
                 unknown = [perm for perm in axis_names(layout) if perm not in self.sizes and perm not in self.fixed]
                 if unknown:
                     raise UserError(f"axis {axis} of {name}: the size of permutation {unknown[0]} is not known")
                 if layout is not None and self.length(layout) != size:
-                    whose = f"permutation {layout}" if isinstance(layout, str) else f"its layout {layout}"
-                    raise UserError(f"axis {axis} of {name} has {size} entries, but {whose} has {self.length(layout)}")
+                    whose = f"permutation {layout}" if isinstance(layout, str) else f"its layout {layout!s:.100}"
+                    raise UserError(
+                        f"axis {axis} of {name} has {size} entries, but {whose} has {self.length(layout)}: {DERIVE}"
+                    )
             for (perm, outer), count in self.unclear_batch_axes(name):
                 raise UserError(
                     f"permutation {perm} differs along {outer}, which {name} has {count} times where it must have it "
@@ -186,9 +191,17 @@ class PermutationSpec:
         Arrays that JAX is tracing are known by their shapes alone.
         """
         if not isinstance(perms, Mapping) or perms.keys() != self.sizes.keys():
-            names = ", ".join(perms) if isinstance(perms, Mapping) and perms else "nothing"
-            wanted = ", ".join(self.sizes) or "none"
-            raise UserError(f"permutations are given for {names}, and the spec has {wanted}: give one for each name")
+            wanted = list_some(self.sizes) or "none"
+            if isinstance(perms, Mapping):
+                names = list_some(perms) or "nothing"
+                raise UserError(
+                    f"permutations are given for {names}, and the spec has {wanted}: give one for each name"
+                )
+            kind, inside = type(perms).__name__, getattr(perms, "perms", None)
+            remedy = "give a dict with an index array for each"
+            if inside is not None:
+                remedy = f"give its {'perms' if isinstance(inside, Mapping) else 'perms[i], those of network i'}"
+            raise UserError(f"the permutations {wanted} are given as an object of type {kind}: {remedy}")
         for name, perm in perms.items():
             dtype = getattr(perm, "dtype", None)
             if np.shape(perm) != self.shape(name) or dtype is None or not jnp.issubdtype(dtype, jnp.integer):
@@ -201,8 +214,8 @@ class PermutationSpec:
 
     def apply(self, perms: Perms, params: Params) -> Params:
         """The permuted parameters: the same function, its hidden units in another order."""
-        self.validate(params)
         self.check_perms(perms)
+        self.validate(params)
         return map_named(lambda name, leaf: self.permute_array(perms, self.axes[name], leaf), params)
 
     def identity(self) -> Perms:

@@ -442,7 +442,7 @@ def test_arguments_are_left_alone_and_equal_specs_are_compiled_for_once():
 
 def test_what_cannot_be_matched_is_refused():
     spec, a, b, inputs, _ = layers()
-    with pytest.raises(UserError, match="entries, but permutation"):
+    with pytest.raises(UserError, match=r"bias is \(5,\) in A and \(6,\) in B"):
         match_activations(spec, a, b | {"bias": np.zeros(6, np.float32)}, layer, inputs)
-    with pytest.raises(UserError, match="of bias that are not finite"):
+    with pytest.raises(UserError, match="of bias in network B are not finite"):
         match_activations(spec, a, b | {"bias": np.full(5, np.nan, np.float32)}, layer, inputs)

@@ -221,8 +221,10 @@ def test_a_permutation_on_both_axes_of_a_leaf_never_lowers_the_objective():
 def test_networks_that_do_not_fit_the_spec_are_refused(problem):
     spec, a = problem
     wide = jax.tree.map(lambda leaf: leaf.repeat(2, axis=-1), a)
-    with pytest.raises(UserError, match="entries, but permutation"):
+    with pytest.raises(UserError, match="the networks to match differ"):
         match_weights(spec, a, wide)
+    with pytest.raises(UserError, match=r"entries, but permutation .* derive the spec from these parameters"):
+        match_weights(spec, wide, wide)
 
 
 def test_weights_that_are_not_numbers_are_refused(problem):
