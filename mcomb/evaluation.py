@@ -20,6 +20,7 @@ from mcomb.base import (
     Labels,
     Params,
     UserError,
+    all_equations,
     brief,
     count_examples,
     from_lists,
@@ -49,6 +50,8 @@ from mcomb.processes import are_several
 from mcomb.progress import say
 from mcomb.running_statistics import draw_with_statistics, statistics_of
 
+CACHE = 2**20  # bytes of a combination's weights and activations that a core has fast access to
+SLOW_TOGETHER = ("conv_general_dilated", "cond", "while", "shard_map", "custom_vmap_call", "pure_callback")
 AGREES_WITH = ("A only", "B only", "both", "neither")
 
 
@@ -104,7 +107,8 @@ def evaluate(
 
     Each combination is drawn inside a compiled call and is never stored. They are shared out over all devices, and so
     are the inputs where there are fewer combinations than devices. A device takes `vmap_size` of its combinations at
-    once (None: one on CPU, else all), on `batch_size` inputs each; if these do not fit into its memory, fewer.
+    once, on `batch_size` inputs each; if these do not fit into its memory, fewer. By default an accelerator takes all,
+    and a CPU as many as fit into its cache: several of a small dense network, and one of any other.
 
     `loss` and `metrics` are functions of the output and the label of one example that return a sum and a count, as
     those in `mcomb.objectives`; of a metric that counts nothing the mean is not a number. A combination may overflow:
@@ -139,9 +143,10 @@ def evaluate(
     if references is None and task.temperatures:
         references = np.full((2, count), -1, np.int32)
     shared = share_out((networks, inputs, labels, references), mesh, P())
-    if vmap_size is None:  # on CPU, XLA turns a convolution that is mapped over its kernels into a slow, grouped one
-        vmap_size = 1 if jax.default_backend() == "cpu" else k
-    sizes = Sizes(min(vmap_size, -(-k // rows)), min(batch_size, -(-count // columns)))
+    sizes = Sizes(-(-k // rows), min(batch_size, -(-count // columns)))
+    if vmap_size is None:
+        vmap_size = _choose_vmap_size(apply, draw, networks, _rows((parameters, keys), slice(1)), inputs, sizes)
+    sizes = sizes._replace(combinations=min(vmap_size, sizes.combinations))
     done, program, measured = 0, None, list[Metrics]()
 
     def arguments(sizes: Sizes) -> tuple[Any, ...]:
@@ -173,6 +178,42 @@ def evaluate(
         report(measured[-1])
         done += rows * sizes.combinations
     return jax.tree.map(lambda *values: np.concatenate(values), *measured)
+
+
+def _choose_vmap_size(
+    apply: Apply, draw: Draw, networks: tuple[Params, ...], one: tuple[Any, Array], inputs: Inputs, most: Sizes
+) -> int:
+    """Return how many combinations a device should take at once, such that all calls take about as many.
+
+    On CPU, small dense networks are faster together as long as they fit into the cache. A large network keeps the cores
+    busy by itself, a convolution that is mapped over its kernels becomes a slow, grouped one, and a branch that is
+    mapped over its condition computes both sides.
+    """
+    if jax.default_backend() != "cpu":
+        return most.combinations
+    weights = sum(_bytes(jax.typeof(leaf)) for leaf in jax.tree.leaves(networks[0]))
+    if most.combinations == 1 or weights > CACHE:
+        return 1
+
+    def run(one: tuple[Any, Array], networks: tuple[Params, ...], inputs: Inputs) -> Any:
+        return apply(draw(*reversed(one), *networks), inputs)
+
+    args = networks, _first(inputs, most.images)
+    traced = jax.make_jaxpr(run)(_rows(one, 0), *args)
+    equations = list(all_equations(traced))
+    if traced.effects or any(eqn.primitive.name in SLOW_TOGETHER for eqn in equations):
+        return 1
+    try:
+        jax.eval_shape(jax.vmap(run, (0, None, None)), one, *args)
+    except NotImplementedError:  # JAX cannot batch every operation
+        return 1
+    largest = max((_bytes(var.aval) for eqn in equations for var in eqn.outvars), default=0)
+    at_once = max(1, CACHE // max(1, weights + largest))
+    return -(-most.combinations // -(-most.combinations // at_once))
+
+
+def _bytes(array: Any) -> int:
+    return int(np.prod(array.shape)) * array.dtype.itemsize
 
 
 def _first(tree: Any, count: int) -> Any:

@@ -134,6 +134,60 @@ def test_the_vmap_size_changes_nothing(vmap_size):
     check_same(evaluate_problem(vmap_size=vmap_size), evaluate_problem(vmap_size=1))
 
 
+def by_matrices(params, x):
+    """The same function in one group of rows, by an operation that JAX cannot batch over the matrices."""
+    rows = jnp.array([len(x)])
+    return jax.lax.ragged_dot(jnp.tanh(x @ params["w1"]), params["w2"][None], rows)
+
+
+def convolve_rows(params, x):
+    hidden = jax.lax.conv_general_dilated(
+        x[:, None], params["w1"][None], (1,), "VALID", dimension_numbers=("NWC", "WIO", "NWC")
+    )
+    return jnp.tanh(hidden[:, 0]) @ params["w2"]
+
+
+def with_effect(params, x):
+    jax.debug.callback(lambda x: None, x)
+    return apply(params, x)
+
+
+ALONE = {
+    "convolution": convolve_rows,
+    "branch": lambda params, x: jax.lax.cond(params["w1"][0, 0] > 0, apply, lambda *args: -apply(*args), params, x),
+    "effect": with_effect,
+    "ragged": by_matrices,
+    "large": lambda params, x: apply(params, x) + jnp.ones((len(x), 4, 2**14)).mean(-1),
+}
+
+
+@pytest.fixture
+def sizes(monkeypatch):
+    """The sizes that programs are compiled with, as they are wanted."""
+    wanted, real = [], evaluation.compile_to_fit
+    monkeypatch.setattr(evaluation, "compile_to_fit", lambda lower, size: wanted.append(size) or real(lower, size))
+    return wanted
+
+
+@pytest.mark.parametrize("count", [7, 100])
+def test_small_dense_networks_are_evaluated_together(count, sizes, monkeypatch):
+    networks, x, y = problem()
+    keys, shares = jax.random.split(jax.random.key(0), count * N), np.linspace(0, 0.5, count * N, dtype=np.float32)
+    args = apply, mix(uniform), networks, shares, keys, x, y
+    monkeypatch.setattr(evaluation, "CACHE", 60 * (4 * (5 * 8 + 8 * 4) + 4 * 53 * 8))
+    metrics = evaluate(*args)
+    assert sizes.pop().combinations == {7: 7, 100: 50}[count]  # at most 60, in equal parts
+    check_same(metrics, evaluate(*args, vmap_size=1))
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_other_networks_are_evaluated_one_by_one(name, sizes):
+    networks, x, y = problem()
+    args = ALONE[name], mix(uniform), networks, np.zeros(3 * N, np.float32), jax.random.split(KEYS[0], 3 * N), x, y
+    assert np.isfinite(evaluate(*args).loss).all()
+    assert [size.combinations for size in sizes] == [1]
+
+
 @pytest.mark.parametrize("k", [1, 2])
 def test_any_number_of_combinations_is_shared_out_among_the_devices(k):
     few, all_ = evaluate_problem(k), evaluate_problem()
