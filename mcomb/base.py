@@ -65,7 +65,9 @@ def from_lists(tree: Any) -> Any:
     """
 
     def is_list(node: Any) -> bool:
-        return type(node) in (list, tuple) and all(isinstance(x, numbers.Number) or is_list(x) for x in node)
+        if type(node) not in (list, tuple) or not node:  # an empty one is a tree without leaves
+            return False
+        return all(isinstance(x, numbers.Number) or is_list(x) for x in node)
 
     def convert(node: Any) -> Any:
         try:

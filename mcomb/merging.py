@@ -40,7 +40,7 @@ from mcomb.files import AnyPath
 from mcomb.objectives import Objective, add_up, at_least_float32, cross_entropy
 from mcomb.refit import refit
 from mcomb.running_statistics import estimate_statistics
-from mcomb.symmetry.spec import PermutationSpec, axis_names
+from mcomb.symmetry.spec import PermutationSpec, axis_names, require_spec
 
 # How fast shares are learnt unless somebody says: the more of them there are, the slower. On CIFAR-10, a rate of 0.1
 # for one share a weight finds nothing that is better than the average.
@@ -277,6 +277,7 @@ def _weigh(leaves: Sequence[Any], weights: Sequence[Any]) -> Any:
 
 
 def _check_networks(spec: PermutationSpec, networks: Sequence[Params]) -> None:
+    require_spec(spec)
     if not isinstance(networks, Sequence) or len(networks) < 2:
         raise UserError("there are fewer than two networks: give a tuple of two or more parameter trees to merge")
     for i, network in enumerate(networks):

@@ -19,7 +19,7 @@ from mcomb.combination import Draw, check_draw
 from mcomb.dead_units import varies
 from mcomb.devices import BATCH, equal_batches, replicate
 from mcomb.symmetry.intermediates import ArrayId, Intermediates, list_intermediates, list_linear_maps
-from mcomb.symmetry.spec import PermutationSpec, axis_names
+from mcomb.symmetry.spec import PermutationSpec, axis_names, require_spec
 
 
 class Layer(NamedTuple):
@@ -101,6 +101,7 @@ def repaired(
     Where a draw changes networks before it combines them, `ends(parameter, *networks)` are those that it combines;
     their statistics are then taken for each combination.
     """
+    require_spec(spec)
     if not isinstance(networks, tuple | list) or not networks:
         raise UserError(f"the networks are of type {type(networks).__name__}: give a tuple of parameter trees")
     check_draw(draw, networks)

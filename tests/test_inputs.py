@@ -704,6 +704,17 @@ MISUSE = {
         lambda: mcomb.repaired(SPEC, apply, EVALUATE[1], (A, WIDE), X),
         r"down is \(4, 2\) in network 0 and \(5, 2\) in network 1\): give networks of one architecture and width",
     ),
+    "networks before the spec": (lambda: mcomb.match(A, B, SPEC), "spec is an object of type dict: derive it with"),
+    "no spec to check": (lambda: mcomb.check_spec(apply, SPEC, A, X), "spec is an object of type dict: derive it with"),
+    "no spec to align": (lambda: mcomb.align_many([A, B], SPEC), "spec is an object of type list: derive it with"),
+    "no spec to merge": (
+        lambda: mcomb.merge((A, B), (A, B), apply, X, Y),
+        "spec is an object of type tuple: derive it with",
+    ),
+    "no spec to repair": (
+        lambda: mcomb.repaired(None, apply, EVALUATE[1], (A, B), X),
+        "spec is an object of type NoneType: derive it with",
+    ),
     "no list to align": (lambda: mcomb.align_many(SPEC, A), "nothing to align in 1 networks: give a list"),
     "the spec of another width": (lambda: SPEC.apply(MATCHING.perms, WIDE), "permutation up has 4: derive the spec"),
 }

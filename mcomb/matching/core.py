@@ -10,7 +10,7 @@ import scipy  # its `optimize`, which is slow to import, is once it is needed
 from jaxtyping import Float, Int
 
 from mcomb.base import Params, UserError, is_inexact, named_leaves, require_alike, require_finite
-from mcomb.symmetry.spec import Layout, Perms, PermutationSpec
+from mcomb.symmetry.spec import Layout, Perms, PermutationSpec, require_spec
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Matching:
 
 def check_networks(spec: PermutationSpec, a: Params, b: Params, start: Perms | None = None) -> None:
     """Raises an error that names what keeps two networks from being matched, from the permutations `start`."""
+    require_spec(spec)
     require_alike("the networks to match", named_leaves(a), named_leaves(b))  # whatever their containers are
     for name, params in {"network A": a, "network B": b}.items():
         spec.validate(params)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from mcomb.base import Array, Params, UserError, require_alike, stream
 from mcomb.matching.core import objective
 from mcomb.matching.weights import match_weights
-from mcomb.symmetry.spec import Perms, PermutationSpec
+from mcomb.symmetry.spec import Perms, PermutationSpec, require_spec
 
 TOLERANCE = 1e-6  # the rounds end when one adds less than this fraction of the objective
 
@@ -51,6 +51,7 @@ def align_many(
     hardly grows any more. One thing differs: the first round matches each network only to those visited before it,
     because the sum of networks with unrelated orders of units resembles none of them.
     """
+    require_spec(spec)
     count = len(networks) if isinstance(networks, Sequence) else 1
     if count < 2:
         raise UserError(f"there is nothing to align in {count} networks: give a list of two or more parameter trees")

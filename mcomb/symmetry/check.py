@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend import core
 
 from mcomb.base import Array, Params, UserError, all_equations, named_leaves, output_shapes, require_whole
-from mcomb.symmetry.spec import Perms, PermutationSpec
+from mcomb.symmetry.spec import Perms, PermutationSpec, require_spec
 
 
 def check_spec(
@@ -25,6 +25,7 @@ def check_spec(
     A float output may change by √eps of its largest entry, where eps is that of the coarsest float dtype inside. Some
     of it must be finite and not zero, or any spec would do.
     """
+    require_spec(spec)
     spec.validate(params)
     if perms is not None:
         spec.check_perms(perms)

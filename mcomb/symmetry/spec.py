@@ -401,6 +401,13 @@ def _overlay(each: Iterable[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
     return result
 
 
+def require_spec(spec: Any) -> None:
+    """Raise an error unless it is a permutation spec."""
+    if not isinstance(spec, PermutationSpec):
+        remedy = "derive it with mcomb.permutation_spec(apply, params, inputs)"
+        raise UserError(f"the permutation spec is an object of type {type(spec).__name__}: {remedy}")
+
+
 def axis_names(layout: Layout) -> list[str]:
     """The names in a layout, in order."""
     if isinstance(layout, str):
