@@ -88,9 +88,9 @@ def _compilations() -> list[float]:
     """Return a list to which JAX adds the seconds of every compilation from now on."""
     seconds: list[float] = []
 
-    def listen(event: str, duration: float, **_: Any) -> None:
+    def listen(event: str, duration_secs: float, **_: Any) -> None:
         if event in COMPILATION:
-            seconds.append(duration)
+            seconds.append(duration_secs)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     return seconds
