@@ -182,6 +182,12 @@ def _takes(function: Any, count: int) -> bool:
     return True
 
 
+def _as_float(number: Any) -> Any:
+    """Return a whole number or a truth value as a float, and anything else as it is."""
+    dtype = jnp.result_type(number)
+    return number * 1.0 if jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_ else number
+
+
 @cache
 def mix(distribution: Distribution) -> Draw:
     """The draw of combinations of A and B whose shares of B come from `distribution`.
@@ -197,7 +203,7 @@ def mix(distribution: Distribution) -> Draw:
 
     def draw(key: PRNGKeyArray, parameter: Float[Array, ""], a: Params, b: Params) -> Params:
         require_alike("the networks to mix", a, b)
-        key, parameter = unrolled(key), jax.tree.map(lambda x: x if is_inexact(x) else x * 1.0, parameter)
+        key, parameter = unrolled(key), jax.tree.map(_as_float, parameter)
 
         def mix_leaf(name: str, a: Array, b: Array) -> Array:
             u = distribution(fold_name(key, name), parameter, jnp.asarray(a))  # a plain number has no shape

@@ -191,7 +191,7 @@ def _choose_vmap_size(
     """
     if jax.default_backend() != "cpu":
         return most.combinations
-    weights = sum(_bytes(jax.typeof(leaf)) for leaf in jax.tree.leaves(networks[0]))
+    weights = sum(_bytes(jax.typeof(leaf)) for leaf in jax.tree.leaves(networks[:1]))
     if most.combinations == 1 or weights > CACHE:
         return 1
 

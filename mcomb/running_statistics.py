@@ -76,10 +76,10 @@ def estimate_statistics(apply: Apply, params: Params, inputs: Inputs, *, batch_s
     batches = equal_batches(inputs, batch_size)
     first = jax.tree.map(lambda x: x[0], batches)
     output_shapes(apply, params, first)
-    if not statistics_of(apply, params, first):
+    if not (names := statistics_of(apply, params, first)):
         return params
     estimated = _estimate(apply, *replicate((params, batches)))
-    require_finite_result("activations", estimated, inputs, params)
+    require_finite_result("activations", [named_leaves(estimated)[name] for name in names], inputs, params)
     return estimated
 
 

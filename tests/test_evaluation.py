@@ -180,6 +180,12 @@ def test_small_dense_networks_are_evaluated_together(count, sizes, monkeypatch):
     check_same(metrics, evaluate(*args, vmap_size=1))
 
 
+def test_a_draw_may_take_no_networks():
+    networks, x, y = problem()
+    drawn = evaluate(apply, lambda key, share: networks[0], (), SHARES, KEYS, x, y)
+    assert_close(drawn.loss, np.full(7, score(apply, networks[0], x, y).loss), roundings=ROUNDINGS)
+
+
 @pytest.mark.parametrize("name", ALONE)
 def test_other_networks_are_evaluated_one_by_one(name, sizes):
     networks, x, y = problem()
