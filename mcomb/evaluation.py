@@ -51,6 +51,7 @@ from mcomb.progress import say
 from mcomb.running_statistics import draw_with_statistics, statistics_of
 
 CACHE = 2**20  # bytes of a combination's weights and activations that a core has fast access to
+MOST_AT_ONCE = 256  # combinations on a CPU: more gain little, and few would be padded to as many
 SLOW_TOGETHER = ("conv_general_dilated", "cond", "while", "shard_map", "custom_vmap_call", "pure_callback")
 AGREES_WITH = ("A only", "B only", "both", "neither")
 
@@ -145,8 +146,9 @@ def evaluate(
     shared = share_out((networks, inputs, labels, references), mesh, P())
     sizes = Sizes(-(-k // rows), min(batch_size, -(-count // columns)))
     if vmap_size is None:
-        vmap_size = _choose_vmap_size(apply, draw, networks, _rows((parameters, keys), slice(1)), inputs, sizes)
-    sizes = sizes._replace(combinations=min(vmap_size, sizes.combinations))
+        sizes = _choose_sizes(apply, draw, networks, _rows((parameters, keys), slice(1)), inputs, sizes)
+    else:
+        sizes = sizes._replace(combinations=min(vmap_size, sizes.combinations))
     done, program, measured = 0, None, list[Metrics]()
 
     def arguments(sizes: Sizes) -> tuple[Any, ...]:
@@ -180,20 +182,24 @@ def evaluate(
     return jax.tree.map(lambda *values: np.concatenate(values), *measured)
 
 
-def _choose_vmap_size(
+def _choose_sizes(
     apply: Apply, draw: Draw, networks: tuple[Params, ...], one: tuple[Any, Array], inputs: Inputs, most: Sizes
-) -> int:
-    """Return how many combinations a device should take at once, such that all calls take about as many.
+) -> Sizes:
+    """Return how many combinations a device should take at once.
 
     On CPU, small dense networks are faster together as long as they fit into the cache. A large network keeps the cores
     busy by itself, a convolution that is mapped over its kernels becomes a slow, grouped one, and a branch that is
-    mapped over its condition computes both sides.
+    mapped over its condition computes both sides. The number does not depend on that of all combinations: so those
+    that are left of an interrupted run are computed by the same program.
     """
     if jax.default_backend() != "cpu":
-        return most.combinations
-    weights = sum(_bytes(jax.typeof(leaf)) for leaf in jax.tree.leaves(networks[:1]))
-    if most.combinations == 1 or weights > CACHE:
-        return 1
+        return most
+    alone, weights = (
+        most._replace(combinations=1),
+        sum(_bytes(jax.typeof(leaf)) for leaf in jax.tree.leaves(networks[:1])),
+    )
+    if weights > CACHE:
+        return alone
 
     def run(one: tuple[Any, Array], networks: tuple[Params, ...], inputs: Inputs) -> Any:
         return apply(draw(*reversed(one), *networks), inputs)
@@ -202,14 +208,13 @@ def _choose_vmap_size(
     traced = jax.make_jaxpr(run)(_rows(one, 0), *args)
     equations = list(all_equations(traced))
     if traced.effects or any(eqn.primitive.name in SLOW_TOGETHER for eqn in equations):
-        return 1
+        return alone
     try:
         jax.eval_shape(jax.vmap(run, (0, None, None)), one, *args)
     except NotImplementedError:  # JAX cannot batch every operation
-        return 1
+        return alone
     largest = max((_bytes(var.aval) for eqn in equations for var in eqn.outvars), default=0)
-    at_once = max(1, CACHE // max(1, weights + largest))
-    return -(-most.combinations // -(-most.combinations // at_once))
+    return most._replace(combinations=min(max(1, CACHE // max(1, weights + largest)), MOST_AT_ONCE))
 
 
 def _bytes(array: Any) -> int:
