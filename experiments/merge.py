@@ -9,8 +9,10 @@ classes and 20 % of the other half's (95 and 5 % on digits, where 80 % would be 
 `dirichlet` draws the parts of each class; with `none` both see the same. A fifth of the train images is withheld from
 both: merges and controls are made from these alone, and measured on the test images. Controls are parents whose output
 bias is corrected, a parent fine-tuned with the data, steps and optimizer of the learner, the ensemble (the mean of both
-parents' logits) and C, a network trained on all images. The paper draws shares at random and leaves open which points
-of the cube are better than others.
+parents' logits) and C, a network trained on all images. `partial 1.25` keeps the units apart that match worst: its
+parameters, and about its FLOPs, are those of 1.25 networks, where every other merge is one network.
+
+The paper draws shares at random and leaves open which points of the cube are better than others.
 """
 
 from collections.abc import Callable, Mapping

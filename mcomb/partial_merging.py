@@ -5,8 +5,12 @@ function runs as one stream for each network, all in lockstep. A merged unit is 
 gives it a value, that is the mean over the streams. A weight is stored once, as the average, if all units that it
 connects are merged, and else for each network. With everything merged this is the average network; with nothing merged,
 the mean of the networks' outputs.
+
+Linear maps to units multiply each stored weight once, so that parameters and FLOPs both follow the budget. Linear maps
+to outputs, products of activations (attention) and elementwise operations run once for each network.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import combinations
@@ -39,14 +43,17 @@ from mcomb.symmetry.intermediates import (
     PRODUCTS,
     ArrayId,
     Equation,
+    Intermediate,
     Intermediates,
     is_linear_map,
     list_intermediates,
     unit_activations,
 )
-from mcomb.symmetry.spec import PermutationSpec, axis_names
+from mcomb.symmetry.interpreter import EqnPath
+from mcomb.symmetry.spec import Layout, PermutationSpec, axis_names
 
 GRANULARITIES = ("unit", "layer")
+VIEWS = ("transpose", "reshape", "squeeze", "convert_element_type", "copy")  # of an array: the same entries
 NEVER = np.iinfo(np.int32).max
 Ranks = dict[str, Int[np.ndarray, "..."]]
 """For each permutation, and for each leaf with weights of no unit, when its units come apart: those of 0 first."""
@@ -55,9 +62,13 @@ Ranks = dict[str, Int[np.ndarray, "..."]]
 class PartlyMerged(NamedTuple):
     """Networks of which some units are merged: a function, its parameters, and how many of these are weights.
 
-    Among the parameters are the weights that the networks share ("shared", zero where they do not), those that each of
-    them has for itself ("own", by leaf and with an axis of networks; zero where they share), and which units of each
-    permutation are not merged ("apart").
+    The parameters hold no weight twice, and nothing else of their size. They are a tree of up to four entries:
+
+    - `first`: a tree like each network's, with the weights that all share and, between those, the first network's own.
+      The units of a permutation that are apart come last; those of heads and of their dimensions stay where they were.
+    - `others`: for each leaf in which units are apart, a row for each further network with its own weights, packed.
+    - `rest`: the same for the weights that belong to no unit, of leaves that are apart.
+    - `apart`: for each permutation, which units of the networks are apart: indices into its flattened index array.
     """
 
     apply: Apply
@@ -84,7 +95,10 @@ def merge_partly(
     step to step of a scan stay apart together. Leaves that are no floats are the first network's. Running statistics
     are estimated anew on the inputs, unless nothing is merged.
 
-    At a budget of 1 it is the average network; at as many as there are networks, the mean of their outputs.
+    At a budget of 1 it is the average network; at as many as there are networks, the mean of their outputs. In between
+    the parameters, and a file of them, hold at most `budget` networks' weights. A call takes about as many FLOPs as
+    there are weights; layers inside scans, linear maps to outputs, products of activations and elementwise operations
+    take as many as all networks.
     """
     if per not in GRANULARITIES:
         raise UserError(f"there is no merging per {per!r}: choose from {', '.join(GRANULARITIES)}")
@@ -104,24 +118,14 @@ def merge_partly(
     counts = np.bincount(every, minlength=1 + max(int(rank.max()) for rank in ranks.values()))
     weights = len(every) + (len(networks) - 1) * np.cumsum([0, *counts])  # if those of rank 0, 1, … come apart
     parted = int(np.searchsorted(weights, budget * len(every), side="right")) - 1
-    is_own = {name: first < parted for name, first in firsts.items() if (first < parted).any()}
-
-    def shared(name: str, leaf: Any) -> Any:
-        return jnp.where(is_own[name], 0, leaf) if name in is_own else leaf
-
-    def own(name: str, leaf: Any, *leaves: Any) -> Any:
-        if name not in is_own:
-            return None
-        return jnp.stack([jnp.where(is_own[name], each, 0) for each in leaves]).astype(leaf.dtype)
-
-    def split(average: Params, networks: Sequence[Params]) -> Params:
-        return {
-            "shared": map_named(shared, average),
-            "own": map_named(own, average, *networks),
-            "apart": {_key(name): ranks[name] < parted for name in spec.sizes},
-        }
-
-    params = split(average, networks)
+    apart = _with_outer(spec, {name: ranks[name] < parted for name in spec.sizes})
+    order = {
+        name: np.argsort(apart[name], kind="stable") if _is_alone(spec, name) else perm
+        for name, perm in spec.identity().items()
+    }
+    average, *networks = (spec.apply(order, network) for network in (average, *networks))
+    is_own = {name: spec.permute_array(order, spec.axes[name], first < parted) for name, first in firsts.items()}
+    params = _split(spec, average, networks, apart, is_own)
     if 0 < parted < len(counts) and list_norms(trace):
         statistics = jax.device_get(_statistics(spec, apply, *replicate((params, equal_batches(inputs, BATCH)))))
         average = map_named(lambda name, leaf: statistics[name].mean(0) if name in statistics else leaf, average)
@@ -129,8 +133,41 @@ def merge_partly(
             map_named(lambda name, leaf, i=i: statistics[name][i] if name in statistics else leaf, network)
             for i, network in enumerate(networks)
         ]
-        params = split(average, networks)
+        params = _split(spec, average, networks, apart, is_own)
     return PartlyMerged(apply_partly_merged(spec, apply), params, int(weights[parted]))
+
+
+def _split(
+    spec: PermutationSpec,
+    average: Params,
+    networks: Sequence[Params],
+    apart: Mapping[str, Bool[np.ndarray, "..."]],
+    is_own: Mapping[str, Bool[np.ndarray, "..."]],
+) -> Params:
+    """The parameters of `PartlyMerged`, without entries that would be empty."""
+
+    def first(name: str, mean: Any, own: Any) -> Any:
+        return jnp.where(is_own[name], own, mean).astype(mean.dtype) if name in is_own else mean
+
+    def pack(of_units: bool, name: str, mean: Any, *others: Any) -> Any:
+        if name not in is_own:
+            return None
+        mask = is_own[name] & (_has_unit(spec, name, np.shape(mean)) == of_units)
+        if not mask.any():
+            return None
+        slabs = _slabs(spec, counts, name, mean.shape) if of_units else None
+        wanted = [mask] if slabs is None else slabs
+        rows = [np.concatenate([np.asarray(own)[part].ravel() for part in wanted]) for own in others]
+        return np.stack(rows).astype(mean.dtype)
+
+    counts = {name: int(mask.sum()) for name, mask in apart.items()}
+    parts = {
+        "first": map_named(first, average, networks[0]),
+        "others": map_named(partial(pack, True), average, *networks[1:]),
+        "rest": map_named(partial(pack, False), average, *networks[1:]),
+        "apart": {_key(name): np.flatnonzero(mask).astype(np.int32) for name, mask in apart.items() if mask.any()},
+    }
+    return {name: part for name, part in parts.items() if jax.tree.leaves(part)}
 
 
 @cache  # the same function for the same arguments, so that it is compiled only once
@@ -138,9 +175,11 @@ def apply_partly_merged(spec: PermutationSpec, apply: Apply) -> Apply:
     """The function of the parameters of `PartlyMerged`: of those in a file, for example."""
 
     def run(params: Params, inputs: Inputs) -> Any:
-        trace = list_intermediates(spec, apply, params["shared"], inputs)
-        args = [(network, inputs) for network in _streams(params)]
-        outputs = trace.tap_together(_averaging(spec, params, trace))(*args)
+        networks = _streams(spec, params)
+        if len(networks) == 1:
+            return apply(networks[0], inputs)
+        trace = list_intermediates(spec, apply, networks[0], inputs)
+        outputs = trace.tap_together(*_averaging(spec, params, trace))(*((network, inputs) for network in networks))
         return jax.tree.map(lambda *each: _mean(each), *outputs)
 
     return run
@@ -149,7 +188,7 @@ def apply_partly_merged(spec: PermutationSpec, apply: Apply) -> Apply:
 @partial(jax.jit, static_argnums=(0, 1))
 def _statistics(spec: PermutationSpec, apply: Apply, params: Params, batches: Inputs) -> dict[str, Any]:
     """The running statistics of each stream by their names, estimated as `estimate_statistics` does."""
-    networks = _streams(params)
+    networks = _streams(spec, params)
     leaves = list(map(named_leaves, networks))
 
     def of_batch(inputs: Inputs) -> dict[str, Any]:
@@ -163,31 +202,118 @@ def _statistics(spec: PermutationSpec, apply: Apply, params: Params, batches: In
             found.update({name: jnp.stack([own[name] for _, own in each]) for name in each[0][1]})
             return tuple(value for value, _ in each)
 
-        edits = {norm.centred: partial(observe, norm) for norm in norms}
-        args = [(network, inputs) for network in networks]
-        trace.tap_together(_averaging(spec, params, trace) | edits)(*args)
+        edits, products = _averaging(spec, params, trace)
+        edits |= {norm.centred: partial(observe, norm) for norm in norms}
+        trace.tap_together(edits, products)(*((network, inputs) for network in networks))
         return found
 
     return jax.tree.map(lambda values: values.mean(0), jax.lax.map(of_batch, batches))
 
 
-def _streams(params: Params) -> list[Params]:
+def _streams(spec: PermutationSpec, params: Params) -> list[Params]:
     """The weights of each stream; there is one stream if nothing is apart."""
-    own = named_leaves(params.get("own"))
-    count = len(next(iter(own.values()), (None,)))
-    return [
-        map_named(lambda name, leaf, i=i: leaf + own[name][i] if name in own else leaf, params["shared"])
-        for i in range(count)
-    ]
+    others, rest = named_leaves(params.get("others")), named_leaves(params.get("rest"))
+    counts, masks = _counts(spec, params), _masks(spec, params, jnp)
+
+    def unpack(row: int, name: str, leaf: Any) -> Any:
+        if name in others:
+            own, slabs = others[name][row], _slabs(spec, counts, name, leaf.shape)
+            if slabs is None:
+                mask = _any_unit(spec, masks, spec.axes[name], leaf.shape)
+                place = jnp.cumsum(mask.ravel(), dtype=jnp.int32).reshape(leaf.shape) - 1
+                leaf = jnp.where(mask, own[place], leaf)
+            else:
+                leaf = _put(leaf, slabs, own)
+        if name in rest:
+            without = np.nonzero(~_has_unit(spec, name, leaf.shape))
+            leaf = jnp.asarray(leaf).at[without].set(rest[name][row])
+        return leaf
+
+    further = len(next(iter((others | rest).values()), ()))
+    return [params["first"], *(map_named(partial(unpack, row), params["first"]) for row in range(further))]
 
 
-def _averaging(spec: PermutationSpec, params: Params, trace: Intermediates) -> dict[ArrayId, Callable[..., Any]]:
-    """The edits that give merged units one value in all streams, wherever a linear map gives them a value."""
-    apart = {name: params["apart"][_key(name)] for name in spec.sizes}
-    return {
-        equation.results[0].id: partial(_average_merged, _is_apart(spec, apart, equation))
-        for equation in _maps_to_units(spec, trace)
-    }
+def _slabs(
+    spec: PermutationSpec, counts: Mapping[str, int], name: str, shape: tuple[int, ...]
+) -> list[tuple[slice, ...]] | None:
+    """The parts of a leaf with units that are apart, where these come last on each axis; None if they do not.
+
+    Each part is beside the one before: of 5 × 4 weights with 2 and 1 units apart, they are [3:, :] and [:3, 3:].
+    """
+    region, slabs = [slice(0, size) for size in shape], list[tuple[slice, ...]]()
+    for axis, layout in enumerate(spec.axes[name]):
+        if isinstance(layout, str) and _is_alone(spec, layout):
+            merged = shape[axis] - counts[layout]
+            slabs.append((*region[:axis], slice(merged, shape[axis]), *region[axis + 1 :]))
+            region[axis] = slice(0, merged)
+        elif set(axis_names(layout)) & spec.sizes.keys():
+            return None
+    return slabs
+
+
+def _put(leaf: Any, slabs: Sequence[tuple[slice, ...]], values: Array) -> Any:
+    """The leaf with other values in its slabs."""
+    for slab in slabs:
+        shape = tuple(part.stop - part.start for part in slab)
+        now, values = jnp.split(values, [math.prod(shape)])
+        leaf = jax.lax.dynamic_update_slice(leaf, now.reshape(shape), [part.start for part in slab])
+    return leaf
+
+
+def _is_alone(spec: PermutationSpec, name: str) -> bool:
+    """Whether a permutation is neither batched over others nor others over it, as those of heads and dimensions are."""
+    return (
+        name in spec.sizes
+        and not spec.batched_over.get(name)
+        and not any(name in outer for outer in spec.batched_over.values())
+    )
+
+
+def _counts(spec: PermutationSpec, params: Params) -> dict[str, int]:
+    """For each permutation, how many of its units are apart."""
+    return {name: len(params.get("apart", {}).get(_key(name), ())) for name in spec.sizes}
+
+
+def _masks(spec: PermutationSpec, params: Params, xp: Any = np) -> dict[str, Bool[Array, "..."]]:
+    """For each permutation, which of its units are apart; arrays of `xp` if that is known from their number."""
+    masks = {}
+    for name, count in _counts(spec, params).items():
+        size = math.prod(spec.shape(name))
+        if _is_alone(spec, name) or not count:
+            mask = xp.arange(size) >= size - count
+        else:
+            mask = jnp.zeros(size, bool).at[params["apart"][_key(name)]].set(True)
+        masks[name] = mask.reshape(spec.shape(name))
+    return masks
+
+
+def _with_outer(spec: PermutationSpec, apart: Mapping[str, Bool[np.ndarray, "..."]]) -> dict[str, Any]:
+    """Masks of units that are apart; what is inside of a unit that is apart, as the dimensions of a head, is apart."""
+    found = dict(apart)
+    for name, outer in spec.batched_over.items():
+        for perm, index, _ in spec.units_of((*outer, name), spec.shape(name)):
+            found[name] = found[name] | apart[perm][index]
+    return found
+
+
+def _averaging(
+    spec: PermutationSpec, params: Params, trace: Intermediates
+) -> tuple[dict[ArrayId, Callable[..., Any]], dict[EqnPath, Callable[..., Any]]]:
+    """The edits, and the products, that give merged units one value in all streams where a linear map gives them one.
+
+    A product computes no more than is in use; where apart and merged units do not split its axes, an edit averages it.
+    """
+    masks, counts = _masks(spec, params), _counts(spec, params)
+    leaves = _views_of_leaves(trace, named_leaves(params.get("rest")).keys())
+    edits: dict[ArrayId, Callable[..., Any]] = {}
+    products: dict[EqnPath, Callable[..., Any]] = {}
+    for equation in _maps_to_units(spec, trace):
+        result = equation.results[0].id
+        if product := _product(spec, masks, counts, equation, leaves):
+            products[result.path] = product
+        else:
+            edits[result] = partial(_average_merged, _is_apart(spec, masks, equation))
+    return edits, products
 
 
 def _key(name: str) -> str:
@@ -200,13 +326,13 @@ def _floats(params: Params) -> dict[str, Any]:
 
 
 def _mean(values: Sequence[Array]) -> Any:
+    if all(value is values[0] for value in values):
+        return values[0]
     return sum(values[1:], values[0]) / len(values)
 
 
 def _average_merged(is_apart: Bool[Array, "..."], values: tuple[Array, ...]) -> tuple[Any, ...]:
     """An array of each stream, with the mean over the streams where units are merged."""
-    if all(value is values[0] for value in values):
-        return values
     mean = _mean(values)
     return tuple(jnp.where(is_apart, value, mean.astype(value.dtype)) for value in values)
 
@@ -218,14 +344,187 @@ def _maps_to_units(spec: PermutationSpec, trace: Intermediates) -> Iterator[Equa
             yield equation
 
 
-def _is_apart(spec: PermutationSpec, apart: Mapping[str, Array], equation: Equation) -> Bool[Array, "..."]:
+def _is_apart(spec: PermutationSpec, masks: Mapping[str, Array], equation: Equation) -> Bool[Array, "..."]:
     """Where the result of a linear map has values of units that are apart; inside a scan, at each step alike."""
     layouts = equation.results[0].layouts
     shape = tuple(spec.length(layout) if layout and axis_names(layout) else 1 for layout in layouts)
-    found: Any = jnp.zeros(shape, bool)
+    return _any_unit(spec, masks, layouts, shape)[(0,) * equation.loops]
+
+
+def _any_unit(
+    spec: PermutationSpec, masks: Mapping[str, Array], layouts: tuple[Layout, ...], shape: tuple[int, ...]
+) -> Bool[Array, "..."]:
+    """Where an array has entries of units in the masks."""
+    found: Any = np.zeros(shape, bool)
     for name, index, is_unit in spec.units_of(layouts, shape):
-        found = found | (is_unit & apart[name][index])
-    return found[(0,) * equation.loops]
+        found = found | (is_unit & masks[name][index])
+    return found
+
+
+def _has_unit(spec: PermutationSpec, name: str, shape: tuple[int, ...]) -> Bool[np.ndarray, "..."]:
+    """Which weights of a leaf belong to any unit."""
+    every = {perm: np.ones(spec.shape(perm), bool) for perm in spec.sizes}
+    return np.asarray(_any_unit(spec, every, spec.axes[name], shape))
+
+
+class _Halves(NamedTuple):
+    """The positions along an axis, those of merged units first, and where those of units that are apart begin."""
+
+    order: Int[Array, "n"]
+    split: int
+
+    @property
+    def merged(self) -> Int[Array, "m"]:
+        return self.order[: self.split]
+
+    @property
+    def apart(self) -> Int[Array, "k"]:
+        return self.order[self.split :]
+
+
+class _Axes(NamedTuple):
+    """The axes of a product of activations and weights: summed over in both, and the output's in weights and result."""
+
+    summed: tuple[int, int]
+    output: tuple[int, int]
+
+
+def _product(
+    spec: PermutationSpec,
+    masks: Mapping[str, Array],
+    counts: Mapping[str, int],
+    equation: Equation,
+    leaves: Collection[ArrayId],
+) -> Callable[..., list[tuple[Any, ...]]] | None:
+    """A linear map of all streams that multiplies each weight in use once; None if its weights do not split so.
+
+    Weights between merged units are the same in all streams, and merged outputs are means over the streams. So these
+    weights only need the mean of the inputs. The weights into and out of units that are apart are each network's own.
+    """
+    params, name = equation.eqn.params, equation.eqn.primitive.name
+    x_at, w_at = (0, 1) if equation.operands[1] in equation.params_only else (1, 0)
+    weights = equation.operands[w_at]
+    if weights is None or weights.id not in leaves:
+        return None
+    if name == "dot_general":
+        summed, batch = params["dimension_numbers"]
+        inner, outer = summed[w_at], tuple(i for i in range(len(weights.shape)) if i not in summed[w_at])
+        if batch[0]:
+            return None
+    else:
+        dims = params["dimension_numbers"]
+        inner, outer = dims.rhs_spec[1:2], dims.rhs_spec[:1]
+        if w_at == 0 or params["feature_group_count"] > 1 or params["batch_group_count"] > 1:
+            return None
+    units = {name for axis in outer for name in axis_names(weights.layouts[axis])}
+    inputs, outputs = (_split_axes(spec, masks, counts, weights, axes) for axes in (inner, outer))
+    if inputs is None or outputs is None or equation.results[0].names - units:  # the last are units of the inputs
+        return None
+
+    def of_convolution(*operands: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        axes = _Axes((dims.lhs_spec[1], inner[0]), (outer[0], dims.out_spec[1]))
+        multiply = partial(equation.eqn.primitive.bind, **params)
+        return [_multiply_packed(multiply, axes, inputs, outputs, *operands)]
+
+    def of_matrices(*operands: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        def rows(x: Array) -> Array:
+            last = jnp.moveaxis(x, summed[x_at], range(x.ndim - len(inner), x.ndim))
+            return last.reshape(*last.shape[: x.ndim - len(inner)], -1)
+
+        def matrix(w: Array) -> Array:
+            return w.transpose(*inner, *outer).reshape(len(inputs.order), -1)
+
+        def restore(y: Array) -> Array:
+            y = y.reshape(*y.shape[:-1], *(weights.shape[axis] for axis in outer))
+            units = range(y.ndim - len(outer), y.ndim)
+            return y if w_at else jnp.moveaxis(y, units, range(len(outer)))
+
+        how = {name: params[name] for name in ("precision", "preferred_element_type")}
+        xs, ws = _each(rows, operands[x_at]), _each(matrix, operands[w_at])
+        multiply = partial(jnp.matmul, **how)
+        return [_each(restore, _multiply_packed(multiply, _Axes((-1, 0), (1, -1)), inputs, outputs, xs, ws))]
+
+    return of_matrices if name == "dot_general" else of_convolution
+
+
+def _each(function: Callable[[Any], Any], values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The function of an array of each stream, computed once for arrays that are the same."""
+    found = {id(value): function(value) for value in {id(value): value for value in values}.values()}
+    return tuple(found[id(value)] for value in values)
+
+
+def _multiply_packed(
+    multiply: Callable[[Any, Any], Any],
+    axes: _Axes,
+    inputs: _Halves,
+    outputs: _Halves,
+    xs: tuple[Any, ...],
+    ws: tuple[Any, ...],
+) -> tuple[Any, ...]:
+    """The product of each stream, with the mean over the streams in merged outputs."""
+    found = []
+    if len(outputs.merged):
+        kernels = [_take(w, outputs.merged, axes.output[0]) for w in ws]
+        blocks = [(_mean(xs), kernels[0], inputs.merged)]
+        blocks += [(x / len(xs), kernel, inputs.apart) for x, kernel in zip(xs, kernels, strict=True)]
+        blocks = [block for block in blocks if len(block[2])]
+        merged = multiply(
+            jnp.concatenate([_take(x, units, axes.summed[0]) for x, _, units in blocks], axes.summed[0]),
+            jnp.concatenate([_take(kernel, units, axes.summed[1]) for _, kernel, units in blocks], axes.summed[1]),
+        )
+        found.append((merged,) * len(xs))
+    if len(outputs.apart):
+        found.append(tuple(multiply(x, _take(w, outputs.apart, axes.output[0])) for x, w in zip(xs, ws, strict=True)))
+    if len(found) == 1:
+        return found[0]
+    back = jnp.argsort(order) if isinstance(order := outputs.order, jax.Array) else np.argsort(order)
+    return tuple(
+        _take(jnp.concatenate(parts, axes.output[1]), back, axes.output[1]) for parts in zip(*found, strict=True)
+    )
+
+
+def _take(array: Array, units: Int[Array, "k"], axis: int) -> Any:
+    """The entries of some units; where they are known to follow one another, a slice."""
+    if isinstance(units, np.ndarray) and len(units) and (np.diff(units) == 1).all():
+        return jax.lax.slice_in_dim(array, int(units[0]), int(units[-1]) + 1, axis=axis % np.ndim(array))
+    return jnp.take(array, units, axis)
+
+
+def _split_axes(
+    spec: PermutationSpec,
+    masks: Mapping[str, Array],
+    counts: Mapping[str, int],
+    weights: Intermediate,
+    axes: Sequence[int],
+) -> _Halves | None:
+    """The positions along some axes of weights, flattened; None if the number of either kind is not known."""
+    layouts, shape = tuple(weights.layouts[axis] for axis in axes), tuple(weights.shape[axis] for axis in axes)
+    names = {name for layout in layouts for name in axis_names(layout)}
+    if not all(names.issuperset(spec.batched_over.get(name, ())) for name in names):
+        return None
+    mask = _any_unit(spec, masks, layouts, shape).ravel()
+    if isinstance(mask, np.ndarray):
+        return _Halves(np.argsort(mask, kind="stable"), int((~mask).sum()))
+    outer = {name for perm in names for name in spec.batched_over.get(perm, ())}
+    number, covered, apart = np.zeros(shape, int), np.zeros(shape, bool), 0
+    for name, _, is_unit in spec.units_of(layouts, shape):
+        positions = np.broadcast_to(is_unit, shape)
+        covered |= positions
+        if name not in outer:  # for its units are apart only with those inside of them
+            number += positions
+            apart += counts[name] * int(positions.sum()) // math.prod(spec.shape(name))
+    return _Halves(jnp.argsort(mask, stable=True), mask.size - apart) if (number == covered).all() else None
+
+
+def _views_of_leaves(trace: Intermediates, without: Collection[str]) -> Collection[ArrayId]:
+    """The leaves, and what has their entries in another order or shape; not of leaves with weights of no unit apart."""
+    found = {leaf.id: leaf.names for name, leaf in trace.params.items() if name not in without}
+    for equation in trace.equations:
+        for operand in equation.operands if equation.eqn.primitive.name in VIEWS else ():
+            (result,) = equation.results
+            if operand and found.get(operand.id) == result.names:
+                found[result.id] = result.names
+    return found.keys()
 
 
 def _differ_by_step(spec: PermutationSpec, trace: Intermediates) -> set[str]:

@@ -1,4 +1,5 @@
 import itertools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,8 @@ from zoo import CASES, random_arrays
 
 import mcomb
 from mcomb import merge, merge_partly
-from mcomb.base import UserError, is_inexact, map_named, named_leaves
-from mcomb.partial_merging import apply_partly_merged
+from mcomb.base import UserError, all_equations, is_inexact, named_leaves
+from mcomb.partial_merging import _any_unit, _masks, _split, apply_partly_merged
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(50, 5)).astype(np.float32)
@@ -45,12 +46,12 @@ def mean_output(fn, networks, x):
     return sum(fn(network, x) for network in networks) / len(networks)
 
 
-def nonzero(merged):
-    return sum(np.count_nonzero(leaf) for part in ("shared", "own") for leaf in floats(merged.params[part]))
-
-
-def floats(tree):
-    return [leaf for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
+def apart(spec, merged):
+    """For each permutation, which of its units are apart."""
+    units = {name: merged.params.get("apart", {}).get(name.replace("/", "."), []) for name in spec.sizes}
+    return {
+        name: np.isin(np.arange(np.prod(spec.shape(name))), units[name]).reshape(spec.shape(name)) for name in units
+    }
 
 
 @pytest.mark.parametrize(
@@ -62,45 +63,45 @@ def test_from_the_average_network_to_the_mean_of_the_outputs(networks, per):
     budgets = np.linspace(1, len(networks), 4)
     every = [merge_partly(SPEC, networks, apply, X, budget=budget, per=per) for budget in budgets]
     average = merge(SPEC, networks, apply, X, method="average")
-    assert_equal(every[0].params["shared"], average)
+    assert_equal(every[0].params, {"first": average})
     assert_equal(every[0].apply(every[0].params, X), apply(average, X))
     assert_close(every[-1].apply(every[-1].params, X), mean_output(apply, networks, X), roundings=16)
     assert_never_falls([merged.weights for merged in every])
     for budget, merged in zip(budgets, every, strict=True):
-        assert merged.weights == nonzero(merged) <= budget * size(A)
-        parts = [np.unique(apart) for apart in merged.params["apart"].values()]
+        assert merged.weights == size(merged.params) <= budget * size(A)
+        parts = [np.unique(mask) for mask in apart(SPEC, merged).values()]
         assert per == "unit" or all(len(part) == 1 for part in parts)
         if per == "unit":  # one unit more would be too many
             most = (len(networks) - 1) * (8 + 1 + 6)
             assert merged.weights > budget * size(A) - most
     for fewer, more in itertools.pairwise(every):
         for name in SPEC.sizes:
-            assert not (fewer.params["apart"][name] & ~more.params["apart"][name]).any()
+            assert not (apart(SPEC, fewer)[name] & ~apart(SPEC, more)[name]).any()
 
 
 def test_a_merged_unit_is_the_mean_of_what_the_networks_give_it():
     merged = merge_partly(SPEC, (A, B), apply, X, budget=1.5)
-    first, second = (merged.params["apart"][name] for name in (FIRST, SECOND))
+    first, second = apart(SPEC, merged).values()
     assert 0 < first.sum() < len(first)
     assert 0 < second.sum() < len(second)
 
-    def mix(both, apart):
+    def mix(both, is_apart):
         mean = (both[0] + both[1]) / 2
-        return [np.where(apart, own, mean) for own in both]
+        return [np.where(is_apart, own, mean) for own in both]
 
     average = merge(SPEC, (A, B), apply, X, method="average")
     streams = [X.astype(np.float64)] * 2
     into = np.zeros(5, bool)
-    for i, apart in enumerate((first, second, np.zeros(3, bool))):
-        is_own = into[:, None] | apart[None]
-        bias_is_own = apart if i < 2 else np.full(3, bool(np.any(merged.params["own"][2]["b"])))
+    for i, is_apart in enumerate((first, second, np.zeros(3, bool))):
+        is_own = into[:, None] | is_apart[None]
+        bias_is_own = is_apart if i < 2 else np.full(3, "2/b" in named_leaves(merged.params.get("rest")))
         streams = [
             x @ np.where(is_own, own[i]["w"], average[i]["w"]) + np.where(bias_is_own, own[i]["b"], average[i]["b"])
             for x, own in zip(streams, (A, B), strict=True)
         ]
         if i < 2:
-            streams = [np.maximum(x, 0) for x in mix(streams, apart)]
-        into = apart
+            streams = [np.maximum(x, 0) for x in mix(streams, is_apart)]
+        into = is_apart
     assert_close(merged.apply(merged.params, X), (streams[0] + streams[1]) / 2, roundings=64)
 
 
@@ -112,8 +113,8 @@ def test_units_that_do_not_match_are_those_that_stay_apart():
     spec = mcomb.permutation_spec(apply, a, X)
     budget = 1 + 3 * (5 + 1 + 3) / size(a)
     merged = merge_partly(spec, (a, b), apply, X, budget=budget)
-    (apart,) = merged.params["apart"].values()
-    assert_equal(apart, planted)
+    (units,) = merged.params["apart"].values()
+    assert_equal(units, np.flatnonzero(planted))
     goal = mean_output(apply, (a, b), X)
     assert_close(merged.apply(merged.params, X), goal, roundings=64)
     average = merge(spec, (a, b), apply, X, method="average")
@@ -127,7 +128,7 @@ def test_units_that_never_change_are_merged_and_those_that_do_in_one_network_onl
         own[0]["b"][:2] = -100
     dead[1][0]["b"][2] = -100
     parts = [
-        merge_partly(SPEC, dead, apply, X, budget=budget).params["apart"][FIRST]
+        apart(SPEC, merge_partly(SPEC, dead, apply, X, budget=budget))[FIRST]
         for budget in (1 + 13 / size(A), 2 - 11 / size(A))
     ]
     assert_equal(parts[0], np.arange(8) == 2)
@@ -165,26 +166,53 @@ def test_any_architecture_is_merged_partly(name):
     fn = jax.jit(case.fn)
     half, every = (merge_partly(spec, (a, b), case.fn, x, budget=budget) for budget in (1.5, 2))
     assert_close(jax.jit(every.apply)(every.params, x), mean_output(fn, (a, b), x), roundings=2**10)
-    assert size(a) < half.weights == nonzero(half) <= 1.5 * size(a)
+    assert size(a) < half.weights == size(half.params) <= 1.5 * size(a)
+    found = jax.jit(half.apply)(half.params, x)
+    with pytest.MonkeyPatch.context() as patch:  # each stream by itself, then the mean over the streams
+        patch.setattr("mcomb.partial_merging._product", lambda *args: None)
+        assert_close(found, jax.jit(partial(half.apply))(half.params, x), roundings=2**10)
     # A network merged with itself is itself, whatever is apart.
-    own = named_leaves(half.params["own"])
-    is_own = {name: both[0] != 0 for name, both in own.items()}
-    shared = map_named(lambda name, leaf: jnp.where(is_own[name], 0, leaf) if name in is_own else leaf, a)
-    leaves = named_leaves(a)
-    own = {name: jnp.stack([jnp.where(one, leaves[name], 0)] * 2) for name, one in is_own.items()}
-    same = half.params | {"shared": shared, "own": own}
+    masks = jax.tree.map(np.asarray, _masks(spec, half.params))
+    floats = {name: leaf for name, leaf in named_leaves(a).items() if is_inexact(leaf)}
+    is_own = {name: _any_unit(spec, masks, spec.axes[name], leaf.shape) for name, leaf in floats.items()}
+    same = _split(spec, a, (a, a), apart(spec, half), is_own)
+    assert {*named_leaves(same["others"])} == {*named_leaves(half.params["others"])}
     assert_close(jax.jit(half.apply)(same, x), fn(a, x), roundings=2**10)
 
 
-def test_it_is_measured_and_written_as_any_network(tmp_path):
-    merged = merge_partly(SPEC, (A, B), apply, X, budget=1.5)
+def test_a_file_and_the_work_grow_with_the_budget_only(tmp_path):
+    networks = [network(seed, (64, 256, 256, 256, 10)) for seed in (1, 2)]
+    x = normal(RNG, 32, 64)
+    spec = mcomb.permutation_spec(apply, networks[0], x)
+    mcomb.write_checkpoint(tmp_path / "one.safetensors", networks[0])
+    one, work = (tmp_path / "one.safetensors").stat().st_size, flops(apply, networks[0], x)
+    for budget in (1.25, 1.5):
+        merged = merge_partly(spec, networks, apply, x, budget=budget)
+        mcomb.write_checkpoint(tmp_path / "merged.safetensors", merged.params)
+        assert merged.weights > 1.2 * size(networks[0])
+        assert (tmp_path / "merged.safetensors").stat().st_size < (budget + 0.03) * one
+        # The last layer, of 1 in 60 weights, works for each network by itself.
+        assert flops(merged.apply, merged.params, x) < (budget + 0.03) * work
+
+
+def flops(fn, params, x):
+    """The additions and multiplications of all matrix products."""
+    products = [eqn for eqn in all_equations(jax.make_jaxpr(fn)(params, x)) if eqn.primitive.name == "dot_general"]
+    assert products
+    sizes = [(eqn.outvars[0].aval.size, eqn.invars[0].aval, eqn.params["dimension_numbers"][0][0]) for eqn in products]
+    return sum(2 * size * np.prod([left.shape[axis] for axis in summed]) for size, left, summed in sizes)
+
+
+@pytest.mark.parametrize("budget", [1, 1.5, 2])
+def test_it_is_measured_and_written_as_any_network(tmp_path, budget):
+    merged = merge_partly(SPEC, (A, B), apply, X, budget=budget)
     labels = RNG.integers(0, 3, len(X))
     found = mcomb.score(merged.apply, merged.params, X, labels)
     assert_equal(found.predicted, np.argmax(merged.apply(merged.params, X), axis=1))
-    for path in (tmp_path / "folder", tmp_path / "file.safetensors", tmp_path / "file.npz"):
+    for path in (tmp_path / "folder", tmp_path / "file.safetensors", tmp_path / "file.npz", tmp_path / "file.msgpack"):
         mcomb.write_checkpoint(path, merged.params)
         read = mcomb.read_checkpoint(path)
-        read["shared"] = jax.tree.unflatten(jax.tree.structure(A), jax.tree.leaves(read["shared"]))
+        read["first"] = jax.tree.unflatten(jax.tree.structure(A), jax.tree.leaves(read["first"]))
         assert_equal(apply_partly_merged(SPEC, apply)(read, X), merged.apply(merged.params, X))
 
 
@@ -197,8 +225,9 @@ def test_a_function_without_permutations_is_merged_leaf_by_leaf():
     spec = mcomb.permutation_spec(fixed, a, X)
     assert not spec.sizes
     merged = merge_partly(spec, (a, b), fixed, X, budget=1.5)
-    assert {*named_leaves(merged.params["own"])} == {"s"}
-    assert merged.params["shared"]["steps"] == 1
+    assert "others" not in merged.params
+    assert {*named_leaves(merged.params["rest"])} == {"s"}
+    assert merged.params["first"]["steps"] == 1
     assert_close(merged.apply(merged.params, X), mean_output(fixed, (a, b), X), roundings=16)
 
 

@@ -14,6 +14,7 @@ import mcomb
 from mcomb import early_stopping, estimate_statistics, evaluate, merge
 from mcomb.base import UserError, map_named, named_leaves
 from mcomb.evaluation import Score
+from mcomb.partial_merging import _streams
 from mcomb.running_statistics import names_of_statistics, normalise_by_batch, statistics_of
 
 RNG = np.random.default_rng(0)
@@ -180,19 +181,15 @@ def test_one_network_is_measured_as_it_is():
 def test_partly_merged_networks_have_statistics_of_their_own():
     some, every = (mcomb.merge_partly(SPEC, (A, B), apply, X, budget=budget) for budget in (1.5, 2))
     assert_close(every.apply(every.params, X), (apply(A, X) + apply(B, X)) / 2, roundings=2**8)
-    merged = ~some.params["apart"]["params.first"]
-    streams = [some.params["shared"]["batch_stats"]["norm0"]["mean"] + own for own in own_means(some)]
-    assert merged.any()
+    units = some.params["apart"]["params.first"]
+    merged, apart = slice(5 - len(units)), slice(5 - len(units), 5)
+    assert 0 < len(units) < 5
+    streams = [own["batch_stats"]["norm0"]["mean"] for own in _streams(SPEC, some.params)]
     assert_equal(streams[0][merged], streams[1][merged])
     # Of those of the first layer that are apart, inputs are the networks' own: so are the statistics.
-    apart = ~merged
     for stream, own in zip(streams, (A, B), strict=True):
         mean = estimate_statistics(apply, own, X)["batch_stats"]["norm0"]["mean"]
-        assert_close(stream[apart], mean[apart], roundings=2**8)
-
-
-def own_means(merged):
-    return merged.params["own"]["batch_stats"]["norm0"]["mean"]
+        assert_close(stream[apart], mean[units], roundings=2**8)
 
 
 def test_other_ways_to_write_a_norm_are_found():
