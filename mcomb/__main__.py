@@ -41,7 +41,7 @@ from mcomb.base import (
     require_finite,
     stream,
 )
-from mcomb.checkpoint import ENDINGS, FILES, fit_tree, read_checkpoint, write_checkpoint
+from mcomb.checkpoint import ENDINGS, FILES, fit_tree, read_checkpoint, read_metadata, write_checkpoint
 from mcomb.combination import bernoulli, centered, hyperplane, linear, mix, subcube, uniform
 from mcomb.evaluation import score
 from mcomb.files import AnyPath, absolute, atomic, require_folder
@@ -50,7 +50,7 @@ from mcomb.lab.cli import Flag, Output
 from mcomb.lab.results import columns
 from mcomb.lab.setups import SETUPS
 from mcomb.matching import MATCHERS, match
-from mcomb.names import Table, read_table, to_theirs
+from mcomb.names import TABLES, Table, read_table, to_theirs
 from mcomb.objectives import Objective, cross_entropy
 from mcomb.progress import show, show_json
 from mcomb.running_statistics import estimate_statistics, names_of_statistics
@@ -200,10 +200,13 @@ def require_new(to: AnyPath, *read: AnyPath) -> None:
 
 
 def write_network(to: AnyPath, params: Params, table: Table | None, like: AnyPath) -> None:
-    """Writes a network, with a table in the names and layouts of the file that it was made from."""
+    """Writes a network with the metadata, and with a table the names and layouts, of the file that it was made from."""
+    metadata = read_metadata(like)
     if table is not None:
         params = to_theirs(table, named_leaves(params), named_leaves(read_checkpoint(like)))
-    write_checkpoint(to, params)
+    if table is TABLES["pytorch"]:
+        metadata["format"] = "pt"  # loaders refuse files without it
+    write_checkpoint(to, params, metadata)
 
 
 def symmetries(model: Model, params: Params) -> PermutationSpec:

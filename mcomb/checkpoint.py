@@ -129,6 +129,19 @@ def read_checkpoint(path: str | os.PathLike[str], target: Params | None = None, 
     return tree if target is None else fit_tree(f"checkpoint {path}", tree, target)
 
 
+def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
+    """Return the metadata of a `.safetensors` file without the fingerprint; other formats have none."""
+    path = as_path(path)
+    if path.suffix != SAFETENSORS:
+        return {}
+
+    def read() -> dict[str, str]:
+        with readable(path) as here, safe_open(here, "numpy") as file:
+            return file.metadata() or {}
+
+    return {name: value for name, value in reading(path, read).items() if name != FINGERPRINT}
+
+
 def fit_tree(
     what: str,
     tree: Params,

@@ -80,8 +80,8 @@ def test_a_file_that_is_none_is_one_clear_error(tmp_path, ending):
 
 
 def test_a_name_that_fits_no_row_and_two_that_become_one_are_errors():
-    with pytest.raises(UserError, match="running_mean"):
-        to_ours(TABLES["pytorch"], {"norm.running_mean": np.zeros(3)})
+    with pytest.raises(UserError, match="in_proj_weight"):
+        to_ours(TABLES["pytorch"], {"attention.in_proj_weight": np.zeros((3, 3))})
     with pytest.raises(UserError, match="both become"):
         to_ours([Row(".*", "same")], {"one": np.zeros(2), "two": np.zeros(2)})
 
@@ -95,6 +95,10 @@ def test_a_table_is_read_from_a_file(tmp_path):
         path.write_text(wrong)
         with pytest.raises(UserError, match="line 1"):
             read_table(str(path))
+    path.write_text("words\\.weight words/embedding\nunused -\npytorch\n")
+    found = {"words.weight": np.zeros((7, 3)), "head.weight": np.zeros((7, 3)), "unused": np.zeros(2)}
+    ours = to_ours(read_table(str(path)), found)
+    assert {name: leaf.shape for name, leaf in ours.items()} == {"words/embedding": (7, 3), "head/kernel": (3, 7)}
     with pytest.raises(UserError, match="there are no names nowhere"):
         read_table("nowhere")
 

@@ -1,11 +1,14 @@
 """A ResNet trained in PyTorch is aligned and combined here, and PyTorch computes from it what we do."""
 
+import importlib
+
 import jax
 import numpy as np
 import pytest
 
 from mcomb import read_checkpoint
 from mcomb.__main__ import main
+from mcomb.checkpoint import read_metadata
 from mcomb.lab.setups import SETUPS
 from mcomb.names import TABLES
 
@@ -117,3 +120,69 @@ def test_a_resnet_goes_through_align_and_combine_and_back(tmp_path, monkeypatch)
     np.testing.assert_allclose(found["aligned"], found["b"], rtol=0, atol=1e-4 * np.abs(found["b"]).max())
     before, after = (safetensors.load_file(f"{name}.safetensors")["conv0.weight"] for name in ("b", "aligned"))
     assert not torch.equal(before, after)
+    assert read_metadata("aligned.safetensors") == {"format": "pt"}
+
+
+NORMED = """
+import flax.linen as nn
+import jax.numpy as jnp
+import numpy as np
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(11, 6, name="token_embedding")(tokens)
+        x = nn.Conv(8, (3,), padding="VALID", name="conv")(x)
+        x = nn.relu(nn.BatchNorm(use_running_average=True, name="norm")(x))
+        return nn.Dense(3, name="head")(x.mean(1))
+
+def model():
+    rng = np.random.default_rng(0)
+    return Net().apply, rng.integers(0, 11, (32, 9)), rng.integers(0, 3, 32)
+"""
+
+
+class Normed(torch.nn.Module):
+    """An embedding, a convolution along positions and a BatchNorm."""
+
+    def __init__(self):
+        super().__init__()
+        self.token_embedding, self.conv = torch.nn.Embedding(11, 6), torch.nn.Conv1d(6, 8, 3)
+        self.norm, self.head = torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3)
+
+    def forward(self, tokens):
+        x = torch.relu(self.norm(self.conv(self.token_embedding(tokens).transpose(1, 2))))
+        return self.head(x.mean(2))
+
+
+def test_embeddings_and_batch_norms_go_there_and_back(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pytorch_normed_model.py").write_text(NORMED)
+    how = ["--model", "pytorch_normed_model:model", "--names", "pytorch"]
+    monkeypatch.syspath_prepend(tmp_path)
+    apply, inputs, _ = importlib.import_module("pytorch_normed_model").model()
+    for seed, name in enumerate(("a", "b")):
+        torch.manual_seed(seed)
+        network = Normed()
+        network(torch.randint(11, (64, 9)))  # so that the running statistics are not those of a new network
+        about = {"format": "pt", "who": name} if name == "b" else None
+        safetensors.save_file(network.state_dict(), f"{name}.safetensors", about)
+    main(["align", "a.safetensors", "b.safetensors", "aligned.safetensors", *how])
+    main(["combine", "a.safetensors", "aligned.safetensors", "middle.safetensors", "--share", "0.5", *how])
+
+    back = Normed().eval()
+    found = {}
+    for name in ("b", "aligned", "middle"):
+        back.load_state_dict(safetensors.load_file(f"{name}.safetensors"))
+        with torch.no_grad():
+            found[name] = back(torch.from_numpy(inputs)).numpy()
+        ours = apply(read_checkpoint(f"{name}.safetensors", names=TABLES["pytorch"]), inputs)
+        np.testing.assert_allclose(found[name], ours, rtol=0, atol=1e-5 * np.abs(ours).max())
+    np.testing.assert_allclose(found["aligned"], found["b"], rtol=0, atol=1e-5 * np.abs(found["b"]).max())
+    assert not np.allclose(found["middle"], found["b"], atol=1e-3)
+    states = {name: safetensors.load_file(f"{name}.safetensors") for name in ("b", "aligned", "middle")}
+    assert not torch.equal(states["b"]["norm.running_mean"], states["aligned"]["norm.running_mean"])
+    assert all(state["norm.num_batches_tracked"] == 1 for state in states.values())
+    # Loaders refuse files that do not say what they are for.
+    assert read_metadata("aligned.safetensors") == {"format": "pt", "who": "b"}
+    assert read_metadata("middle.safetensors") == {"format": "pt"}
