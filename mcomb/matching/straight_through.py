@@ -34,7 +34,7 @@ from mcomb.matching.core import Matching, check_networks, objective
 from mcomb.matching.weights import match_weights
 from mcomb.objectives import Objective, add_up, check_objectives, cross_entropy
 from mcomb.processes import from_first
-from mcomb.progress import progress_bar
+from mcomb.progress import progress_bar, say
 from mcomb.symmetry.spec import Perms, PermutationSpec
 
 STEPS = 100
@@ -75,7 +75,8 @@ def match_straight_through(
     `losses` of the result have one entry for each candidate.
 
     A gradient is rescaled to the norm of A's weights, so `learning_rate` is relative to that norm. The length is given
-    in steps and not in epochs because each step costs a weight matching, however small its minibatch. `loss` is that of
+    in steps and not in epochs because each step costs a weight matching, however small its minibatch. A line is printed
+    if the best candidate is among the last tenth, because more steps may then find a better one. `loss` is that of
     `evaluate`.
     """
     for name, leaf in named_leaves(a).items():
@@ -131,6 +132,11 @@ def match_straight_through(
             bar.set_postfix({name: f"{value:.4f}" for name, value in shown.items()}, refresh=False)
             bar.update()
     _, trace, losses = zip(*candidates, strict=True)
+    if (last := int(np.argmin(losses))) > 0.9 * steps:
+        say(
+            f"straight-through matching: the held-out loss is lowest after step {last} of {steps}, and more steps may "
+            "lower it further: call match_straight_through with steps above that"
+        )
     return Matching(best.perms, best.objective, trace, losses=losses)
 
 

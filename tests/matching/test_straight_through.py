@@ -1,4 +1,5 @@
 import itertools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -114,6 +115,15 @@ def test_held_out_data_is_evaluated_only_when_a_permutation_has_changed(pair, fo
     match_straight_through(*pair, **OPTIONS)
     changes = sum(x != y for x, y in itertools.pairwise(found.trace))
     assert len(calls) == 1 + 1 + changes
+
+
+@pytest.mark.parametrize("falls", [True, False])
+def test_a_loss_that_still_falls_at_the_end_is_said(pair, monkeypatch, capsys, falls):
+    losses = iter([2.0, 1.0] if falls else [1.0, 2.0])
+    monkeypatch.setattr(straight_through, "score", lambda *args, **options: SimpleNamespace(loss=next(losses)))
+    found = match_straight_through(*pair, steps=1, learning_rate=1.0)
+    assert len(set(found.losses)) == 2
+    assert ("the held-out loss is lowest after step 1 of 1, and more steps" in capsys.readouterr().err) == falls
 
 
 def test_each_matching_starts_from_the_last_one(pair, monkeypatch):
