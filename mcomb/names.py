@@ -67,7 +67,7 @@ def read_table(name: str) -> Table:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is no text ({error.reason}): give a table of names") from error
-    rows = []
+    rows: list[Row] = []
     for number, line in enumerate(lines, 1):
         pattern, *rest = line.split() or ["#"]
         if pattern.startswith("#"):
