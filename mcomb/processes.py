@@ -176,7 +176,7 @@ def _leave_with_the_first_to_fail() -> None:
     process, message, code = json.loads(found)
     if process != distributed.global_state.process_id:
         _say_no_last_words()
-        print(f"error: process {process}: {message}", file=sys.stderr)
+        print(f"{'error: ' if code < 128 else ''}process {process}: {message}", file=sys.stderr)
         _exit(code)
 
 

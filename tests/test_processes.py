@@ -157,7 +157,7 @@ def test_two_processes_train_the_same_network_after_a_signal_and_after_both_were
     first, second = end(*running)
     assert (first[0], second[0]) == (128 + signal.SIGTERM, 128 + signal.SIGTERM), (first, second)
     for _, _, said in (first, second):
-        assert said.splitlines()[-1].endswith("interrupted: the same command goes on from here")
+        assert said.splitlines()[-1].endswith("Interrupted; run the same command to resume.")
     stopped = max(saved_steps(tmp_path / TRAINED))
     assert 0 < stopped < 11
 

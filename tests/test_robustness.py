@@ -87,7 +87,7 @@ def assert_ended_by(number, code, said):
         assert code == -number
     else:
         assert code == 128 + number, said
-        assert said.splitlines()[-1] == "error: interrupted: the same command goes on from here"
+        assert said.splitlines()[-1] == "Interrupted; run the same command to resume."
 
 
 def assert_goes_on(warm, out, expected):
