@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ AXIS = "mcomb_device"  # the name of the mesh's only axis, which is nobody else'
 COMBINATIONS, IMAGES = "mcomb_combinations", "mcomb_images"  # the axes of the mesh of evaluation
 BATCH = 200  # how many images a device takes at once, unless memory is too small
 LEAST_IMAGES = 8  # fewer at once would hardly need less memory
+MEMORY_VARIABLE = "MCOMB_MEMORY_GB"  # of the environment: how much memory to use
 
 
 def device_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -199,16 +201,73 @@ def is_out_of_memory(error: jax.errors.JaxRuntimeError) -> bool:
 
 
 def free_memory() -> float:
-    """Four fifths of the bytes that are free for each device of this process; infinite where nobody knows."""
+    """Return the bytes that each local device may still take; infinite where nobody knows.
+
+    That is four fifths of the free memory, of which the devices of a CPU share the host's. The environment variable
+    MCOMB_MEMORY_GB sets it instead: gigabytes for each accelerator, or for all devices of a CPU together.
+    """
     devices = jax.local_devices()
-    if devices[0].platform != "cpu":
+    on_cpu = devices[0].platform == "cpu"
+    if chosen := os.environ.get(MEMORY_VARIABLE):
+        try:
+            free = 1e9 * float(chosen)
+        except ValueError:
+            raise UserError(f"{MEMORY_VARIABLE}={chosen} is not a number: give gigabytes, such as 16") from None
+    elif on_cpu:
+        free = 0.8 * min(_free_on_host(), _left_by_cgroups())
+    else:
         stats = devices[0].memory_stats() or {}
-        return 0.8 * (stats["bytes_limit"] - stats["bytes_in_use"]) if "bytes_limit" in stats else math.inf
+        free = 0.8 * (stats["bytes_limit"] - stats["bytes_in_use"]) if "bytes_limit" in stats else math.inf
+    return free / len(devices) if on_cpu else free
+
+
+def _free_on_host() -> float:
     try:
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        return 1024.0 * int(lines["MemAvailable"].split()[0])
+    except OSError:  # not on Linux: all there is
+        known = hasattr(os, "sysconf") and {"SC_PAGE_SIZE", "SC_PHYS_PAGES"} <= os.sysconf_names.keys()
+        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) if known else math.inf
+
+
+def _left_by_cgroups(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float:
+    """Return what the limits of this process's container leave, counting file caches, which the kernel drops, as free.
+
+    A limit may be set for any of the groups around this process. A container often sees its own as the root.
+    """
+    left = math.inf
+    try:
+        groups = [line.split(":", 2)[1:] for line in proc.read_text().splitlines()]
     except OSError:  # not on Linux
-        return math.inf
-    return 0.8 * 1024 * int(lines["MemAvailable"].split()[0]) / len(devices)
+        return left
+    for kinds, path in groups:
+        names = {"": ("memory.max", "memory.current", "inactive_file")}
+        names["memory"] = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        if kinds not in names:
+            continue
+        limit, used, cached = names[kinds]
+        own = Path(path.lstrip("/"))
+        for folder in (root / kinds / group for group in (own, *own.parents)):
+            with contextlib.suppress(OSError, ValueError, KeyError):  # no such group, or a limit of "max"
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                taken = int((folder / used).read_text()) - int(stat[cached])
+                left = min(left, float(int((folder / limit).read_text()) - taken))
+    return max(left, 0.0)
+
+
+def matrix_rate(mesh: Mesh, size: int = 4096) -> float:
+    """Return how many floating-point operations a second the products of large matrices reach on a mesh.
+
+    One device of a CPU uses all cores.
+    """
+    matrix, seconds = jax.device_put(jnp.ones((size, size)), mesh.devices.flat[0]), []
+    multiply = jax.jit(jnp.matmul)
+    for _ in range(3):  # the first one compiles
+        start = time.monotonic()
+        multiply(matrix, matrix).block_until_ready()
+        seconds.append(time.monotonic() - start)
+    devices = 1 if mesh.devices.flat[0].platform == "cpu" else mesh.size
+    return devices * 2 * size**3 / min(seconds)
 
 
 def describe_devices(mesh: Mesh | None = None) -> str:

@@ -64,13 +64,12 @@ def fit(
     a loss is infinite or not a number.
     """
     mesh = mesh or device_mesh()
-    like = state.params if network is None else network
-    update = _compiled_update(_is_convolutional_on_cpu(like) and _can_be_tuned())
+    update = _update_for(state.params if network is None else network)
     # Copies, so that donating the state never eats the caller's arrays.
     state = _copy(replicate(state, mesh))
     key = replicate(key, mesh)
     for rows, given in batches:
-        padded = np.pad(rows, ((0, 0), (0, -rows.shape[1] % mesh.size)), constant_values=-1)
+        padded = np.pad(rows, ((0, 0), (0, _padding(rows.shape[1], mesh))), constant_values=-1)
         args = share_out(padded, mesh, PartitionSpec(None, AXIS)), replicate(given, mesh), key
         state, reports = update(state, *args, loss=loss, optimizer=optimizer, mesh=mesh)
         # One call in flight: with several virtual CPU devices more can starve the all-reduce.
@@ -79,6 +78,29 @@ def fit(
             step = int(state.step) - len(losses) + int(np.isfinite(losses).argmin()) + 1
             raise Diverged(f"the loss became infinite or not a number in step {step}")
         yield state, losses, report
+
+
+def _padding(rows: int, mesh: Mesh) -> int:
+    return -rows % mesh.size
+
+
+def lower_call(
+    loss: Loss, state: State, steps: int, rows: int, given: Any, optimizer: optax.GradientTransformation, mesh: Mesh
+) -> jax.stages.Lowered:
+    """Lower the call that `fit` makes for `steps` minibatches of `rows` rows, from the shapes of its arguments alone.
+
+    Once this is compiled, `fit` need not compile it again.
+    """
+
+    def on(tree: Any, spec: PartitionSpec = PartitionSpec()) -> Any:  # noqa: B008 (it is never changed)
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)), tree
+        )
+
+    indices = jax.ShapeDtypeStruct((steps, rows + _padding(rows, mesh)), jnp.int32)
+    args = on(state), on(indices, PartitionSpec(None, AXIS)), on(given), on(jax.eval_shape(lambda: jax.random.key(0)))
+    update: Any = _update_for(state.params)
+    return update.lower(*args, loss=loss, optimizer=optimizer, mesh=mesh)
 
 
 @jax.jit
@@ -93,6 +115,10 @@ Without YNN, the library that XLA gives convolutions and sums to: its gradient o
 a gradient, for which it writes out whole arrays of copies, are slower than XLA's own. And with optimization barriers,
 which XLA otherwise removes on CPU: a loss can hold an array as it is with one.
 """
+
+
+def _update_for(network: Params) -> Callable[..., Any]:
+    return _compiled_update(_is_convolutional_on_cpu(network) and _can_be_tuned())
 
 
 @cache
@@ -148,7 +174,7 @@ def steps_per_call(params: Params, steps_per_epoch: int) -> int:
 
 
 def _is_convolutional_on_cpu(params: Params) -> bool:
-    return any(jnp.ndim(leaf) > 2 for leaf in jax.tree.leaves(params)) and jax.default_backend() == "cpu"
+    return any(np.ndim(leaf) > 2 for leaf in jax.tree.leaves(params)) and jax.default_backend() == "cpu"
 
 
 def shuffled_rows(seed: int, epoch: int, count: int, batch_size: int) -> Int32[np.ndarray, "steps b"]:

@@ -9,8 +9,10 @@ import pytest
 from numerics import assert_equal
 
 import mcomb.devices
+from mcomb.base import UserError
 from mcomb.devices import (
     Sizes,
+    _left_by_cgroups,
     compile_to_fit,
     describe_devices,
     device_mesh,
@@ -121,6 +123,38 @@ class Accelerator:
 
     def memory_stats(self):
         return self.stats
+
+
+def test_free_memory_is_what_the_environment_says(monkeypatch):
+    monkeypatch.setenv("MCOMB_MEMORY_GB", "1.5")
+    assert free_memory() == 1.5e9 / len(jax.local_devices())
+    monkeypatch.setattr(jax, "local_devices", lambda: [Accelerator(bytes_limit=1500, bytes_in_use=500)] * 2)
+    assert free_memory() == 1.5e9
+    monkeypatch.setenv("MCOMB_MEMORY_GB", "much")
+    with pytest.raises(UserError, match="MCOMB_MEMORY_GB=much is not a number"):
+        free_memory()
+
+
+@pytest.mark.parametrize(
+    ("line", "folder", "names"),
+    [
+        ("0::/pod/job", "", ("memory.max", "memory.current", "inactive_file")),
+        ("4:memory:/pod/job", "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
+    ],
+    ids=["v2", "v1"],
+)
+def test_cgroup_limits_leave_what_is_not_taken(line, folder, names, tmp_path):
+    """The group around this process's own has the lower limit; the root has none."""
+    groups = tmp_path / "proc"
+    groups.write_text(f"1:cpu:/\n{line}\n")
+    assert _left_by_cgroups(groups, tmp_path) == np.inf
+    for group, limit, used, cached in (("pod", "1000", 400, 100), ("pod/job", "900", 150, 50), ("", "max", 9, 0)):
+        place = tmp_path / folder / group
+        place.mkdir(parents=True, exist_ok=True)
+        for name, text in zip(names, (limit, str(used), ""), strict=True):
+            (place / name).write_text(text)
+        (place / "memory.stat").write_text(f"anon 7\n{names[2]} {cached}\n")
+    assert _left_by_cgroups(groups, tmp_path) == 1000 - (400 - 100)
 
 
 def test_four_fifths_of_what_is_left_count_as_free(monkeypatch):

@@ -161,3 +161,9 @@ def columns(rows: Iterable[tuple[str, ...]]) -> str:
         "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(r, widths, strict=True)))
         for r in rows
     )
+
+
+def readable_bytes(count: float) -> str:
+    """Return a number of bytes in the unit that suits it, such as `9.4 GB`."""
+    unit, name = next(((unit, name) for unit, name in ((1e9, "GB"), (1e6, "MB")) if count >= unit), (1e3, "kB"))
+    return f"{count / unit:.1f} {name}"

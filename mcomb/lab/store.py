@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from threading import Event
 from typing import Any, NamedTuple
@@ -27,17 +27,27 @@ from jax.sharding import Mesh
 
 from mcomb.base import Apply, Params, UserError, require_finite
 from mcomb.checkpoint import read_checkpoint
-from mcomb.devices import meshes_of, replicate
+from mcomb.devices import (
+    MEMORY_VARIABLE,
+    describe_devices,
+    device_mesh,
+    free_memory,
+    matrix_rate,
+    meshes_of,
+    replicate,
+)
 from mcomb.files import AnyPath, atomic, make_writable
 from mcomb.fingerprints import fingerprint
 from mcomb.gradient_descent import State, all_finite
+from mcomb.interrupts import unsaved
 from mcomb.lab import versions
 from mcomb.lab.config import CHECKPOINT_FLAGS, RECIPE_FLAGS, TrainingConfig, identity_flags, recipe, recipe_dict
-from mcomb.lab.data import Splits
+from mcomb.lab.data import Split, Splits
 from mcomb.lab.partition import Subset
+from mcomb.lab.results import readable_bytes
 from mcomb.lab.setups import SETUPS, Setup
-from mcomb.lab.side_by_side import run_side_by_side
-from mcomb.lab.training import Stopped, initial_state, train, training_bar
+from mcomb.lab.side_by_side import Budget, run_side_by_side
+from mcomb.lab.training import Needs, Stopped, compile_training, initial_state, train, training_bar
 from mcomb.lab.training_checkpoints import TrainingCheckpoints
 from mcomb.locks import lock
 from mcomb.matching import match
@@ -50,6 +60,9 @@ from mcomb.symmetry.spec import PermutationSpec
 
 PRETRAINED = Path(__file__).parents[2] / "pretrained"  # in a clone
 MATCHING_IMAGES = 10_000  # of the train split, for matchers to see: more would change little and cost much
+HOUR = 3600.0  # seconds
+EMBEDDED = "mlp-digits"  # the setup for a first look
+SLOWEST = 1e10  # floating-point operations a second that any machine reaches
 
 
 class NotKeptError(Exception):
@@ -230,35 +243,78 @@ class Store:
         for training in trainings:
             begun_with = None if are_several() else self._checkpoints(training).device_count
             by_size.setdefault(min(begun_with or share, len(jax.devices())), []).append(training)
+        on_cpu = jax.default_backend() == "cpu"
+        budget = Budget(from_first(free_memory) * (len(jax.local_devices()) if on_cpu else 1))
         for size, group in by_size.items():
             meshes = meshes_of(size)
-            run_side_by_side(self._train_in_turn, [(mesh, group[i :: len(meshes)]) for i, mesh in enumerate(meshes)])
+            lanes = [(mesh, group[i :: len(meshes)], budget) for i, mesh in enumerate(meshes)]
+            run_side_by_side(self._train_in_turn, lanes)
 
-    def _train_in_turn(self, lane: tuple[Mesh, Sequence[Training]], stop: Event) -> None:
-        mesh, trainings = lane
+    def _train_in_turn(self, lane: tuple[Mesh, Sequence[Training], Budget], stop: Event) -> None:
+        mesh, trainings, budget = lane
         for training in trainings:
-            self._train(training, mesh, stop)
+            self._train(training, mesh, budget, stop)
 
-    def _train(self, training: Training, mesh: Mesh, stop: Event) -> None:
+    def _train(self, training: Training, mesh: Mesh, budget: Budget, stop: Event) -> None:
         checkpoints, data, recipe, seed = self._checkpoints(training), self.data.train, self.recipe, training.seed
         if training.images:
             data = data.take(training.images.rows(data.labels))
-        how: dict[str, Any] = {"mesh": mesh, "per_call": self.config.steps_per_call, "stop": stop}
-        how["describe"] = describe = f"training {self._name(training)}"
-        # It is shown first: making the first state takes a second or two.
-        with training_bar(recipe, len(data.labels), checkpoints.step, describe) as bar:
+        describe = f"training {self._name(training)}"
+        with ExitStack() as held:
+            # The bar comes first: compiling takes seconds, and making the first state another one or two.
+            bar = held.enter_context(training_bar(recipe, len(data.labels), checkpoints.step, describe))
+            if recipe.epochs:
+                steps = recipe.epochs * (len(data.labels) // recipe.batch_size) - checkpoints.step
+                mesh, needs = self._compile_to_fit(data, mesh, budget.size, describe)
+                wait = partial(say, f"{describe} waits for memory: it needs {readable_bytes(needs.memory)}")
+                shared = needs.memory if jax.default_backend() == "cpu" else 0.0
+                held.enter_context(budget.reserve(shared, stop, wait))
+                self._say_if_long(needs.flop * steps, mesh, describe)
             state = initial_state(self.setup.init(self.config.width, seed), recipe, len(data.labels))
             if checkpoints.records:
                 state = checkpoints.restore(state)
             elif recipe.epochs == 0:
                 checkpoints.save(0, replicate(state, mesh), mesh)
+            before = int(state.step)
+            how: dict[str, Any] = {"mesh": mesh, "per_call": self.config.steps_per_call, "stop": stop}
+            how |= {"describe": describe, "bar": bar, "begun": held.enter_context(unsaved())}
+            epochs = train(self.apply, state, data, recipe, seed, **how)
+            del state  # a network may fill half of the memory
             try:
-                for epoch, trained, _ in train(self.apply, state, data, recipe, seed, bar=bar, **how):
+                for epoch, trained, _ in epochs:
                     if epoch % recipe.checkpoint_every == 0 or epoch == recipe.epochs:
                         checkpoints.save(epoch, trained, mesh)
             except Stopped as stopped:
-                self._save_stopped(checkpoints, stopped.state, int(state.step), len(data.labels), mesh)
+                self._save_stopped(checkpoints, stopped.state, before, len(data.labels), mesh)
                 raise
+
+    def _compile_to_fit(self, data: Split, mesh: Mesh, free: float, describe: str) -> tuple[Mesh, Needs]:
+        """Compile the step of a training on a mesh, or on one device of a CPU if only that fits into the free memory.
+
+        Each device has a copy of the weights, and those of a CPU share its memory.
+        """
+        alone = [device_mesh(mesh.devices.tolist()[:1])] if mesh.size > 1 and jax.default_backend() == "cpu" else []
+        for candidate in (mesh, *([] if are_several() else alone)):
+            shapes = self.setup.shapes(self.config.width)
+            how = (self.recipe, candidate, self.config.steps_per_call)
+            needs = compile_training(self.apply, shapes, data, *how)
+            if needs.memory <= free:
+                if candidate is not mesh:
+                    say(f"{describe} uses {describe_devices(candidate)} to fit into {readable_bytes(free)}")
+                return candidate, needs
+        raise UserError(
+            f"{describe} needs {readable_bytes(needs.memory)} of memory, and {readable_bytes(free)} may be used: "
+            f"give a smaller --width or --batch-size, or --setup {EMBEDDED}, or raise {MEMORY_VARIABLE}"
+        )
+
+    def _say_if_long(self, flop: float, mesh: Mesh, describe: str) -> None:
+        """Say how long a training takes if even matrix products at full speed would take more than an hour."""
+        if flop < HOUR * SLOWEST:
+            return
+        hours = flop / matrix_rate(mesh) / HOUR
+        if hours > 1:
+            time = f"{hours / 24:,.0f} days" if hours > 48 else f"{hours:.0f} hours"
+            say(f"{describe} takes {time} or more on {describe_devices(mesh)}: --setup {EMBEDDED} takes a minute")
 
     def _save_stopped(
         self, checkpoints: TrainingCheckpoints, state: State, before: int, images: int, mesh: Mesh

@@ -51,6 +51,13 @@ class Stopped(Exception):
         self.state = state
 
 
+class Needs(NamedTuple):
+    """What a training needs: bytes, on each accelerator or on all devices of a CPU together, and FLOP for each step."""
+
+    memory: float
+    flop: float
+
+
 class Progress(NamedTuple):
     """Mean loss and accuracy on an epoch's augmented training images."""
 
@@ -109,6 +116,41 @@ def initial_state(params: Params, recipe: Recipe, images: int) -> State:
     return gradient_descent.initial_state(params, make_optimizer(recipe, images // recipe.batch_size))
 
 
+def count_steps(data: Split, recipe: Recipe) -> int:
+    """Return the number of whole batches in the data; an error if there is none."""
+    count, size = len(data.labels), recipe.batch_size
+    if count < size:
+        raise UserError(f"--batch-size {size} is more than the {count} training images: give less")
+    return count // size
+
+
+def compile_training(
+    apply: Apply, params: Params, data: Split, recipe: Recipe, mesh: Mesh, per_call: int | None = None
+) -> Needs:
+    """Compile the step that `train` makes on a mesh, from the shapes of `params` alone, and return what it needs.
+
+    Memory is XLA's own account of the step, the state on each device, the data, and the state that training begins
+    with, which is held until the first step is made.
+    """
+    steps = count_steps(data, recipe)
+    state = jax.eval_shape(lambda params: initial_state(params, recipe, len(data.labels)), params)
+    lowered = gradient_descent.lower_call(
+        training_loss(apply, recipe.augmentation),
+        state,
+        min(steps, per_call or steps_per_call(params, steps)),
+        recipe.batch_size,
+        tuple(data),
+        make_optimizer(recipe, steps),
+        mesh,
+    )
+    analysis, cost = lowered.compile().memory_analysis(), lowered.cost_analysis()
+    temporary = analysis.temp_size_in_bytes if analysis else 0
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    images = sum(array.nbytes for array in data)
+    copies = mesh.size if mesh.devices.flat[0].platform == "cpu" else 1
+    return Needs(float(copies * (temporary + held) + held + images), float((cost or {}).get("flops", 0.0)))
+
+
 def training_bar(recipe: Recipe, images: int, step: int, describe: str) -> "tqdm[Any]":
     """A bar over the images of all epochs, of which so many steps are done."""
     size = recipe.batch_size
@@ -127,17 +169,17 @@ def train(
     describe: str = "training",
     stop: Event | None = None,
     bar: "tqdm[Any] | None" = None,
+    begun: Event | None = None,
 ) -> Iterator[tuple[int, State, Progress]]:
     """Yields (epoch, state, progress) after each epoch that `state` has not seen.
 
     A yielded state is donated to the next epoch: use it before asking for the next one. If another thread sets
     `stop`, Stopped is raised before the next compiled call. A state within an epoch is gone on with from there. The
-    `bar` is one of `training_bar` that is shown already, while the state was made.
+    `bar` is one of `training_bar` that is shown already, while the state was made; its clock starts again. `begun` is
+    set after the first compiled call.
     """
     count, size = len(data.labels), recipe.batch_size
-    steps = count // size
-    if steps == 0:
-        raise UserError(f"--batch-size {size} is more than the {count} training images: give less")
+    steps = count_steps(data, recipe)
     per_call = per_call or steps_per_call(state.params, steps)
     first, done = divmod(int(state.step), steps)
     everything = replicate(tuple(data), mesh)
@@ -154,6 +196,7 @@ def train(
     fitting = fit(loss, state, batches(), optimizer, stream(seed, "augment"), mesh)
     bar = training_bar(recipe, count, int(state.step), describe) if bar is None else bar
     with bar:
+        bar.unpause()  # neither its rate nor the time left counts what came before
         bar.update(int(state.step) * size - bar.n)  # a state that could not be read is not gone on from
         for epoch in range(first + 1, recipe.epochs + 1):
             history: list[tuple[np.ndarray, np.ndarray]] = []
@@ -162,6 +205,8 @@ def train(
                     if (call := next(fitting, None)) is None:
                         raise Stopped(state)
                     state, *reports = call
+                    if begun:
+                        begun.set()
                     history.append((reports[0], reports[1]))
                     means = dict(zip(("loss", "acc"), (f"{values.mean():.3f}" for values in reports), strict=True))
                     bar.set_postfix(epoch=epoch, **means, refresh=False)

@@ -15,13 +15,14 @@ from experiments.linear import LinearConfig
 from experiments.width import WidthConfig
 from mcomb import write_checkpoint
 from mcomb.base import Diverged, UserError
+from mcomb.devices import MEMORY_VARIABLE, device_mesh
 from mcomb.fingerprints import fingerprint
 from mcomb.lab import store as stores
 from mcomb.lab import training
 from mcomb.lab.config import Config, SweepConfig
 from mcomb.lab.setups import SETUPS
 from mcomb.lab.store import NotKeptError, Store, Training
-from mcomb.lab.training import Stopped
+from mcomb.lab.training import Stopped, compile_training
 from mcomb.matching.core import Matching
 
 CONFIG = Config(setup="mlp-digits", width=1, epochs=4)
@@ -400,6 +401,57 @@ def test_a_training_that_is_gone_on_with_alone_keeps_the_devices_it_had_beside_o
     assert Store(config)._unfinished(both) == both
     assert_equal(train(Store(config), 0)[0].params, whole[0].params)
     assert_equal(train(Store(config), 0, 1)[1].params, whole[1].params)
+
+
+def needed(config, devices):
+    """The gigabytes that a training needs on so many devices, by the account of its compiled step."""
+    store, mesh = Store(config), device_mesh(jax.devices()[:devices])
+    shapes = store.setup.shapes(config.width)
+    return compile_training(store.apply, shapes, store.data.train, store.recipe, mesh).memory / 1e9
+
+
+def test_networks_train_in_turn_where_memory_is_small(kept, tmp_path, monkeypatch, capsys):
+    config = dataclasses.replace(CONFIG, out=tmp_path)
+    share = max(1, len(jax.devices()) // 2)
+    monkeypatch.setenv(MEMORY_VARIABLE, str(1.5 * needed(config, share)))
+    networks = Store(config).networks("AB")
+    said = capsys.readouterr().err
+    assert said.count("waits for memory: it needs") == (len(jax.devices()) > 1)
+    _, second = (line.split(":")[0] for line in said.splitlines() if "100%" in line)
+    assert f"{second} waits for memory" in said or len(jax.devices()) == 1
+    before = Store(dataclasses.replace(config, out=kept)).networks("AB")
+    assert [networks[x].fingerprint for x in "AB"] == [before[x].fingerprint for x in "AB"]
+
+
+@pytest.mark.skipif(len(jax.devices()) == 1, reason="there is one device")
+def test_a_network_trains_on_one_device_where_memory_is_small(tmp_path, monkeypatch, capsys):
+    config = dataclasses.replace(CONFIG, out=tmp_path)
+    least, most = needed(config, 1), needed(config, len(jax.devices()))
+    assert least < most
+    monkeypatch.setenv(MEMORY_VARIABLE, str((least + most) / 2))
+    store = Store(config)
+    store.networks("A")
+    assert devices_of(store, 0) == ["1 × cpu"]
+    assert "uses 1 × cpu to fit into" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("width", "memory"), [(1, "0.0001"), (20_000, "8")])
+def test_a_network_that_does_not_fit_is_refused(width, memory, tmp_path, monkeypatch):
+    """Before anything is made: the weights of the wide one alone would take a terabyte."""
+    monkeypatch.setenv(MEMORY_VARIABLE, memory)
+    store = Store(dataclasses.replace(CONFIG, width=width, out=tmp_path))
+    with pytest.raises(UserError, match=r"seed-\d,epochs=4 needs .*B of memory, and .* may be used: give a smaller"):
+        store.networks("AB")
+    assert not [path for path in tmp_path.rglob("networks/*") if path.is_dir()]
+
+
+def test_a_long_training_says_so_at_its_start(monkeypatch, capsys):
+    store, mesh = Store(CONFIG), device_mesh()
+    monkeypatch.setattr(stores, "matrix_rate", lambda mesh: 1e12)
+    store._say_if_long(3e15, mesh, "training seed-0")
+    assert capsys.readouterr().err == ""
+    store._say_if_long(1e18, mesh, "training seed-0")
+    assert "training seed-0 takes 12 days or more on" in capsys.readouterr().err
 
 
 def test_a_diverging_training_keeps_its_last_good_checkpoint(tmp_path, monkeypatch):

@@ -7,11 +7,20 @@ import pytest
 from numerics import assert_close, assert_equal
 
 from mcomb.base import Diverged, UserError
+from mcomb.devices import device_mesh
 from mcomb.gradient_descent import ON_CPU, _can_be_tuned
 from mcomb.lab.augmentation import Augmentation
 from mcomb.lab.data import DIGITS
 from mcomb.lab.models import MLP, Tiny10, classifier
-from mcomb.lab.training import Recipe, initial_state, learning_rate, train, training_loss
+from mcomb.lab.training import (
+    Recipe,
+    compile_training,
+    initial_state,
+    learning_rate,
+    train,
+    training_bar,
+    training_loss,
+)
 
 RECIPE = Recipe(
     epochs=3,
@@ -95,6 +104,45 @@ def test_a_resumed_training_ends_like_an_uninterrupted_one(digits, whole):
     whole_losses, last = whole
     assert losses == whole_losses[1:]
     assert_equal(resumed, last)
+
+
+def test_a_step_compiled_from_shapes_is_not_compiled_again(digits, caplog):
+    """A recipe of its own, so that no other test has compiled it."""
+    recipe = dataclasses.replace(RECIPE, learning_rate=0.0123, epochs=2)
+    (apply, state), data, mesh = start(digits, recipe), digits.train.first(100), device_mesh()
+    with jax.log_compiles():
+        compile_training(apply, jax.eval_shape(lambda: state.params), data, recipe, mesh)
+        assert "Finished XLA compilation of jit(_update)" in caplog.text
+        caplog.clear()
+        assert len(list(train(apply, state, data, recipe, 0, mesh=mesh))) == 2
+    assert "Finished XLA compilation of jit(_update)" not in caplog.text
+
+
+def test_a_training_needs_its_state_data_and_activations(digits):
+    model, data = MLP(8, 10), digits.train.first(100)
+    apply, state = start(digits, model=model)
+    weights = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    mesh = device_mesh(jax.devices()[:1])
+    small, large = (
+        compile_training(apply, state.params, data, dataclasses.replace(RECIPE, batch_size=size), mesh)
+        for size in (10, 100)
+    )
+    held = 2 * (2 * 4 * weights) + sum(array.nbytes for array in data)  # weights and momentum, twice
+    hidden = 3 * 16 * 8 * 4  # bytes of an image's hidden layers
+    assert held < small.memory < large.memory < held + 20 * (4 * weights + 100 * hidden)
+    assert large.memory - small.memory > 0.5 * 90 * hidden
+    assert 0.8 < large.flop / (6 * weights * 100) < 2  # two for each weight, forwards, and twice that backwards
+    assert 5 < large.flop / small.flop < 11
+
+
+def test_the_clock_of_the_bar_starts_with_the_first_step(digits):
+    apply, state = start(digits)
+    bar = training_bar(RECIPE, 100, 0, "training")
+    bar.start_t -= 3600  # an hour of compiling
+    bar.last_print_t -= 3600
+    for _ in train(apply, state, digits.train.first(100), RECIPE, 0, bar=bar):
+        assert bar.format_dict["elapsed"] < 600
+        assert bar.format_dict["rate"] is None or bar.format_dict["rate"] > 300 / 600
 
 
 def test_training_leaves_its_start_untouched(digits):
