@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
     config = parse_and_join(Config, __doc__, argv)
     store = Store(config)
     if config.plan:
-        return print_plan([Job("pretrained", store, [store.training(letter) for letter in "ABC"])], config)
+        return print_plan([Job("pretrained", store, [store.training(letter) for letter in "ABC"])])
     test = store.data.test  # before anything is written
     recipe = recipe_dict(config)
     chosen = {name: getattr(config, name) for name in ("setup", "width", "seed", *RECIPE_FLAGS)}

@@ -131,7 +131,7 @@ def main(argv: list[str] | None = None) -> None:
     config = parse_and_join(ReportConfig, __doc__, argv)
     jobs = plan(config)
     if config.plan:
-        return print_plan((need for job in jobs for need in list_jobs(job.experiment, job.config)), config)
+        return print_plan(need for job in jobs for need in list_jobs(job.experiment, job.config))
     path = page_path(config)
     from_first(make_writable, path.parent)
     say(f"the report goes to {path}")

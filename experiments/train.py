@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> None:
     config = parse_and_join(TrainConfig, __doc__, argv)
     store, trainings = Store(config), [Training(seed) for seed in config.seeds]
     if config.plan:
-        return print_plan([Job("train", store, trainings)], config)
+        return print_plan([Job("train", store, trainings)])
     folder = store.home / "networks"
     say(f"networks go to {folder}")
     trained = {}

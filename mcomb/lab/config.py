@@ -39,10 +39,9 @@ class TrainingConfig(Output):
     steps_per_call: Annotated[
         int | None, Flag("training steps in one compiled call (default: automatic)", at_least=1, identity=False)
     ] = None
-    plan: Annotated[bool, Flag("only say what would be done and what it takes", identity=False)] = False
-    device_tflops: Annotated[
-        float | None, Flag("TFLOP/s of all devices to plan with (default: measured here)", at_least=0, identity=False)
-    ] = None
+    plan: Annotated[bool, Flag("only list what would be done, with operations, memory and disk", identity=False)] = (
+        False
+    )
     distributed: Annotated[
         bool, Flag("run together with the processes of this SLURM job, TPU pod, …", identity=False)
     ] = False

@@ -349,8 +349,6 @@ def setups_help() -> str:
 def parse_and_join(config: type[T], description: str | None, argv: list[str] | None) -> T:
     """The config that the command line asks for, after this process has joined those that it is to run with."""
     parsed = cli.parse(config, description or "", argv, setups_help())
-    if parsed.device_tflops is not None and not parsed.plan:
-        raise UserError(f"--device-tflops {parsed.device_tflops:g} is a rate to plan with: give --plan as well")
     if parsed.distributed or parsed.coordinator or parsed.processes or parsed.process is not None:
         join(parsed.coordinator, parsed.processes, parsed.process)
         # Images may be in different places: they are compared once they are read.
@@ -369,16 +367,16 @@ def main(experiment: Experiment, description: str | None, argv: list[str] | None
         for name, why in idle_flags(experiment, config).items():
             raise UserError(f"--{name.replace('_', '-')} {getattr(config, name)} {why}")
         if config.plan:
-            print_plan(list_jobs(experiment, config), config)
+            print_plan(list_jobs(experiment, config))
         else:
             show_json(located(experiment.name, config, run(experiment, config)))
 
     cli.run(plan_or_run)
 
 
-def print_plan(jobs: Iterable[Job], config: TrainingConfig) -> None:
-    """Prints what would be done and what it takes."""
-    steps = plan.plan_steps(jobs, config.device_tflops)
+def print_plan(jobs: Iterable[Job]) -> None:
+    """Print what would be done and what it takes."""
+    steps = plan.plan_steps(jobs)
     show(plan.table(steps))
     show_json({"steps": [step._asdict() for step in steps], "all": plan.total(steps)._asdict()})
 

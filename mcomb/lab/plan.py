@@ -1,37 +1,27 @@
-"""What a run would take: its steps, and the operations, memory, disk and time of each, before any of them is made.
+"""What a run would do: its steps, and the operations, memory and disk of each, before any of them is made.
 
-Floating-point operations are counted from the shapes alone: those of the network on one image as XLA counts them, and
-three times as many for a gradient. Times follow from how fast this machine does a little of the same work, or from a
-rate that is given; matching by weights is reckoned at the rate of the host's matrix products. Compilation is left out.
+Everything follows from the shapes alone: nothing is compiled, timed or read but what is kept already. Floating-point
+operations are those of the network on one image as XLA counts them, and three times as many for a gradient. A plan says
+nothing of time: a training says so itself once it has begun.
 """
 
-import time
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import cache
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from mcomb.base import UserError, named_leaves, stream
-from mcomb.combination import mix, uniform
-from mcomb.devices import BATCH, device_mesh
-from mcomb.evaluation import evaluate
+from mcomb.base import named_leaves
+from mcomb.devices import BATCH
 from mcomb.files import AnyPath
-from mcomb.lab.data import Split
-from mcomb.lab.measure import REPAIR_IMAGES, TEMPERATURES
-from mcomb.lab.results import columns
-from mcomb.lab.store import MATCHING_IMAGES, Store, Training
-from mcomb.lab.training import initial_state, train
+from mcomb.lab.measure import REPAIR_IMAGES
+from mcomb.lab.results import columns, readable_bytes
+from mcomb.lab.store import MATCHING_IMAGES, Store, Training, device_share
 from mcomb.matching.straight_through import BATCH_SIZE, STEPS
-from mcomb.progress import say
 
 GRADIENT = 3  # times the operations of the network itself
 SWEEPS = 2  # of weight matching, counted in full ones: after the first, only what has moved is counted anew
-SLOWEST = 1e-9  # TFLOP/s that can be planned with: a thousand operations in a second
-TRIAL = 1e11  # operations of the work that is timed
 # What programs hold at once of the arrays inside a network, by their own account (benchmarks.account):
 LIVE, COMPARED = 4, 8  # evaluation and activation matching, as much as so many of the largest array
 KEPT = 0.25  # a gradient, this part of all arrays
@@ -52,14 +42,16 @@ class Job(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One thing to do: its floating-point operations, bytes on each device and on disk, and seconds."""
+    """One thing to do: its floating-point operations, and the bytes that it takes in memory and on disk.
+
+    Memory is that of each accelerator, or of all devices of a CPU together.
+    """
 
     what: str
     state: str
     flop: float = 0.0
     memory: float = 0.0
     disk: float = 0.0
-    seconds: float = 0.0
 
 
 class Work(NamedTuple):
@@ -70,13 +62,6 @@ class Work(NamedTuple):
     activations: float  # bytes of all arrays inside the network on one image
     largest: float  # bytes of the largest of them
     matching_flop: float  # of one sweep of weight matching
-
-
-class Rates(NamedTuple):
-    """Floating-point operations in a second."""
-
-    training: float
-    evaluation: float
 
 
 def work_of(store: Store) -> Work:
@@ -97,70 +82,31 @@ def work_of(store: Store) -> Work:
     )
 
 
-def measure_rates(store: Store, work: Work) -> Rates:
-    """How fast this machine trains and evaluates networks of the store, from a little of both on random images."""
-    width, setup, devices = store.config.width, store.setup, len(jax.devices())
-    say(f"measuring how fast this machine is with {setup.title}, width {width} …")
-
-    def images(count: float) -> Split:
-        rng, n = np.random.default_rng(0), int(np.clip(count, devices, 2000))
-        pixels = rng.integers(0, 256, (n, *setup.dataset.image)).astype(np.uint8)
-        return Split(pixels, rng.integers(0, setup.dataset.classes, n).astype(np.int32))
-
-    data = images(TRIAL / (GRADIENT * work.flop))
-    recipe = replace(store.recipe, epochs=2, batch_size=min(store.recipe.batch_size, len(data.labels)))
-    networks = tuple(setup.init(width, seed) for seed in (0, 1))
-    epochs = train(store.apply, initial_state(networks[0], recipe, len(data.labels)), data, recipe, 0, describe="trial")
-    next(epochs)  # it compiles
-    start = time.monotonic()
-    next(epochs)
-    steps = len(data.labels) // recipe.batch_size
-    training = GRADIENT * work.flop * steps * recipe.batch_size / (time.monotonic() - start)
-
-    keys = jax.random.split(stream(0, "trial"), 2 * devices)
-    data = images(TRIAL / (work.flop * len(keys)))
-    for _ in range(2):  # the first one compiles
-        start = time.monotonic()
-        shares = np.full(len(keys), 0.5, np.float32)
-        evaluate(store.apply, mix(uniform), networks, shares, keys, *data, temperatures=TEMPERATURES)
-    return Rates(training, work.flop * len(keys) * len(data.labels) / (time.monotonic() - start))
-
-
-@cache
-def host_rate() -> float:
-    """How fast this machine's host multiplies matrices."""
-    x, seconds = np.ones((1024, 1024), np.float32), []
-    for _ in range(3):
-        start = time.monotonic()
-        x @ x
-        seconds.append(time.monotonic() - start)
-    return 2 * 1024**3 / min(seconds)
-
-
-def plan_steps(jobs: Iterable[Job], tflops: float | None = None) -> list[Step]:
-    """The steps of some jobs, each once, at the rates of this machine or at so many TFLOP/s of all devices."""
-    if tflops is not None and not SLOWEST <= tflops < np.inf:
-        raise UserError(f"--device-tflops {tflops:g} is no rate: give {SLOWEST:g} or more, or leave it out to measure")
+def plan_steps(jobs: Iterable[Job]) -> list[Step]:
+    """Return the steps of some jobs, each once."""
     steps: dict[tuple[AnyPath, str], Step] = {}
-    known: dict[AnyPath, tuple[Work, Rates]] = {}
+    known: dict[AnyPath, Work] = {}
     for job in jobs:
         home = job.store.home
         if not job.trainings and not job.given:
             continue
         if home not in known:
-            work = work_of(job.store)
-            known[home] = work, Rates(tflops * 1e12, tflops * 1e12) if tflops else measure_rates(job.store, work)
+            known[home] = work_of(job.store)
         for part in (_training, _matching, _evaluation):
-            steps |= {(home, step.what): step for step in part(job, *known[home])}
+            steps |= {(home, step.what): step for step in part(job, known[home])}
     several = len(known) > 1
     return [
         step._replace(what=f"{home.name}: {step.what}" if several else step.what) for (home, _), step in steps.items()
     ]
 
 
-def _training(job: Job, work: Work, rates: Rates) -> Iterator[Step]:
-    store, devices = job.store, device_mesh().size
-    recipe, size = store.recipe, DTYPE_BYTES * work.parameters
+def _copies(devices: int) -> int:
+    """Return how many copies of an array that devices hold are in the same memory."""
+    return devices if jax.default_backend() == "cpu" else 1
+
+
+def _training(job: Job, work: Work) -> Iterator[Step]:
+    store, recipe, size = job.store, job.store.recipe, DTYPE_BYTES * work.parameters
     for name in job.given:
         yield Step(f"read {name}", "given")
     for training in job.trainings:
@@ -168,36 +114,36 @@ def _training(job: Job, work: Work, rates: Rates) -> Iterator[Step]:
         there = store.setup.dataset.images[0]
         there = training.images.expected_count(there) if training.images else there
         images = (recipe.epochs - done) * (there // recipe.batch_size) * recipe.batch_size
-        flop = GRADIENT * work.flop * images
         if not images:
             yield Step(f"train {name}", "kept")
             continue
         state = f"from epoch {done} of {recipe.epochs}" if done else f"{recipe.epochs} epochs"
-        # Weights, momentum, gradient and the new weights; of the first two there are two checkpoints.
-        memory = 4 * size + recipe.batch_size / devices * KEPT * work.activations
-        yield Step(f"train {name}", state, flop, memory, 4 * size, flop / rates.training)
+        devices = device_share(len(job.trainings))
+        # Weights, momentum and gradient; and the state that training begins with. There are two checkpoints.
+        each = 3 * size + recipe.batch_size / devices * KEPT * work.activations
+        memory = _copies(devices) * each + 2 * size + there * math.prod(store.setup.dataset.image)
+        yield Step(f"train {name}", state, GRADIENT * work.flop * images, memory, 4 * size)
 
 
-def _matching(job: Job, work: Work, rates: Rates) -> Iterator[Step]:
-    store, size, devices = job.store, DTYPE_BYTES * work.parameters, device_mesh().size
+def _matching(job: Job, work: Work) -> Iterator[Step]:
+    store, size, devices = job.store, DTYPE_BYTES * work.parameters, len(jax.devices())
     for name, (matcher, restarts) in job.matchings.items():
         b, a = (store.network_name(letter) for letter in (name[0], name.split()[2][0]))
         what = f"match {b} to {a} by {matcher}" + (f", {restarts} restarts" if restarts > 1 else "")
         if store.matching_path(a, b, matcher, restarts).is_file():
             yield Step(what, "kept")
             continue
-        on_host, on_device, memory = SWEEPS * work.matching_flop * restarts, 0.0, 4 * size
+        flop, memory = SWEEPS * work.matching_flop * restarts, 4 * size
         if matcher == "activations":
-            on_host, on_device = 0.0, 2 * work.flop * min(MATCHING_IMAGES, store.setup.dataset.images[0])
-            memory = 2 * (size + BATCH * COMPARED * work.largest)
+            flop = 2 * work.flop * min(MATCHING_IMAGES, store.setup.dataset.images[0])
+            memory = 2 * size + _copies(devices) * 2 * BATCH * COMPARED * work.largest
         elif matcher == "ste":
-            on_host, on_device = STEPS * on_host, STEPS * BATCH_SIZE * GRADIENT * work.flop
-            memory = 6 * size + BATCH_SIZE / devices * KEPT * work.activations
-        seconds = on_host / host_rate() + on_device / rates.evaluation
-        yield Step(what, "", on_host + on_device, memory, 0.0, seconds)
+            flop = STEPS * (flop + BATCH_SIZE * GRADIENT * work.flop)
+            memory = 2 * size + _copies(devices) * (4 * size + BATCH_SIZE / devices * KEPT * work.activations)
+        yield Step(what, "", flop, memory)
 
 
-def _evaluation(job: Job, work: Work, rates: Rates) -> Iterator[Step]:
+def _evaluation(job: Job, work: Work) -> Iterator[Step]:
     if not job.combinations:
         return
     config, repair = job.store.config, getattr(job.store.config, "repair", False)
@@ -207,33 +153,22 @@ def _evaluation(job: Job, work: Work, rates: Rates) -> Iterator[Step]:
         return
     counts = zip((config.train_images, config.test_images), job.store.setup.dataset.images, strict=True)
     images = sum(min(asked or there, there) + (REPAIR_IMAGES if repair else 0) for asked, there in counts)
-    flop = work.flop * images * job.combinations
-    networks = (len(job.trainings) + len(job.given) + 2) * DTYPE_BYTES * work.parameters
-    memory = networks + min(BATCH, images) * LIVE * work.largest
-    yield Step(what, f"{images:,} images each", flop, memory, 0.0, flop / rates.evaluation)
+    size = DTYPE_BYTES * work.parameters
+    each = size + min(BATCH, images) * LIVE * work.largest  # a combination, and what is computed of it
+    memory = (len(job.trainings) + len(job.given) + 1) * size + _copies(len(jax.devices())) * each
+    yield Step(what, f"{images:,} images each", work.flop * images * job.combinations, memory)
 
 
 def table(steps: list[Step]) -> str:
-    """The steps for a person to read, and what they come to together."""
-    rows = [("", "", "TFLOP", "memory a device", "disk", "time")]
+    """Return the steps for a person to read, and what they come to together."""
+    rows = [("", "", "TFLOP", "memory", "disk")]
     for step in (*steps, total(steps)):
-        numbers = (f"{step.flop / 1e12:.3g}", _bytes(step.memory), _bytes(step.disk), _time(step.seconds))
-        rows.append((step.what, step.state, *(numbers if step.flop or step.what == IN_ALL else ("",) * 4)))
+        numbers = (f"{step.flop / 1e12:.3g}", *(readable_bytes(count) if count else "" for count in step[3:]))
+        rows.append((step.what, step.state, *(numbers if step.flop or step.what == IN_ALL else ("",) * 3)))
     return columns(rows)
 
 
 def total(steps: list[Step]) -> Step:
-    """What some steps come to: the memory of the one that needs most, and the sum of everything else."""
-    flop, disk, seconds = (sum(getattr(step, name) for step in steps) for name in ("flop", "disk", "seconds"))
-    return Step(IN_ALL, "", flop, max((step.memory for step in steps), default=0.0), disk, seconds)
-
-
-def _bytes(count: float) -> str:
-    unit, name = next(((unit, name) for unit, name in ((1e9, "GB"), (1e6, "MB")) if count >= unit), (1e3, "kB"))
-    return f"{count / unit:.1f} {name}" if count else ""
-
-
-def _time(seconds: float) -> str:
-    units = ((86400, "days"), (3600, "h"), (60, "min"))
-    unit, name = next(((unit, name) for unit, name in units if seconds >= 2 * unit), (1, "s"))
-    return f"{seconds / unit:.1f} {name}"
+    """Return what some steps come to: the memory of the one that needs most, and the sum of everything else."""
+    flop, disk = (sum(getattr(step, name) for step in steps) for name in ("flop", "disk"))
+    return Step(IN_ALL, "", flop, max((step.memory for step in steps), default=0.0), disk)

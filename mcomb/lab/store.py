@@ -219,8 +219,7 @@ class Store:
         if unfinished and not self.make:
             raise NotKeptError(self._name(unfinished[0]))
         if unfinished:
-            # Processes that run together train one network after the other, each on all devices.
-            share = len(jax.devices()) if are_several() else max(1, len(jax.devices()) // len(trainings))
+            share = device_share(len(trainings))
             from_first(make_writable, self.home / "networks")
             with ExitStack() as locks:
                 for name in sorted(
@@ -419,6 +418,14 @@ class Store:
         start = time.monotonic()
         yield
         self.seconds[what] = self.seconds.get(what, 0.0) + time.monotonic() - start
+
+
+def device_share(networks: int) -> int:
+    """Return how many devices each of some networks trains on.
+
+    Processes that run together train one network after the other, each on all devices.
+    """
+    return len(jax.devices()) if are_several() else max(1, len(jax.devices()) // networks)
 
 
 def pretrained_path(setup: str, width: int, seed: int) -> Path:

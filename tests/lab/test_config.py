@@ -133,7 +133,7 @@ def test_a_comparison_of_matchers_has_no_flag_for_one():
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_only_flags_that_cannot_change_a_result_are_left_out_of_its_identity(kind):
     left_out = {field.name for field in dataclasses.fields(kind)} - set(identity_flags(kind()))
-    how = {"checkpoint_every", "data_dir", "out", "steps_per_call", "vmap_size", "plan", "device_tflops"}
+    how = {"checkpoint_every", "data_dir", "out", "steps_per_call", "vmap_size", "plan"}
     assert left_out == how | {"distributed", "coordinator", "processes", "process", "quiet", "json"}
 
 
