@@ -258,16 +258,16 @@ def _left_by_cgroups(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("
 def matrix_rate(mesh: Mesh, size: int = 4096) -> float:
     """Return how many floating-point operations a second the products of large matrices reach on a mesh.
 
-    One device of a CPU uses all cores.
+    One device of a CPU uses all cores of its host.
     """
-    matrix, seconds = jax.device_put(jnp.ones((size, size)), mesh.devices.flat[0]), []
+    matrix, seconds = jax.device_put(jnp.ones((size, size)), mesh.local_devices[0]), []
     multiply = jax.jit(jnp.matmul)
     for _ in range(3):  # the first one compiles
         start = time.monotonic()
         multiply(matrix, matrix).block_until_ready()
         seconds.append(time.monotonic() - start)
-    devices = 1 if mesh.devices.flat[0].platform == "cpu" else mesh.size
-    return devices * 2 * size**3 / min(seconds)
+    alike = mesh.size // (len(mesh.local_devices) if jax.default_backend() == "cpu" else 1)
+    return alike * 2 * size**3 / min(seconds)
 
 
 def describe_devices(mesh: Mesh | None = None) -> str:

@@ -161,7 +161,7 @@ def _evaluation(job: Job, work: Work) -> Iterator[Step]:
 
 def table(steps: list[Step]) -> str:
     """Return the steps for a person to read, and what they come to together."""
-    rows = [("", "", "TFLOP", "memory", "disk")]
+    rows: list[tuple[str, ...]] = [("", "", "TFLOP", "memory", "disk")]
     for step in (*steps, total(steps)):
         numbers = (f"{step.flop / 1e12:.3g}", *(readable_bytes(count) if count else "" for count in step[3:]))
         rows.append((step.what, step.state, *(numbers if step.flop or step.what == IN_ALL else ("",) * 3)))

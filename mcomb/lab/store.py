@@ -265,7 +265,8 @@ class Store:
             if recipe.epochs:
                 steps = recipe.epochs * (len(data.labels) // recipe.batch_size) - checkpoints.step
                 mesh, needs = self._compile_to_fit(data, mesh, budget.size, describe)
-                wait = partial(say, f"{describe} waits for memory: it needs {readable_bytes(needs.memory)}")
+                sizes = f"{readable_bytes(needs.memory)} of {readable_bytes(budget.size)}"
+                wait = partial(say, f"{describe} waits for memory: it needs {sizes}")
                 shared = needs.memory if jax.default_backend() == "cpu" else 0.0
                 held.enter_context(budget.reserve(shared, stop, wait))
                 self._say_if_long(needs.flop * steps, mesh, describe)
@@ -303,7 +304,7 @@ class Store:
                 return candidate, needs
         raise UserError(
             f"{describe} needs {readable_bytes(needs.memory)} of memory, and {readable_bytes(free)} may be used: "
-            f"give a smaller --width or --batch-size, or --setup {EMBEDDED}, or raise {MEMORY_VARIABLE}"
+            f"give a smaller --width or --batch-size, or --setup {EMBEDDED}, or set {MEMORY_VARIABLE}"
         )
 
     def _say_if_long(self, flop: float, mesh: Mesh, describe: str) -> None:

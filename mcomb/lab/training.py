@@ -147,7 +147,7 @@ def compile_training(
     temporary = analysis.temp_size_in_bytes if analysis else 0
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     images = sum(array.nbytes for array in data)
-    copies = mesh.size if mesh.devices.flat[0].platform == "cpu" else 1
+    copies = len(mesh.local_devices) if jax.default_backend() == "cpu" else 1
     return Needs(float(copies * (temporary + held) + held + images), float((cost or {}).get("flops", 0.0)))
 
 
