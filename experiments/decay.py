@@ -37,6 +37,7 @@ class DecayConfig(LineConfig):
     lengths: Annotated[tuple[int, ...], Flag("lengths of training to compare, in epochs", at_least=1)] = (5, 10, 20)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, instead in (("epochs", "lengths"), ("weight_decay", "decays")):
             if (value := getattr(self, name)) is not None:
                 raise UserError(f"--{name.replace('_', '-')} {value:g} is one of those compared: give --{instead}")
@@ -90,7 +91,7 @@ def table(results: Results) -> str:
             for part in ((results, *spread(results)) if "pairs" in results else (results,))
         ]
         rows.append((f"{decay:g}", str(length), *(with_range(list(numbers)) for numbers in zip(*cells, strict=True))))
-    return columns(rows)
+    return columns(rows, labels=2)
 
 
 def judge(results: Results) -> Verdict:

@@ -29,6 +29,7 @@ class LinearConfig(LineConfig):
     range: Annotated[tuple[float, float], Flag("first and last λ")] = (0.0, 1.0)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         first, last = self.range
         if not (first <= 0 and last >= 1):  # nor if one is not a number
             raise UserError(

@@ -10,7 +10,7 @@ import numpy as np
 
 from mcomb.combination import stitch
 from mcomb.lab import figures
-from mcomb.lab.config import CombinationConfig
+from mcomb.lab.config import CurveConfig
 from mcomb.lab.experiment import Experiment, main
 from mcomb.lab.measure import Run
 from mcomb.lab.results import VARIANTS, Results
@@ -30,7 +30,7 @@ EXPERIMENT = Experiment(
     title="identity stitching",
     claim="The lower part of the aligned B stitched to the upper part of A works at every layer.",
     alt="Loss and accuracy against the number of layers taken from B, naive and aligned.",
-    config=CombinationConfig,
+    config=CurveConfig,
     combinations=lambda config: len(VARIANTS) * (SETUPS[config.setup].model.depth + 1),
     measure=measure,
     draw=figures.sweep,

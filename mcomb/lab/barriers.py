@@ -13,12 +13,7 @@ def barrier(metric: str, values: Any, a: float, b: float) -> float:
     return float(np.max(values)) - (a + b) / 2 if metric == "loss" else (a + b) / 2 - float(np.min(values))
 
 
-def barriers(
-    ends: Iterable[Mapping[str, Any]],
-    curves: Mapping[str, Any],
-    between: Any = ...,
-    metrics: tuple[str, ...] = METRICS,
-) -> Results:
+def barriers(ends: Iterable[Mapping[str, Any]], curves: Mapping[str, Any], between: Any = ...) -> Results:
     """The barriers of every curve between two networks' scores, for each split and metric.
 
     `between` picks the points of a curve that count.
@@ -29,6 +24,6 @@ def barriers(
         return barrier(metric, np.array(curve[split][metric])[between], first[split][metric], last[split][metric])
 
     return {
-        variant: {split: {metric: of_curve(curve, split, metric) for metric in metrics} for split in SPLITS}
+        variant: {split: {metric: of_curve(curve, split, metric) for metric in METRICS} for split in SPLITS}
         for variant, curve in curves.items()
     }

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from mcomb.base import LARGEST_SEED
+from mcomb.base import LARGEST_SEED, UserError
 from mcomb.files import AnyPath
 from mcomb.lab.cli import Flag, Output, flags, is_installed_command
 from mcomb.lab.partition import Subset
@@ -86,7 +86,20 @@ class CombinationConfig(Config):
 
 
 @dataclass(frozen=True)
-class LineConfig(CombinationConfig):
+class CurveConfig(CombinationConfig):
+    """The flags of an experiment that measures curves of combinations between networks."""
+
+    temperatures: Annotated[
+        bool, Flag("also show test losses at the best softmax temperature of each network, as a control")
+    ] = False
+
+    def __post_init__(self) -> None:
+        if self.temperatures and self.test_images == 1:
+            raise UserError("--temperatures fits on one half of the test images: give --test-images 2 or more")
+
+
+@dataclass(frozen=True)
+class LineConfig(CurveConfig):
     """The flags of a sweep with one network at each value."""
 
     points: Annotated[int, Flag("values of the sweep's parameter, end points included", at_least=2)] = 25
@@ -101,6 +114,7 @@ class SweepConfig(LineConfig):
 
 RECIPE_FLAGS = ("epochs", "batch_size", "learning_rate", "weight_decay")  # they name a network
 PROCESS_FLAGS = ("distributed", "coordinator", "processes", "process")  # who runs it, each with its own
+YOUNGER_FLAGS = ("temperatures",)  # kept results may be older: the flags are no part of an identity unless set
 CHECKPOINT_FLAGS = ("checkpoint_a", "checkpoint_b", "checkpoint_c")  # results know networks by their fingerprints
 
 

@@ -15,7 +15,7 @@ from mcomb.base import UserError
 from mcomb.combination import Draw
 from mcomb.files import AnyPath, absolute, make_writable, read_json, write_json
 from mcomb.fingerprints import code_fingerprint, file_fingerprint, fingerprint
-from mcomb.lab import cli, figures, plan
+from mcomb.lab import cli, figures, plan, versions
 from mcomb.lab.config import (
     CHECKPOINT_FLAGS,
     Config,
@@ -44,7 +44,7 @@ Parts = Mapping[str, tuple["Experiment", Config]]
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"  # in a clone; elsewhere they are a part of this package
 
-FIGURES = ".figures.json"  # in a result's folder: what its figure's files should be
+FIGURES = ".figures.json"  # in a result's folder: what its figure's files should be, and the version that drew them
 
 MOST = 10**7  # combinations of one experiment: more would take years, and all memory at once
 COUNTS = ("points", "samples", "grid", "beyond", "scatter", "counts", "line_points")  # flags that they follow from
@@ -84,6 +84,12 @@ class Experiment:
     judge_together: Callable[[list[Results]], str] = lambda pairs: ""  # a sentence more on several pairs' results
 
 
+def said_flag(config: Config, name: str) -> str:
+    """Return a flag and its value as they stand on a command line."""
+    value = getattr(config, name)
+    return f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+
+
 def over_pairs(experiment: Experiment) -> Experiment:
     """The same experiment of several pairs: it runs each by itself and draws and judges them together."""
 
@@ -91,8 +97,8 @@ def over_pairs(experiment: Experiment) -> Experiment:
         for name in (*CHECKPOINT_FLAGS, "pretrained", "seed_a", "seed_b", "seed_c"):
             value = getattr(config, name)
             if value is not None and value is not False:
-                flag = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
-                raise UserError(f"--pairs {config.pairs} trains networks of its own: leave out --pairs or {flag}")
+                given = said_flag(config, name)
+                raise UserError(f"--pairs {config.pairs} trains networks of its own: leave out --pairs or {given}")
         seeds = range(config.seed, config.seed + config.pairs)
         return {f"seed {seed}": (experiment, replace(config, seed=seed, pairs=1)) for seed in seeds}
 
@@ -180,10 +186,10 @@ def _draw(experiment: Experiment, results: Results, folder: AnyPath) -> None:
     write_json(folder / FIGURES, _figures(experiment, folder))
 
 
-def _figures(experiment: Experiment, folder: AnyPath) -> dict[str, str | None]:
-    """The fingerprint of each file of a figure, None where it is missing."""
+def _figures(experiment: Experiment, folder: AnyPath) -> dict[str, Any]:
+    """The version that draws figures, and the fingerprint of each file of one, None where it is missing."""
     names = (f"{experiment.name}.{kind}" for kind in ("png", "pdf"))
-    return {name: file_fingerprint(folder / name) for name in names}
+    return {"version": versions.FIGURES} | {name: file_fingerprint(folder / name) for name in names}
 
 
 def read_results(experiment: Experiment, config: Config) -> Results | None:
@@ -285,7 +291,8 @@ def reach_verdict(experiment: Experiment, results: Results) -> Verdict:
 def _measured(results: Results) -> Results:
     """Results without what each run has of its own: when, by which command and for how long it was run."""
     others = ("title", "version", "networks", "matchings", "parts", "environment", "command", "durations", "seconds")
-    return {name: value for name, value in results.items() if name not in (*others, *VERDICT)}
+    older = ("recalibrated",)  # at temperatures that were fitted on train images: nobody reads it any more
+    return {name: value for name, value in results.items() if name not in (*others, *older, *VERDICT)}
 
 
 def sweep(
@@ -323,13 +330,15 @@ def idle_flags(experiment: Experiment, config: Config) -> dict[str, str]:
     for split, count in zip(SPLITS, SETUPS[config.setup].dataset.images, strict=True):
         if (getattr(config, f"{split}_images") or 0) > count:
             found[f"{split}_images"] = f"is more than the {count:,} {split} images: give less"
+    if getattr(config, "temperatures", False) and experiment.parts(config):
+        found["temperatures"] = f"is of curves, and {experiment.name} has none of its own: leave it out"
     return found
 
 
 def config_of(experiment: Experiment, config: Config, **changes: Any) -> Any:
     """A config of this experiment with what another has, and then the changes, but for flags that change nothing."""
     own = convert_config(config, experiment.config, **changes)
-    idle: dict[str, Any] = dict.fromkeys(idle_flags(experiment, own))
+    idle: dict[str, Any] = {name: getattr(experiment.config, name) for name in idle_flags(experiment, own)}
     return replace(own, **idle)
 
 
@@ -367,7 +376,7 @@ def main(experiment: Experiment, description: str | None, argv: list[str] | None
     def plan_or_run() -> None:
         config = parse_and_join(experiment.config, description, argv)
         for name, why in idle_flags(experiment, config).items():
-            raise UserError(f"--{name.replace('_', '-')} {getattr(config, name)} {why}")
+            raise UserError(f"{said_flag(config, name)} {why}")
         if config.plan:
             print_plan(list_jobs(experiment, config), config)
         else:

@@ -45,7 +45,7 @@ def save(figure: Any, folder: AnyPath, name: str) -> None:
 def sweep(results: Mapping[str, Any], folder: AnyPath) -> None:
     """Draws loss and accuracy over a sweep: mean, range and points of each curve, and the levels of A and B.
 
-    Points only of one pair. A thin line is the loss at each network's best temperature.
+    Points only of one pair. With --temperatures, a thin line is the test loss at each network's best temperature.
     """
     import matplotlib  # which takes half a second: no work waits for it that draws nothing
     from matplotlib.figure import Figure
@@ -70,8 +70,8 @@ def sweep(results: Mapping[str, Any], folder: AnyPath) -> None:
                     if least is results:
                         x = np.repeat(values, samples.shape[1])
                         axes.plot(x, samples.ravel(), ".", color=colour, markersize=2, markeredgewidth=0)
-                    if metric == "loss":
-                        at_best = np.array(results["recalibrated"]["curves"][variant][split]["loss"]).mean(1)
+                    if "at_best_temperature" in results and (split, metric) == ("test", "loss"):
+                        at_best = np.array(results["at_best_temperature"]["curves"][variant][split][metric]).mean(1)
                         label = f"{variant}, best temperature"
                         axes.plot(values, at_best, LINES[split], color=colour, linewidth=0.5, label=label)
                 if row == 0:
@@ -81,7 +81,8 @@ def sweep(results: Mapping[str, Any], folder: AnyPath) -> None:
                 if column == 0:
                     axes.set_ylabel(metric)
         handles, labels = panels[0, 1].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+        in_a_row = len(labels) if len(labels) <= 5 else 3
+        figure.legend(handles, labels, loc="outside lower center", ncols=in_a_row, frameon=False)
         figure.suptitle(results["title"], fontsize=9)
         save(figure, folder, results["experiment"])
 

@@ -8,7 +8,7 @@ from typing import Any
 from mcomb.devices import describe_devices
 from mcomb.files import AnyPath, read_json
 from mcomb.lab import versions
-from mcomb.lab.config import CHECKPOINT_FLAGS, RECIPE_FLAGS, identity_flags, recipe_dict
+from mcomb.lab.config import CHECKPOINT_FLAGS, RECIPE_FLAGS, YOUNGER_FLAGS, identity_flags, recipe_dict
 from mcomb.lab.results import Results
 from mcomb.lab.store import KeptMatching, Network, Store
 from mcomb.progress import warn
@@ -35,7 +35,8 @@ def result_identity(
 
 def flags_identity(experiment: str, store: Store) -> Results:
     """What of the identity follows from the flags and the version: no network is read for it."""
-    config, skipped = store.config, (*RECIPE_FLAGS, *CHECKPOINT_FLAGS)
+    config, skipped = store.config, [*RECIPE_FLAGS, *CHECKPOINT_FLAGS]
+    skipped += [name for name in YOUNGER_FLAGS if not getattr(config, name, False)]
     chosen = {name: getattr(config, name) for name in identity_flags(config) if name not in skipped}
     identity = {
         "experiment": experiment,

@@ -1,20 +1,20 @@
 """Measuring networks and their combinations: what an experiment's `measure` works with."""
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Key
+from jaxtyping import Float, Key
 
 from mcomb.base import Apply, Array, Params, stream
 from mcomb.combination import Draw
 from mcomb.devices import BATCH, replicate
 from mcomb.evaluation import Metrics, Score, evaluate, score
-from mcomb.lab.barriers import barriers
+from mcomb.lab.barriers import barrier, barriers
 from mcomb.lab.data import Split
 from mcomb.lab.results import METRICS, VARIANTS, Results, Rows
 from mcomb.lab.store import KeptMatching, Network, Store
@@ -23,7 +23,7 @@ from mcomb.progress import progress_bar
 from mcomb.repair import repaired
 
 TEMPERATURES = tuple(2.0 ** (i / 4) for i in range(-16, 17))  # from a sixteenth to sixteen
-KEPT = ("accuracy", "agreement", "tempered")  # what a row has beside the loss
+HALVES = ("test, even images", "test, odd images")  # a temperature is fitted on one and measured on the other
 
 # Train images whose statistics --repair takes; each combination pays for them. On digits more change nothing.
 REPAIR_IMAGES = 2 * BATCH
@@ -79,14 +79,17 @@ class Run:
         return {name: replicate(getattr(self.store.data, name).first(count)) for name, count in counts.items()}
 
     @cached_property
+    def halves(self) -> dict[str, Split]:
+        """The test images in two halves, on every device."""
+        test = self.store.data.test.first(self.config.test_images)
+        return {name: replicate(test.take(slice(i, None, 2))) for i, name in enumerate(HALVES)}
+
+    @cached_property
     def scores(self) -> dict[str, dict[str, Score]]:
         """The score of each network by itself on each split."""
         with self.store.timed("evaluation"):
             return {
-                letter: {
-                    split: score(self.store.apply, network.params, *data, temperatures=TEMPERATURES)
-                    for split, data in self.splits.items()
-                }
+                letter: {split: score(self.store.apply, network.params, *data) for split, data in self.splits.items()}
                 for letter, network in self.networks.items()
             }
 
@@ -114,25 +117,29 @@ class Run:
 
         Agreement is counted with the labels that the two networks `ends` predict.
         """
-        rows = self.rows
         references = {s: np.stack([self.scores[letter][s].predicted for letter in ends]) for s in self.splits}
-        total = len(self.splits) * sum(len(task) for task in tasks.values())
+        options = {split: {"references": labels} for split, labels in references.items()}
+        return self._evaluate_on(self.splits, tasks, ("accuracy", "agreement"), options)
+
+    def _evaluate_on(
+        self, sets: Mapping[str, Split], tasks: Mapping[str, Task], kept: tuple[str, ...], options: Mapping[str, Any]
+    ) -> dict[str, dict[str, Metrics]]:
+        """The loss and the `kept` metrics of each task on each set of images, evaluated with the set's options."""
+        rows = self.rows
+        total = len(sets) * sum(len(task) for task in tasks.values())
         with self.store.timed("evaluation"), progress_bar(total, "net", "evaluating") as bar:
-            for split, (name, task) in itertools.product(self.splits, tasks.items()):
-                names = [f"{name}/{split}/{i}" for i in range(len(task))]
+            for of, (name, task) in itertools.product(sets, tasks.items()):
+                names = [f"{name}/{of}/{i}" for i in range(len(task))]
                 missing = [i for i in range(len(task)) if names[i] not in rows]
                 bar.update(len(task) - len(missing))
                 if missing:
-                    self._add_rows(task, names, missing, split, references[split], bar)
+                    self._add_rows(task, names, missing, sets[of], kept, options[of], bar)
 
-        def collect(name: str, split: str, metric: str) -> np.ndarray:
-            return np.array([rows[f"{name}/{split}/{i}"][metric] for i in range(len(tasks[name]))])
+        def collect(name: str, of: str, metric: str) -> np.ndarray:
+            return np.array([rows[f"{name}/{of}/{i}"][metric] for i in range(len(tasks[name]))])
 
         return {
-            name: {
-                split: Metrics(collect(name, split, "loss"), {m: collect(name, split, m) for m in KEPT})
-                for split in self.splits
-            }
+            name: {of: Metrics(collect(name, of, "loss"), {m: collect(name, of, m) for m in kept}) for of in sets}
             for name in tasks
         }
 
@@ -142,7 +149,14 @@ class Run:
         return jax.vmap(jax.random.fold_in, (None, 0))(root, np.arange(len(task)) if these is None else these)
 
     def _add_rows(
-        self, task: Task, names: list[str], missing: list[int], split: str, references: np.ndarray, bar: Any
+        self,
+        task: Task,
+        names: list[str],
+        missing: list[int],
+        images: Split,
+        kept: tuple[str, ...],
+        options: Mapping[str, Any],
+        bar: Any,
     ) -> None:
         """Evaluates the missing combinations of a task, and keeps them under their names call by call."""
         # Not fewer than devices, if the task has more: so what is measured again is measured in the same way.
@@ -150,7 +164,7 @@ class Run:
         left = iter([names[i] for i in missing])
 
         def keep(metrics: Metrics) -> None:
-            columns = {"loss": metrics.loss} | {metric: metrics.values[metric] for metric in KEPT}
+            columns = {"loss": metrics.loss} | {metric: metrics.values[metric] for metric in kept}
             measured = zip(*(values.tolist() for values in columns.values()), strict=True)
             named = [({"name": name}, values) for values, name in zip(measured, left, strict=False)]
             self.rows.add(name | dict(zip(columns, values, strict=True)) for name, values in named)
@@ -160,11 +174,10 @@ class Run:
             *self._repair_if_asked(task),
             jax.tree.map(lambda values: values[these], task.parameters),
             self.keys(task, these),
-            *self.splits[split],
-            references=references,
-            temperatures=TEMPERATURES,
+            *images,
             vmap_size=self.config.vmap_size,
             report=keep,
+            **options,
         )
 
     def _repair_if_asked(self, task: Task) -> tuple[Apply, Draw, tuple[Any, ...]]:
@@ -180,7 +193,7 @@ class Run:
     ) -> Results:
         """Curves between two networks, and their barriers over the points that `between` picks.
 
-        And the same of `recalibrated` losses: each network's and each combination's at its own best temperature.
+        With --temperatures also the test losses of each network and combination at its own best temperature.
         """
         measured = self.evaluate(tasks, ends)
         curves = {
@@ -188,26 +201,33 @@ class Run:
             for name, by_split in measured.items()
         }
         scores = [self.basics["models"][letter] for letter in ends]
-        networks = {
-            letter: {split: {"loss": float(at["loss"])} for split, at in recalibrate(self.scores[letter]).items()}
-            for letter in ends
-        }
-        at_best = {
-            name: {
-                split: {"loss": loss["loss"].reshape(shape).tolist()} for split, loss in recalibrate(by_split).items()
+        found = {"ends": list(ends), "curves": curves, "barriers": barriers(scores, curves, between)}
+        if getattr(self.config, "temperatures", False):
+            found["at_best_temperature"] = self._measure_at_best_temperature(tasks, shape, ends, between)
+        return found
+
+    def _measure_at_best_temperature(
+        self, tasks: Mapping[str, Task], shape: tuple[int, ...], ends: str, between: Any
+    ) -> Results:
+        """Test losses of the networks and on the curves, and barriers: each loss at a temperature of its own."""
+        counts = [len(data.labels) for data in self.halves.values()]
+        at_all = {"temperatures": TEMPERATURES}
+        with self.store.timed("evaluation"):
+            networks = {
+                x: [score(self.store.apply, self.networks[x].params, *data, **at_all) for data in self.halves.values()]
+                for x in ends
             }
-            for name, by_split in measured.items()
+        levels = {x: float(cross_fit([at.tempered for at in halves], counts)) for x, halves in networks.items()}
+        measured = self._evaluate_on(self.halves, tasks, ("tempered",), dict.fromkeys(self.halves, at_all))
+        curves = {
+            name: cross_fit([at.tempered for at in halves.values()], counts).reshape(shape)
+            for name, halves in measured.items()
         }
-        recalibrated = {
-            "models": networks,
-            "curves": at_best,
-            "barriers": barriers([networks[letter] for letter in ends], at_best, between, metrics=("loss",)),
-        }
+        lost = {name: barrier("loss", curve[between], *levels.values()) for name, curve in curves.items()}
         return {
-            "ends": list(ends),
-            "curves": curves,
-            "barriers": barriers(scores, curves, between),
-            "recalibrated": recalibrated,
+            "models": {x: {"test": {"loss": loss}} for x, loss in levels.items()},
+            "curves": {name: {"test": {"loss": curve.tolist()}} for name, curve in curves.items()},
+            "barriers": {name: {"test": {"loss": loss}} for name, loss in lost.items()},
         }
 
     def measure_pair(self, draw: Draw, name: str, label: str, values: Any, between: Any = ...) -> Results:
@@ -238,10 +258,17 @@ def as_lists(metrics: Metrics, shape: tuple[int, ...]) -> Results:
     return {name: values.reshape(*shape, *values.shape[1:]).tolist() for name, values in kept.items()}
 
 
-def recalibrate(by_split: Mapping[str, Metrics | Score]) -> dict[str, dict[str, np.ndarray]]:
-    """For each split the loss at the temperature that is best on the train split, of each network by itself."""
-    best = np.argmin(by_split["train"].tempered, axis=-1)[..., None]
-    return {
-        split: {"loss": np.take_along_axis(measured.tempered, best, axis=-1)[..., 0]}
-        for split, measured in by_split.items()
-    }
+def cross_fit(
+    tempered: Sequence[Float[np.ndarray, "*k t"]], counts: Sequence[int]
+) -> Float[np.ndarray, "*k"] | np.floating:
+    """Return the mean loss over two halves of the examples, each at the temperature that is best on the other half.
+
+    Args:
+        tempered: For each half, the mean loss at each of t temperatures.
+        counts: How many examples each half has.
+    """
+    losses = [
+        np.take_along_axis(own, np.argmin(other, axis=-1)[..., None], axis=-1)[..., 0]
+        for own, other in (tempered, tempered[::-1])
+    ]
+    return np.average(losses, axis=0, weights=counts)

@@ -22,6 +22,7 @@ Results = dict[str, Any]
 SPLITS = ("train", "test")
 VARIANTS = ("naive", "aligned")
 METRICS = ("loss", "accuracy")
+TABLE_WIDTH = 100  # characters: no table that is printed is wider
 PACKAGES = ("mcomb", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "scipy", "matplotlib")
 
 
@@ -131,16 +132,16 @@ def table(results: Mapping[str, Any]) -> str:
 
     def row(name: str, *path: str) -> None:
         cells = [reduce(operator.getitem, path, whole) for whole in (results, *parts)]
-        rows.append(
-            (name, *(with_range([c[split].get(metric) for c in cells]) for metric in METRICS for split in SPLITS))
-        )
+        rows.append((
+            name,
+            *(with_range([c.get(split, {}).get(metric) for c in cells]) for metric in METRICS for split in SPLITS),
+        ))  # fmt: skip
 
-    for network in results["models"]:
-        row(f"network {network}", "models", network)
-    for variant in results.get("barriers", {}):
-        row(f"{variant} barrier", "barriers", variant)
-    for variant in results.get("recalibrated", {}).get("barriers", {}):
-        row(f"{variant} barrier, best temperature", "recalibrated", "barriers", variant)
+    for kind, label in (("models", "network {}"), ("barriers", "{} barrier")):
+        for name in results.get(kind, {}):
+            row(label.format(name), kind, name)
+            if name in results.get("at_best_temperature", {}).get(kind, {}):
+                row("  at best temperature", "at_best_temperature", kind, name)
     if paper := results.get("paper"):
         # The paper gives one number for each metric, and does not say of which split: test, we take it.
         rows.append((f"paper, width {paper['width']}", "", f"{paper['loss']:.3f}", "", f"{paper['accuracy']:.3f}"))
@@ -153,11 +154,29 @@ def with_range(numbers: list[float | None]) -> str:
     return f"{written[0]} ({written[1]}–{written[2]})" if len(written) > 1 and written[0] else written[0]
 
 
-def columns(rows: Iterable[tuple[str, ...]]) -> str:
-    """Rows of cells as text, the first column to the left and all others to the right."""
+def columns(rows: Iterable[tuple[str, ...]], labels: int = 1) -> str:
+    """Return rows of cells as text, the first column to the left and all others to the right.
+
+    A table wider than TABLE_WIDTH is split into parts, one below the other; each repeats the first `labels` columns.
+    """
     rows = list(rows)
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(r, widths, strict=True)))
-        for r in rows
+    whole = list(range(len(widths)))
+    return "\n\n".join(
+        "\n".join("  ".join(_pad(row[i], widths[i], i) for i in part).rstrip() for row in rows)
+        for part in _split(whole[:labels], whole[labels:], widths)
     )
+
+
+def _split(labels: list[int], others: list[int], widths: list[int]) -> list[list[int]]:
+    """The columns of each part of a table, of the fewest parts that are narrow enough; one part if none are."""
+    for count in range(1, len(others) + 1):
+        size = -(-len(others) // count)
+        parts = [labels + others[i : i + size] for i in range(0, len(others), size)]
+        if all(sum(widths[i] + 2 for i in part) - 2 <= TABLE_WIDTH for part in parts):
+            return parts
+    return [labels + others]
+
+
+def _pad(cell: str, width: int, column: int) -> str:
+    return cell.rjust(width) if column else cell.ljust(width)

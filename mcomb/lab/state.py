@@ -8,6 +8,7 @@ from mcomb.files import modified, read_json, read_text, unseal
 from mcomb.lab.config import Config
 from mcomb.lab.experiment import Experiment, over_pairs, reach_verdict
 from mcomb.lab.identity import flags_identity
+from mcomb.lab.measure import HALVES
 from mcomb.lab.results import SPLITS, row_files
 from mcomb.lab.store import Store
 from mcomb.lab.verdicts import OPEN_WORDS, WORDS
@@ -46,6 +47,7 @@ def read_state(experiment: Experiment, config: Config) -> State:
         of_these = header.startswith(json.dumps(identity)[:-1])  # networks and all that come after
         count += sum(unseal(line) is not None for line in lines) if of_these else 0
     if count:
-        in_all = len(SPLITS) * experiment.combinations(config)
+        sets = (*SPLITS, *(HALVES if getattr(config, "temperatures", False) else ()))
+        in_all = len(sets) * experiment.combinations(config)
         return State("begun", f"begun: {count:,} of {in_all:,} rows" if in_all else f"begun: {count:,} rows")
     return State("not run", "not run")

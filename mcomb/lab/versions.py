@@ -6,3 +6,4 @@ Networks, matchings and results record the version that made them, and those of 
 TRAINING = 1
 MATCHING = 2
 MEASUREMENT = 2
+FIGURES = 2  # kept results are only drawn anew

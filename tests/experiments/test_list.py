@@ -7,8 +7,8 @@ import pytest
 
 import experiments
 from experiments import __main__ as everything
-from experiments import schematic
-from mcomb.lab.experiment import main
+from experiments import functional, schematic
+from mcomb.lab.experiment import idle_flags, main
 
 FLAGS = ["--setup", "mlp-digits", "--width", "2"]
 
@@ -75,6 +75,17 @@ def test_flags_that_change_nothing_in_an_experiment_are_left_out_of_its_command(
     found = {name: listed("--seed-c", "9", "--test-images", "500")[name]["command"] for name in ("uniform", "triangle")}
     assert ["--seed-c 9" in found[name] for name in ("uniform", "triangle")] == [False, True]
     assert not any("--test-images" in line for line in found.values())
+
+
+def test_temperatures_are_for_experiments_with_curves_alone(listed):
+    found = {name: entry["command"] for name, entry in listed("--temperatures").items() if entry.get("command")}
+    flagged = {name for name, line in found.items() if "--temperatures" in line.split()}
+    assert flagged == {
+        *("uniform", "subcube", "hyperplane", "bernoulli", "stitching", "linear", "centered", "minmax"),
+        *("transitivity", "matchers"),
+    }
+    config = functional.EXPERIMENT.config(setup="mlp-digits", temperatures=True)
+    assert "functional has none of its own" in idle_flags(functional.EXPERIMENT, config)["temperatures"]
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def test_pairs_are_the_runs_of_their_seeds_and_are_judged_together(results):
     both = results(linear, *FEW[:2], "--pairs", "2", "--seed", "1")
     each = [results(linear, *FEW[:2], "--seed", str(seed)) for seed in (1, 2)]
     assert both["title"] == "MLP on digits, width 2, 2 pairs: the line through A and B"
-    for name in ("models", "curves", "barriers", "recalibrated"):
+    for name in ("models", "curves", "barriers"):
         assert [pair[name] for pair in both["pairs"]] == [one[name] for one in each]
     for variant in ("naive", "aligned"):
         losses = [one["barriers"][variant]["test"]["loss"] for one in each]

@@ -11,6 +11,7 @@ import pytest
 from experiments import linear, width
 from mcomb import read_checkpoint, write_checkpoint
 from mcomb.base import UserError
+from mcomb.files import write_json
 from mcomb.lab import store as stores
 from mcomb.lab import versions
 from mcomb.lab.config import convert_config
@@ -73,6 +74,27 @@ def test_what_is_the_same_is_not_measured_again(config, capsys):
     assert after["seconds"] == before["seconds"]
     assert "anew" not in capsys.readouterr().err
     assert read_results(LINE, config)["curves"] == before["curves"]
+
+
+def test_results_with_train_temperatures_are_read_and_drawn_anew(config, capsys):
+    folder, before = Store(config).folder("linear"), stored(config)
+    assert "temperatures" not in before["config"]
+    write_json(folder / "results.json", {k: v for k, v in before.items() if k != "digest"} | {"recalibrated": {}})
+    figures = json.loads((folder / ".figures.json").read_text())
+    write_json(folder / ".figures.json", {k: v for k, v in figures.items() if k not in ("version", "digest")})
+    drawn = []
+    after = run(dataclasses.replace(LINE, draw=lambda *args: draw(*args) or drawn.append(args)), config)
+    assert after["seconds"] == before["seconds"]
+    assert len(drawn) == 1
+    assert "anew" not in capsys.readouterr().err
+
+
+def test_temperatures_have_a_folder_and_results_of_their_own(config):
+    flagged = dataclasses.replace(config, temperatures=True)
+    assert "temperatures" in Store(flagged).folder("linear").name.split(",")
+    assert read_results(LINE, flagged) is None
+    assert read_results(LINE, config)["curves"] == run(LINE, flagged)["curves"]
+    assert read_results(LINE, flagged)["config"]["temperatures"] is True
 
 
 def test_another_network_makes_another_result(config, capsys):

@@ -1,3 +1,4 @@
+import copy
 import dataclasses
 import json
 
@@ -8,10 +9,10 @@ import pytest
 from numerics import assert_close
 
 from mcomb.combination import linear, mix, uniform
-from mcomb.evaluation import Metrics, Score
+from mcomb.evaluation import Metrics
 from mcomb.lab import measure
 from mcomb.lab.config import SweepConfig
-from mcomb.lab.measure import Run, Task, as_lists, guessing, recalibrate
+from mcomb.lab.measure import Run, Task, as_lists, cross_fit, guessing
 from mcomb.lab.results import Rows
 from mcomb.lab.store import Store
 from mcomb.matching.core import objective
@@ -31,6 +32,7 @@ def parts(tmp_path_factory):
 @pytest.fixture
 def run(parts, tmp_path):
     store, networks, matchings = parts
+    store = copy.copy(store)  # its config may be changed
     return Run("example", store, networks, matchings, {}, Rows(tmp_path, {}))
 
 
@@ -57,27 +59,44 @@ def test_lists_have_the_shape_of_the_sweep():
     json.dumps(lists)
 
 
-def test_the_temperature_is_chosen_on_the_train_split_and_the_loss_measured_on_each():
-    train = np.array([[3.0, 1.0, 2.0], [0.5, 0.7, 0.6]])
-    test = np.array([[9.0, 8.0, 7.0], [4.0, 5.0, 6.0]])
-    by_split = {"train": Metrics(np.zeros(2), {"tempered": train}), "test": Metrics(np.zeros(2), {"tempered": test})}
-    found = recalibrate(by_split)
-    assert found["train"]["loss"].tolist() == [1.0, 0.5]
-    assert found["test"]["loss"].tolist() == [8.0, 4.0]
-    one = recalibrate({split: Score(0.0, {"tempered": values.tempered[0]}) for split, values in by_split.items()})
-    assert one["test"]["loss"] == 8.0
+def test_cross_fit_takes_the_best_temperature_of_the_other_half():
+    even = np.array([[3.0, 1.0, 2.0], [0.5, 0.7, 0.6]])
+    odd = np.array([[9.0, 8.0, 7.0], [4.0, 5.0, 6.0]])
+    assert cross_fit([even, odd], [3, 1]).tolist() == [(3 * 2.0 + 8.0) / 4, (3 * 0.5 + 4.0) / 4]
+    assert cross_fit([even[0], odd[0]], [1, 1]) == 5.0
 
 
-def test_recalibrated_ends_are_the_networks_and_no_train_loss_is_above_the_plain_one(run):
-    found = run.measure_curves({"aligned": task(run)}, (7, 1))
-    recalibrated = found["recalibrated"]
-    curve = recalibrated["curves"]["aligned"]
-    for split in ("train", "test"):
-        ends = [recalibrated["models"][letter][split]["loss"] for letter in "AB"]
-        assert_close(np.ravel(curve[split]["loss"])[[0, -1]], np.array(ends), roundings=64)
-        barrier = max(np.ravel(curve[split]["loss"])) - np.mean(ends)
-        assert recalibrated["barriers"]["aligned"][split]["loss"] == pytest.approx(barrier)
-    assert (np.array(curve["train"]["loss"]) <= np.array(found["curves"]["aligned"]["train"]["loss"]) + 1e-5).all()
+def test_temperatures_are_fitted_on_the_half_they_do_not_measure(run):
+    run.store.config = dataclasses.replace(run.config, temperatures=True)
+    line = task(run)
+    found = run.measure_curves({"aligned": line}, (7, 1))["at_best_temperature"]
+    images, labels = run.store.data.test.first(IMAGES)
+
+    def expected(params):
+        logits = np.asarray(run.store.apply(params, jnp.asarray(images)), np.float64)
+        scaled = logits[:, None] / np.array(measure.TEMPERATURES)[:, None]
+        logs = scaled - np.log(np.exp(scaled).sum(-1, keepdims=True))
+        losses = -np.take_along_axis(logs, labels[:, None, None], -1)[..., 0]
+        halves = losses[::2].mean(0), losses[1::2].mean(0)
+        return np.mean([halves[0][halves[1].argmin()], halves[1][halves[0].argmin()]])
+
+    ends = [expected(run.networks[letter].params) for letter in "AB"]
+    curve = [expected(line.draw(jax.random.key(0), jnp.asarray(value), *line.networks)) for value in line.parameters]
+    assert_close([found["models"][letter]["test"]["loss"] for letter in "AB"], ends, roundings=64)
+    assert_close(np.ravel(found["curves"]["aligned"]["test"]["loss"]), curve, roundings=64)
+    assert found["barriers"]["aligned"]["test"]["loss"] == pytest.approx(max(curve) - np.mean(ends), abs=1e-5)
+
+
+def test_temperatures_are_measured_only_if_asked_and_change_nothing_else(run, tmp_path):
+    plain = run.measure_curves({"aligned": task(run)}, (7, 1))
+    assert plain.keys() == {"ends", "curves", "barriers"}
+    assert len(run.rows.rows) == 2 * 7
+    run.store.config = dataclasses.replace(run.config, temperatures=True)
+    (tmp_path / "flagged").mkdir()
+    flagged = dataclasses.replace(run, rows=Rows(tmp_path / "flagged", {}))
+    found = flagged.measure_curves({"aligned": task(run)}, (7, 1))
+    assert {name: found[name] for name in plain} == plain
+    assert len(flagged.rows.rows) == 4 * 7
 
 
 def test_a_task_is_as_long_as_its_parameters():

@@ -6,7 +6,7 @@ import pytest
 from mcomb.base import UserError
 from mcomb.files import seal, write_json
 from mcomb.lab.identity import read_finished
-from mcomb.lab.results import Rows, columns, environment, table
+from mcomb.lab.results import TABLE_WIDTH, Rows, columns, environment, table
 
 
 def results():
@@ -32,6 +32,37 @@ def test_the_table_has_the_papers_numbers_where_there_are_some():
 
 def test_columns_are_aligned_words_to_the_left_and_numbers_to_the_right():
     assert columns([("", "a"), ("long", "1.5"), ("x", "22.25")]) == "          a\nlong    1.5\nx     22.25"
+
+
+def test_wide_tables_are_split_into_parts_of_equal_columns():
+    rows = [("", *(f"column {i}".rjust(30) for i in range(4))), ("label", *(f"{i}.5" for i in range(4)))]
+    text = columns(rows)
+    assert max(map(len, text.splitlines())) <= TABLE_WIDTH
+    parts = [[line.split() for line in part.splitlines()] for part in text.split("\n\n")]
+    assert parts == [
+        [["column", "0", "column", "1"], ["label", "0.5", "1.5"]],
+        [["column", "2", "column", "3"], ["label", "2.5", "3.5"]],
+    ]
+    both = columns([(row[0], "x", *row[1:]) for row in rows], labels=2)
+    assert [line.split()[:2] for line in both.splitlines()[1::3]] == [["label", "x"]] * 2
+
+
+def test_a_table_with_one_cell_too_wide_stays_whole():
+    assert columns([("x" * 200, "1", "2")]) == "x" * 200 + "  1  2"
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_tables_have_best_temperatures_below_their_rows(pairs):
+    control = {
+        "models": {letter: {"test": {"loss": 0.25}} for letter in "AB"},
+        "barriers": {variant: {"test": {"loss": 0.125}} for variant in ("naive", "aligned")},
+    }
+    found = results() | {"at_best_temperature": control}
+    lines = table(found | ({"least": found, "largest": found} if pairs else {})).splitlines()
+    said = [line.split()[3:] for line in lines if line.startswith("  at best temperature")]
+    own, lost = (["0.2500", "(0.2500–0.2500)"], ["0.1250", "(0.1250–0.1250)"]) if pairs else (["0.2500"], ["0.1250"])
+    assert [line for line in said if line] == [own, own, lost, lost]
+    assert max(map(len, lines)) <= TABLE_WIDTH
 
 
 def row(name, loss=0.5):
