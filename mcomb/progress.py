@@ -30,6 +30,27 @@ def set_mode(quiet: bool = False, json: bool = False) -> None:
     _mode.quiet, _mode.json = quiet, json
 
 
+class _Bar(tqdm):
+    """A bar on a terminal."""
+
+    def close(self) -> None:
+        """Ends the bar's line and moves the other bars up to it.
+
+        Tqdm leaves them a line lower, with an old copy of one on the line where the next message goes.
+        """
+        with self.get_lock():
+            others = sorted((bar for bar in self._instances if bar is not self), key=lambda bar: abs(bar.pos))
+            if self.disable or not others:
+                super().close()
+                return
+            for bar in (*others, self):
+                bar.clear(nolock=True)
+            super().close()
+            for line, bar in enumerate(others):
+                bar.pos = -line
+                bar.refresh(nolock=True)
+
+
 class _Lines(tqdm):
     """A bar as lines for a log: when it begins, now and then, and when it ends."""
 
@@ -59,7 +80,7 @@ def progress_bar(total: int | None, unit: str, what: str, done: int = 0, delay: 
     Without a total it counts. For the first `delay` seconds it is not shown.
     """
     watched = sys.stderr.isatty()
-    kind, seconds = (tqdm, 0.2) if watched else (_Lines, SELDOM)
+    kind, seconds = (_Bar, 0.2) if watched else (_Lines, SELDOM)
     return kind(
         total=total,
         initial=done,
@@ -83,16 +104,23 @@ def say(line: str) -> None:
 def warn(line: str) -> None:
     """Prints a line that a person should see even if the program is to be quiet."""
     if is_first():
+        _print(line, sys.stderr)
+
+
+def _print(text: str, stream: Any) -> None:
+    """Prints between the bars or lines of other threads, never within one."""
+    with tqdm.get_lock():
         if sys.stderr.isatty():
-            tqdm.write(line, file=sys.stderr)
+            tqdm.write(text, file=stream)
+            stream.flush()
         else:
-            print(line, file=sys.stderr, flush=True)
+            print(text, file=stream, flush=True)
 
 
 def show(text: str) -> None:
     """Prints an outcome for a person; nothing if it is to be JSON."""
     if is_first() and not _mode.quiet and not _mode.json:
-        print(text, flush=True)
+        _print(text, sys.stdout)
 
 
 def show_json(value: Any) -> None:

@@ -52,6 +52,42 @@ def test_on_a_terminal_there_is_a_bar_that_moves():
     assert re.search(r"training: 100%\|█+\| 4.00k/4.00k \[.*img/s\]", shown)
 
 
+def screen(shown):
+    """The lines that a terminal of 100 columns has after these characters."""
+    lines, row, column = [""], 0, 0
+    for part in re.findall(r"\x1b\[A|[^\x1b]", shown):
+        if part == "\x1b[A":
+            row -= 1
+        elif part == "\r":
+            column = 0
+        elif part == "\n":
+            row, lines = row + 1, [*lines, ""]
+        else:
+            line = lines[row].ljust(column + 1)
+            lines[row] = line[:column] + part + line[column + 1 :]
+            column += 1
+    return [line.rstrip() for line in lines if line.strip()]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_messages_after_side_by_side_bars_are_whole(first):
+    with terminal() as read:
+        bars = [progress_bar(4, "img", f"training seed-{i}") for i in (0, 1)]
+        for bar in (bars[first], bars[1 - first]):
+            say("in between")
+            bar.update(4)
+            bar.refresh()
+            for other in bars:
+                other.refresh()
+            bar.close()
+        say("results go to runs")
+        show_lines = screen(read())
+    assert [line for line in show_lines if "%|" not in line] == ["in between", "in between", "results go to runs"]
+    names = [line.partition(":")[0] for line in show_lines if "%|" in line]
+    assert names == [f"training seed-{i}" for i in (first, 1 - first)]
+    assert show_lines[-1] == "results go to runs"
+
+
 def test_in_a_log_there_are_lines(capsys, monkeypatch):
     work()
     begins, ends = capsys.readouterr().err.splitlines()
