@@ -25,7 +25,7 @@ from mcomb.lab.store import Store
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "experiments"
-WORDS = {True: "This run agrees.", False: "This run does not.", None: ""}
+WORDS = {True: "This run shows it.", False: "This run does not show it.", None: ""}
 SHOWN = {  # instead of the first command of a docstring
     "decay": "python -m experiments.decay --setup mlp-digits --width 4 --decays 1e-4 1e-3 5e-3 --lengths 5 20",
     "robustness": "python -m experiments.robustness --setup mlp-digits --by correlation norm fisher variance random",

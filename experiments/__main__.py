@@ -19,6 +19,7 @@ from mcomb.lab.config import command, convert_config
 from mcomb.lab.experiment import config_of, setups_help
 from mcomb.lab.setups import SETUPS
 from mcomb.lab.state import State, read_state
+from mcomb.lab.verdicts import verdict_colour
 from mcomb.progress import coloured, show, show_json
 
 from . import decay, pretrained, report, train
@@ -65,7 +66,6 @@ def other_places(config: WidthConfig) -> list[str]:
 
 def lines(listed: list[dict[str, Any]], width: int) -> list[str]:
     """A line for each experiment, its state at the end, cut to the width of a terminal where there is one."""
-    colours = {True: "green", False: "red", None: "yellow"}
     name_width = max(len(entry["name"]) for entry in listed)
     state_width = max((len(entry["said"]) for entry in listed if entry["kind"] != "impossible"), default=0)
     left = max(24, width - name_width - state_width - 4)
@@ -74,7 +74,7 @@ def lines(listed: list[dict[str, Any]], width: int) -> list[str]:
         about = textwrap.shorten(entry["about"], left, placeholder=" …")
         said = entry["said"]
         if entry["kind"] != "not run":
-            said = coloured(said, colours[entry["agrees"]], sys.stdout)
+            said = coloured(said, verdict_colour(entry["agrees"], entry["is_papers"]), sys.stdout)
         found.append(f"{entry['name']:{name_width}}  {about:{left}}  {said}")
     return found
 

@@ -121,6 +121,7 @@ EXPERIMENT = Experiment(
     claim="Edge lengths vary widely: a large part is near zero, because many weights are, and a significant part is "
     "not.",
     alt="Histograms of the absolute differences of paired weights on a log scale, overall and by layer.",
+    in_paper={"tiny10-cifar10": (16,)},
     measure=measure,
     draw=draw,
     judge=judge,

@@ -366,6 +366,7 @@ EXPERIMENT = Experiment(
     claim="A large part of each layer's matching can be exchanged at random; some layers survive it whole. A "
     "derangement keeps a layer's activations as they are distributed, and B's weights are distributed like A's.",
     alt="For each layer, loss and accuracy barriers against the number of re-matched pairs.",
+    in_paper={"tiny10-cifar10": (32,)},
     config=RobustnessConfig,
     combinations=combinations,
     measure=measure,

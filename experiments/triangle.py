@@ -147,6 +147,7 @@ EXPERIMENT = Experiment(
     claim="All convex combinations of three aligned networks work; the best can be in the interior, and often is on "
     "an edge.",
     alt="Heat map of test accuracy on an equilateral triangle, A, B and C at its corners, the best point marked.",
+    in_paper={"resnet20-cifar10": (40,), "tiny10-cifar10": (40,)},
     networks="ABC",
     matchings=("B to A", "C to A"),
     config=TriangleConfig,

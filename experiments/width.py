@@ -119,6 +119,7 @@ EXPERIMENT = Experiment(
     title="barriers against width",
     claim="Barriers of aligned combinations fall as the network widens; width is a necessary condition.",
     alt="Loss and accuracy barriers of five sweeps against the width multiplier, naive and aligned.",
+    in_paper=dict.fromkeys(("resnet20-cifar10", "tiny10-cifar10"), (1, 2, 4, 8, 16, 32)),
     networks="",
     varies_width=True,
     parts=sweeps,

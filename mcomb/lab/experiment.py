@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,7 +32,7 @@ from mcomb.lab.plan import Job
 from mcomb.lab.results import SPLITS, VARIANTS, Results, Rows, environment, table
 from mcomb.lab.setups import SETUPS
 from mcomb.lab.store import KeptMatching, Network, NotKeptError, Store
-from mcomb.lab.verdicts import OPEN_WORDS, WORDS, Verdict, judge_sweep, why_no_verdict
+from mcomb.lab.verdicts import Verdict, judge_sweep, verdict_colour, verdict_words, why_no_verdict
 from mcomb.locks import lock
 from mcomb.processes import from_first, join, require_agreement
 from mcomb.progress import coloured, say, show, show_json
@@ -49,7 +49,7 @@ FIGURES = ".figures.json"  # in a result's folder: what its figure's files shoul
 MOST = 10**7  # combinations of one experiment: more would take years, and all memory at once
 COUNTS = ("points", "samples", "grid", "beyond", "scatter", "counts", "line_points")  # flags that they follow from
 
-VERDICT = ("claim", "alt", "agrees", "finding", "is_open")  # of results, added when they are read
+VERDICT = ("claim", "alt", "agrees", "finding", "is_open", "is_papers")  # of results, added when they are read
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,9 @@ class Experiment:
     parts: Callable[[Any], Parts] = lambda config: {}
     table: Callable[[Results], str] = table
     paper: Mapping[str, Paper] | None = None  # by setup
+    in_paper: Mapping[str, tuple[int, ...]] = field(  # the widths of the paper's networks, by setup
+        default_factory=lambda: {"resnet20-cifar10": (32,), "tiny10-cifar10": (32,)}
+    )
     judge_together: Callable[[list[Results]], str] = lambda pairs: ""  # a sentence more on several pairs' results
 
 
@@ -106,7 +109,7 @@ def over_pairs(experiment: Experiment) -> Experiment:
         verdicts = [reach_verdict(experiment, pair) for pair in results["pairs"]]
         fit = not any(map(why_no_verdict, results["pairs"]))
         more = experiment.judge_together(results["pairs"]) if fit else ""
-        return judge_all(verdicts, results, more, experiment.is_open)
+        return judge_all(verdicts, results, more, experiment.is_open, is_of_paper(experiment, results))
 
     return replace(
         experiment,
@@ -172,8 +175,9 @@ def said_verdict(results: Results) -> str:
     agrees, finding = results["agrees"], results["finding"]
     if agrees is None:
         return finding  # it says so itself
-    words = f"{results['claim']} {OPEN_WORDS[agrees].capitalize()}" if results["is_open"] else WORDS[agrees]
-    return f"{coloured(words, 'green' if agrees else 'red', sys.stdout)}: {finding}"
+    words = verdict_words(agrees, results["is_open"], results["is_papers"])
+    words = f"{results['claim']} {words.capitalize()}" if results["is_open"] else words
+    return f"{coloured(words, verdict_colour(agrees, results['is_papers']), sys.stdout)}: {finding}"
 
 
 def _leave(experiment: Experiment, results: Results, folder: AnyPath) -> None:
@@ -278,14 +282,35 @@ def add_verdict(experiment: Experiment, results: Results, folder: AnyPath) -> Re
     if None in figures.values() or read_json(folder / FIGURES) != figures:
         _draw(experiment, results, folder)
     agrees, finding = reach_verdict(experiment, results)
-    verdict = (experiment.claim, experiment.alt, agrees, finding, experiment.is_open)
+    is_papers = is_of_paper(experiment, results)
+    if agrees is not None and not is_papers and not experiment.is_open:
+        finding = f"{finding} {papers_networks(experiment)}"
+    verdict = (experiment.claim, experiment.alt, agrees, finding, experiment.is_open, is_papers)
     return results | dict(zip(VERDICT, verdict, strict=True))
 
 
 def reach_verdict(experiment: Experiment, results: Results) -> Verdict:
-    """Whether results agree with the paper, and why."""
+    """Whether results show what the paper found, and why."""
     reason = None if "pairs" in results else why_no_verdict(results)
     return Verdict(None, reason) if reason else experiment.judge(results)
+
+
+def is_of_paper(experiment: Experiment, results: Results) -> bool:
+    """Return whether results are of the paper's setup and width: only these can agree with the paper."""
+    config = results.get("config", {})
+    widths = results.get("widths") or [config.get("width")]
+    return {*widths} <= {*experiment.in_paper.get(config.get("setup"), ())}
+
+
+def papers_networks(experiment: Experiment) -> str:
+    """Return a sentence on the networks that the paper has in an experiment, with its barriers if it gives some."""
+    each = []
+    for setup, widths in experiment.in_paper.items():
+        paper = (experiment.paper or {}).get(setup)
+        lost = f" (barriers of {paper.loss:.3f} in loss and {paper.accuracy:.1%} in accuracy)" if paper else ""
+        at = f"width {widths[0]}" if len(widths) == 1 else f"widths {widths[0]} to {widths[-1]}"
+        each.append(f"{SETUPS[setup].title} at {at}{lost}")
+    return f"The paper has {' and '.join(each)}."
 
 
 def _measured(results: Results) -> Results:

@@ -38,14 +38,17 @@ def spread(results: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, 
     return results.get("least", results), results.get("largest", results)
 
 
-def judge_all(verdicts: Sequence[Verdict], results: Results, more: str, is_open: bool = False) -> Verdict:
+def judge_all(
+    verdicts: Sequence[Verdict], results: Results, more: str, is_open: bool = False, is_papers: bool = True
+) -> Verdict:
     """Agreement if every pair agrees, and the range of barriers; None if there is a pair that cannot tell.
 
-    With `is_open`, agreement is with a question that the paper leaves open.
+    With `is_open`, agreement is with a question that the paper leaves open; `is_papers` says whether the paper has
+    these networks.
     """
     outcomes = [verdict.agrees for verdict in verdicts]
     agrees = None if None in outcomes else all(outcomes)
-    words = "say yes" if is_open else "agree with the paper"
+    words = "say yes" if is_open else "agree with the paper" if is_papers else "show the paper's effect"
     sentences = [f"{outcomes.count(True)} of {len(outcomes)} {words}."] if {True, False} & {*outcomes} else []
     sentences += [more] if more else []
     for variant in results.get("barriers", {}):

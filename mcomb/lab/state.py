@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 from mcomb.files import modified, read_json, read_text, unseal
 from mcomb.lab.config import Config
-from mcomb.lab.experiment import Experiment, over_pairs, reach_verdict
+from mcomb.lab.experiment import Experiment, is_of_paper, over_pairs, reach_verdict
 from mcomb.lab.identity import flags_identity
 from mcomb.lab.measure import HALVES
 from mcomb.lab.results import SPLITS, row_files
 from mcomb.lab.store import Store
-from mcomb.lab.verdicts import OPEN_WORDS, WORDS
+from mcomb.lab.verdicts import verdict_words
 
 
 class State(NamedTuple):
@@ -22,6 +22,7 @@ class State(NamedTuple):
     agrees: bool | None = None
     finding: str | None = None
     when: str | None = None  # its results were written
+    is_papers: bool = False  # whether the paper has these networks
 
 
 def read_state(experiment: Experiment, config: Config) -> State:
@@ -37,10 +38,12 @@ def read_state(experiment: Experiment, config: Config) -> State:
         if results is None or any(results.get(name) != value for name, value in identity.items()):
             return State("outdated", "results of another version" if results else "results that are damaged")
         agrees, finding = reach_verdict(over_pairs(experiment) if config.pairs > 1 else experiment, results)
+        is_papers = is_of_paper(experiment, results)
         when = datetime.fromtimestamp(modified(path)).astimezone()
-        words = (OPEN_WORDS if experiment.is_open else WORDS)[agrees].removesuffix(" with the paper")
+        words = verdict_words(agrees, experiment.is_open, is_papers)
+        words = words.removesuffix(" with the paper").removesuffix(" the paper's effect")
         said = f"{words}, {when:%Y-%m-%d %H:%M}"
-        return State("done", said, agrees, finding, when.isoformat("T", "minutes"))
+        return State("done", said, agrees, finding, when.isoformat("T", "minutes"), is_papers)
     count = 0
     for rows in row_files(folder):
         header, *lines = read_text(rows).splitlines() or [""]

@@ -1,4 +1,6 @@
-"""Verdicts: whether results agree with the paper. A run that went wrong must not earn one.
+"""Verdicts: whether results show what the paper found. A run that went wrong must not earn one.
+
+Only results of the paper's own networks can agree with it; of other networks a verdict says whether the effect shows.
 
 A verdict is only given on networks that are trained and matched (`why_no_verdict`). A barrier is then judged relative
 to how much better than guessing the networks are (`cost`): a drop of 0.1 in accuracy is small for networks at 0.95, but
@@ -24,17 +26,32 @@ CONFIDENCE = 0.99
 
 
 WORDS = {True: "agrees with the paper", False: "does not agree with the paper", None: "no verdict"}
+OTHER_WORDS = {  # of networks that the paper does not have
+    True: "shows the paper's effect",
+    False: "does not show the paper's effect",
+    None: "no verdict",
+}
 OPEN_WORDS = {True: "yes", False: "no", None: "no verdict"}  # where the claim is a question that the paper leaves open
 
 
 class Verdict(NamedTuple):
-    """Whether results agree with the paper, None if they cannot tell, and a sentence that says why.
+    """Whether results show what the paper found, None if they cannot tell, and a sentence that says why.
 
     Of a question that the paper leaves open, `agrees` is the answer.
     """
 
     agrees: bool | None
     finding: str
+
+
+def verdict_words(agrees: bool | None, is_open: bool, is_papers: bool) -> str:
+    """Return a verdict in words; `is_papers` says whether the paper has these networks."""
+    return (OPEN_WORDS if is_open else WORDS if is_papers else OTHER_WORDS)[agrees]
+
+
+def verdict_colour(agrees: bool | None, is_papers: bool) -> str:
+    """Return the colour of a verdict: red only for results that contradict the paper."""
+    return "green" if agrees else "red" if agrees is False and is_papers else "yellow"
 
 
 def why_no_verdict(results: Results) -> str | None:
@@ -97,7 +114,11 @@ def judge_sweep(results: Results, limits: Barrier = LIMITS, variant: str = "alig
         good = all(aligned[m] <= NEAR_PAPER * paper[m] for m in METRICS)
         beside = f" The paper's barriers at this width are {paper['loss']:.3f} and {paper['accuracy']:.1%}."
     else:
-        good, beside = works(results, aligned, limits), ""
+        good, part = works(results, aligned, limits), cost(results, aligned)
+        beside = (
+            f" Aligned, that is {part['loss']:.0%} of the lead over guessing in loss and {part['accuracy']:.0%} in "
+            f"accuracy; up to {limits['loss']:.0%} and {limits['accuracy']:.0%} count as working."
+        )
     a, b = results["ends"]
     return Verdict(
         good and clearly_less(aligned, naive),

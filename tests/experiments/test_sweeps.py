@@ -39,7 +39,7 @@ def test_pairs_are_the_runs_of_their_seeds_and_are_judged_together(results):
         assert folded == pytest.approx([min(losses), np.mean(losses), max(losses)])
     agreeing = [one["agrees"] for one in each]
     assert both["agrees"] is (None if None in agreeing else all(agreeing))
-    assert both["finding"].startswith(f"{agreeing.count(True)} of 2 agree with the paper.")
+    assert both["finding"].startswith(f"{agreeing.count(True)} of 2 show the paper's effect.")
 
 
 @pytest.mark.parametrize("flags", [("--pretrained",), ("--checkpoint-b", "somewhere"), ("--seed-a", "0")])

@@ -9,12 +9,22 @@ import pytest
 
 from mcomb.lab import experiment
 from mcomb.lab.config import Config
-from mcomb.lab.experiment import Experiment, Paper, read_results, run, setups_help
+from mcomb.lab.experiment import (
+    Experiment,
+    Paper,
+    add_verdict,
+    is_of_paper,
+    papers_networks,
+    read_results,
+    run,
+    said_verdict,
+    setups_help,
+)
 from mcomb.lab.identity import identity_hash
 from mcomb.lab.setups import SETUPS
 from mcomb.lab.state import read_state
 from mcomb.lab.store import Store
-from mcomb.lab.verdicts import Verdict
+from mcomb.lab.verdicts import Verdict, verdict_colour
 
 
 @pytest.fixture
@@ -51,6 +61,44 @@ def config(tmp_path):
     return Config(setup="mlp-digits", width=2, seed=3, out=tmp_path / "runs")
 
 
+OTHERS = "The paper has ResNet-20 on CIFAR-10 at width 32 and Tiny-10 on CIFAR-10 at width 32."
+
+
+@pytest.mark.parametrize(
+    ("answer", "setup", "width", "said", "colour"),
+    [
+        (40, "resnet20-cifar10", 32, "agrees with the paper: It is 40.", "green"),
+        (41, "resnet20-cifar10", 32, "does not agree with the paper: It is 41.", "red"),
+        (41, "resnet20-cifar10", 16, f"does not show the paper's effect: It is 41. {OTHERS}", "yellow"),
+        (41, "mlp-digits", 32, f"does not show the paper's effect: It is 41. {OTHERS}", "yellow"),
+        (40, "mlp-digits", 32, f"shows the paper's effect: It is 40. {OTHERS}", "green"),
+    ],
+)
+def test_only_the_papers_networks_agree_with_it(example, tmp_path, answer, setup, width, said, colour):
+    found = add_verdict(
+        example, {"experiment": "example", "answer": answer, "config": {"setup": setup, "width": width}}, tmp_path
+    )
+    assert said_verdict(found) == said
+    assert verdict_colour(found["agrees"], found["is_papers"]) == colour
+
+
+def test_the_papers_barriers_stand_beside_those_of_other_networks(example):
+    example = dataclasses.replace(example, paper={"tiny10-cifar10": Paper(loss=0.3321, accuracy=0.07)})
+    assert papers_networks(example) == (
+        "The paper has ResNet-20 on CIFAR-10 at width 32 and Tiny-10 on CIFAR-10 at width 32 (barriers of 0.332 in "
+        "loss and 7.0% in accuracy)."
+    )
+    assert "at widths 1 to 32" in papers_networks(dataclasses.replace(example, in_paper={"tiny10-cifar10": (1, 8, 32)}))
+
+
+def test_several_widths_are_the_papers_if_it_has_all_of_them(example):
+    example = dataclasses.replace(example, in_paper={"tiny10-cifar10": (1, 2, 4)})
+    config = {"setup": "tiny10-cifar10", "width": 32}
+    assert is_of_paper(example, {"config": config, "widths": [1, 4]})
+    assert not is_of_paper(example, {"config": config, "widths": [1, 4, 8]})
+    assert not is_of_paper(example, {"config": config})
+
+
 def test_results_are_measured_drawn_kept_and_judged(example, config, calls, capsys):
     results = run(example, config)
     folder = Store(config).folder("example")
@@ -64,8 +112,9 @@ def test_results_are_measured_drawn_kept_and_judged(example, config, calls, caps
         "claim": "The answer is 40.",
         "alt": "A number.",
         "agrees": True,
-        "finding": "It is 40.",
+        "finding": f"It is 40. {OTHERS}",
         "is_open": False,
+        "is_papers": False,
     }
     assert stored["title"] == "MLP on digits: an example"
     flags = f"--setup mlp-digits --width 2 --out {config.out} --seed 3"
@@ -74,7 +123,7 @@ def test_results_are_measured_drawn_kept_and_judged(example, config, calls, caps
     assert stored["config"]["recipe"]["epochs"] == SETUPS["mlp-digits"].recipe.epochs
     said = capsys.readouterr()
     assert said.err == f"results go to {folder}\n"
-    verdict = "agrees with the paper: It is 40."
+    verdict = f"shows the paper's effect: It is 40. {OTHERS}"
     assert said.out.splitlines() == ["MLP on digits: an example", verdict, f"figure: {folder / 'example.png'}"]
 
 
@@ -115,7 +164,7 @@ def test_a_verdict_is_given_anew_on_old_results(example, config, calls):
     stricter = dataclasses.replace(example, judge=lambda results: Verdict(False, "No."), claim="It is 41.")
     assert {name: run(stricter, config)[name] for name in ("agrees", "finding", "claim")} == {
         "agrees": False,
-        "finding": "No.",
+        "finding": f"No. {OTHERS}",
         "claim": "It is 41.",
     }
     assert calls == ["measure", "draw"]
@@ -144,7 +193,7 @@ def test_results_that_were_never_finished_are_not_read(example, config, calls):
     assert run(example, config)["answer"] == 40
     state = read_state(example, config)
     assert (state.kind, state.agrees, state.finding) == ("done", True, "It is 40.")
-    assert state.said.startswith("agrees, 20")
+    assert state.said.startswith("shows, 20")
 
 
 def test_a_figure_that_cannot_be_drawn_leaves_no_results(example, config, calls):

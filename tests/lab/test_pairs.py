@@ -52,3 +52,10 @@ def test_of_an_open_question_pairs_say_yes():
     verdicts = [Verdict(True, "finding 0"), Verdict(False, "finding 1")]
     results = pool([pair(0.1) | {"config": {"seed": i}} for i in range(2)])
     assert judge_all(verdicts, results, "", is_open=True).finding.startswith("1 of 2 say yes.")
+
+
+def test_pairs_of_networks_that_the_paper_has_not_show_its_effect():
+    results = pool([pair(0.1) | {"config": {"seed": i}} for i in range(2)])
+    found = judge_all([Verdict(True, ""), Verdict(False, "")], results, "", is_papers=False)
+    assert found.agrees is False
+    assert found.finding.startswith("1 of 2 show the paper's effect.")
