@@ -19,12 +19,16 @@ from mcomb.lab.results import METRICS, SPLITS
 
 @dataclass(frozen=True)
 class Entry:
-    """An experiment that was run: its results.json and its figure, what it is called, and of which networks it is."""
+    """An experiment that was run: its results.json and its figure, what it is called, and of which networks it is.
+
+    `flags` are those of its run that differ from the page's.
+    """
 
     results: Mapping[str, Any]
     png: bytes
     name: str
     place: str
+    flags: str = ""
 
 
 @dataclass(frozen=True)
@@ -212,6 +216,8 @@ def header(title: str, entries: Sequence[Entry], missing: Sequence[Missing]) -> 
     configs = [entry.results["config"] for entry in entries]
     networks = dict.fromkeys(f"{config.get('setup')} at width {config.get('width')}" for config in configs)
     left = (counted(len(missing), "is ", "are "), tag("a", "still to run", href="#missing"), ".")
+    flagged = sum(bool(entry.flags) for entry in entries)
+    noted = counted(flagged, "was", "were") + " run with other flags than the page’s, which the sections name. "
     return tag(
         "header",
         tag("h1", title),
@@ -227,6 +233,7 @@ def header(title: str, entries: Sequence[Entry], missing: Sequence[Missing]) -> 
             "p",
             tag("strong", outcome if entries else "No experiment has been run yet."),
             " ",
+            noted if flagged else "",
             *(left if missing else ()),
             class_="lede",
         ),
@@ -363,6 +370,7 @@ def section(index: int, entry: Entry) -> Html:
             tag("figcaption", f"Figure {index}. {entry.name}: {settings(results['config'])}."),
         ),
         barriers(results),
+        tag("p", f"This run has other flags than the page: {entry.flags}.", class_="note") if entry.flags else "",
         tag("p", "The command that measures and draws this:", class_="label"),
         command(results["command"]),
         id=anchor(index, entry),

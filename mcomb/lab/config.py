@@ -140,11 +140,28 @@ def command(name: str, config: TrainingConfig) -> str:
     """The command line that gives a config, whatever prints and runs it, in a clone or wherever mcomb is installed."""
     words = ["mcomb", name] if is_installed_command() else ["python", "-m", f"experiments.{name}"]
     for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if value != field.default and field.name not in (*vars(Output()), *PROCESS_FLAGS):
-            parts = value if isinstance(value, tuple) else () if value is True else (value,)
-            words += ["--" + field.name.replace("_", "-"), *map(str, parts)]
+        if getattr(config, field.name) != field.default and field.name not in (*vars(Output()), *PROCESS_FLAGS):
+            words += flag_words(config, field.name)
     return shlex.join(words)
+
+
+def flag_words(config: TrainingConfig, name: str) -> list[str]:
+    """Return a flag and its values as the words of a command line."""
+    value = getattr(config, name)
+    parts = value if isinstance(value, tuple) else () if value is True else (value,)
+    return ["--" + name.replace("_", "-"), *map(str, parts)]
+
+
+def differing_flags(config: TrainingConfig, other: TrainingConfig) -> list[str]:
+    """Return the flags that give `config` where those of `other` would not, each as on a command line."""
+    found = []
+    for name in identity_flags(config):
+        value = getattr(config, name)
+        if value == getattr(other, name, value):
+            continue
+        flag = "--" + name.replace("_", "-")
+        found.append(f"no {flag}" if value is None or value is False else shlex.join(flag_words(config, name)))
+    return found
 
 
 def convert_config(config: Config, to: type[C], **changes: Any) -> C:

@@ -24,6 +24,7 @@ from mcomb.lab.config import (
     TrainingConfig,
     command,
     convert_config,
+    flag_words,
 )
 from mcomb.lab.identity import read_finished, result_identity
 from mcomb.lab.measure import Run
@@ -87,12 +88,6 @@ class Experiment:
     judge_together: Callable[[list[Results]], str] = lambda pairs: ""  # a sentence more on several pairs' results
 
 
-def said_flag(config: Config, name: str) -> str:
-    """Return a flag and its value as they stand on a command line."""
-    value = getattr(config, name)
-    return f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
-
-
 def over_pairs(experiment: Experiment) -> Experiment:
     """The same experiment of several pairs: it runs each by itself and draws and judges them together."""
 
@@ -100,7 +95,7 @@ def over_pairs(experiment: Experiment) -> Experiment:
         for name in (*CHECKPOINT_FLAGS, "pretrained", "seed_a", "seed_b", "seed_c"):
             value = getattr(config, name)
             if value is not None and value is not False:
-                given = said_flag(config, name)
+                given = " ".join(flag_words(config, name))
                 raise UserError(f"--pairs {config.pairs} trains networks of its own: leave out --pairs or {given}")
         seeds = range(config.seed, config.seed + config.pairs)
         return {f"seed {seed}": (experiment, replace(config, seed=seed, pairs=1)) for seed in seeds}
@@ -283,7 +278,7 @@ def add_verdict(experiment: Experiment, results: Results, folder: AnyPath) -> Re
         _draw(experiment, results, folder)
     agrees, finding = reach_verdict(experiment, results)
     is_papers = is_of_paper(experiment, results)
-    if agrees is not None and not is_papers and not experiment.is_open:
+    if agrees is not None and not is_papers and not experiment.is_open and experiment.in_paper:
         finding = f"{finding} {papers_networks(experiment)}"
     verdict = (experiment.claim, experiment.alt, agrees, finding, experiment.is_open, is_papers)
     return results | dict(zip(VERDICT, verdict, strict=True))
@@ -401,7 +396,7 @@ def main(experiment: Experiment, description: str | None, argv: list[str] | None
     def plan_or_run() -> None:
         config = parse_and_join(experiment.config, description, argv)
         for name, why in idle_flags(experiment, config).items():
-            raise UserError(f"{said_flag(config, name)} {why}")
+            raise UserError(f"{' '.join(flag_words(config, name))} {why}")
         if config.plan:
             print_plan(list_jobs(experiment, config), config)
         else:

@@ -1,15 +1,19 @@
-"""How far an experiment has come, from its folder alone: neither networks nor data are read."""
+"""How far an experiment has come, from its folders alone: neither networks nor data are read."""
 
 import json
+from dataclasses import replace
 from datetime import datetime
+from operator import itemgetter
 from typing import NamedTuple
 
+from mcomb.base import UserError
 from mcomb.files import modified, read_json, read_text, unseal
-from mcomb.lab.config import Config
+from mcomb.lab.config import CHECKPOINT_FLAGS, RECIPE_FLAGS, YOUNGER_FLAGS, Config, differing_flags
 from mcomb.lab.experiment import Experiment, is_of_paper, over_pairs, reach_verdict
 from mcomb.lab.identity import flags_identity
 from mcomb.lab.measure import HALVES
-from mcomb.lab.results import SPLITS, row_files
+from mcomb.lab.results import SPLITS, Results, row_files
+from mcomb.lab.setups import SETUPS
 from mcomb.lab.store import Store
 from mcomb.lab.verdicts import verdict_words
 
@@ -23,6 +27,44 @@ class State(NamedTuple):
     finding: str | None = None
     when: str | None = None  # its results were written
     is_papers: bool = False  # whether the paper has these networks
+
+
+class OtherRun(NamedTuple):
+    """A finished run of an experiment with other flags: its config, and its flags where they differ."""
+
+    config: Config
+    flags: str
+
+
+def find_other_runs(experiment: Experiment, config: Config) -> list[OtherRun]:
+    """Return the finished runs of an experiment, of this setup and width, with other flags.
+
+    The run with the fewest differing flags is first, of several the newest. Runs of networks from files are left out,
+    because results do not record the paths of these.
+    """
+    store, found = Store(config), []
+    for pattern in (experiment.name, f"{experiment.name},*"):
+        for path in store.home.glob(f"{pattern}/results.json"):
+            results = read_json(path) if path.parent != store.folder(experiment.name) else None
+            own = results and _config_of(results, config)
+            if own and Store(own).folder(experiment.name) == path.parent:
+                flags = differing_flags(own, config)
+                found.append((len(flags), -modified(path), OtherRun(own, " ".join(flags))))
+    return [other for *_, other in sorted(found, key=itemgetter(0, 1))]
+
+
+def _config_of(results: Results, config: Config) -> Config | None:
+    """The config that results were made with, the rest as in `config`; None if they are of another version."""
+    reset = dict.fromkeys((*RECIPE_FLAGS, *CHECKPOINT_FLAGS))
+    reset |= {name: False for name in YOUNGER_FLAGS if hasattr(config, name)}
+    try:
+        recipe, own = results["config"]["recipe"], SETUPS[config.setup].recipe
+        changed = {name: recipe[name] for name in RECIPE_FLAGS if recipe[name] != getattr(own, name)}
+        flags = {name: value for name, value in results["config"].items() if name != "recipe"}
+        lists = {name: tuple(value) for name, value in flags.items() if isinstance(value, list)}
+        return replace(config, **reset | flags | lists | changed)
+    except (KeyError, TypeError, UserError):
+        return None
 
 
 def read_state(experiment: Experiment, config: Config) -> State:
