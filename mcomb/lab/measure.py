@@ -211,7 +211,7 @@ class Run:
     ) -> Results:
         """Test losses of the networks and on the curves, and barriers: each loss at a temperature of its own."""
         counts = [len(data.labels) for data in self.halves.values()]
-        at_all = {"temperatures": TEMPERATURES}
+        at_all: dict[str, Any] = {"temperatures": TEMPERATURES}
         with self.store.timed("evaluation"):
             networks = {
                 x: [score(self.store.apply, self.networks[x].params, *data, **at_all) for data in self.halves.values()]
@@ -258,9 +258,7 @@ def as_lists(metrics: Metrics, shape: tuple[int, ...]) -> Results:
     return {name: values.reshape(*shape, *values.shape[1:]).tolist() for name, values in kept.items()}
 
 
-def cross_fit(
-    tempered: Sequence[Float[np.ndarray, "*k t"]], counts: Sequence[int]
-) -> Float[np.ndarray, "*k"] | np.floating:
+def cross_fit(tempered: Sequence[Float[np.ndarray, "*k t"]], counts: Sequence[int]) -> Float[np.ndarray, "*k"]:
     """Return the mean loss over two halves of the examples, each at the temperature that is best on the other half.
 
     Args:
@@ -271,4 +269,4 @@ def cross_fit(
         np.take_along_axis(own, np.argmin(other, axis=-1)[..., None], axis=-1)[..., 0]
         for own, other in (tempered, tempered[::-1])
     ]
-    return np.average(losses, axis=0, weights=counts)
+    return np.asarray(np.average(losses, axis=0, weights=counts))
