@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from mcomb.base import Params
-from mcomb.symmetry.axes import Axis, find, split_product, split_segments
+from mcomb.symmetry.axes import Axis, find, flat_parts, split_product, split_segments, write_cells
 from mcomb.symmetry.derive import axis_layout, infer_axes
 from mcomb.symmetry.interpreter import ARGUMENTS, EqnPath, Interpreter, live_equations
 from mcomb.symmetry.rules import RULES
@@ -386,6 +386,8 @@ class _Lister:
         An entry of a stack has no axis of entries: what is batched over that has no name in it.
         """
         axes, names = self.interp.results[path][index], self.names
+        if any(factor.kind == "cells" for axis in axes if axis for factor in write_cells(flat_parts(axis, "blocks"))):
+            return (None,) * len(axes)  # no layout has these
         layouts = tuple(axis_layout(axis, names) for axis in axes)
         found = {name for layout in layouts for name in axis_names(layout)}
         if all(found.issuperset(self.spec.batched_over.get(name, ())) for name in found):

@@ -142,6 +142,14 @@ class PermutationSpec:
         """The shape of a permutation's index array."""
         return (*(self.length(outer) for outer in self.batched_over.get(name, ())), self.sizes[name])
 
+    def log10_arrangements(self, *names: str) -> float:
+        """Return the decimal logarithm of how many arrangements these permutations have together, or else all.
+
+        A permutation of two heads has 2, and one of the four dimensions of each head has 24 · 24.
+        """
+        rows = ((math.prod(self.shape(name)[:-1]), self.sizes[name]) for name in names or self.sizes)
+        return sum(count * math.lgamma(size + 1) for count, size in rows) / math.log(10)
+
     def nested_in(self, name: str) -> list[str]:
         """The permutations of what is inside a permutation's units: nested_in("heads") is ["dims"]."""
         outer = self.batched_over.get(name, ())
@@ -234,12 +242,15 @@ class PermutationSpec:
         }
 
     def __str__(self) -> str:
-        """A table: each permutation, its size and what it acts on; then what is frozen and by what."""
+        """Return a table of each permutation, its size, arrangements and axes; then one of what is frozen and why."""
         rows = []
         for name in self.sizes:
             acts_on = [f"{leaf}[{axis}{self._sketch(leaf, axis, name)}]" for leaf, axis in self.axes_of(name)]
             acts_on += [f"(one for each of {outer})" for outer in self.batched_over.get(name, ())]
-            rows.append((name, " × ".join(map(str, self.shape(name))), " ".join(acts_on)))
+            size, count = " × ".join(map(str, self.shape(name))), self.log10_arrangements(name)
+            rows.append((name, size, _power_of_ten(count), " ".join(acts_on)))
+        if len(rows) > 1:
+            rows.append(("in all", "", _power_of_ten(self.log10_arrangements()), ""))
         reasons: dict[str, dict[str, list[str]]] = {}
         for frozen in self.frozen:
             reasons.setdefault(frozen.reason, {}).setdefault(frozen.leaf, []).append(str(frozen.axis))
@@ -247,7 +258,8 @@ class PermutationSpec:
             (reason, " ".join(f"{leaf}[{','.join(axes)}]" for leaf, axes in leaves.items()))
             for reason, leaves in reasons.items()
         ]
-        tables = [_table(("permutation", "size", "acts on"), rows), _table(("frozen by", "axes"), frozen_rows)]
+        head = ("permutation", "size", "arrangements", "acts on")
+        tables = [_table(head, rows), _table(("frozen by", "axes"), frozen_rows)]
         return "\n\n".join(tables if reasons else tables[:1])
 
     def _sketch(self, leaf: str, axis: int, name: str) -> str:
@@ -396,6 +408,11 @@ def axis_names(layout: Layout) -> list[str]:
     return [name for part in inner for name in axis_names(part)]
 
 
+def _power_of_ten(exponent: float) -> str:
+    """Return a whole number from its logarithm: in full up to a million, and else the next power of ten."""
+    return f"{round(10**exponent):,}" if exponent < 6 else f"10^{round(exponent)}"
+
+
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     """Aligned columns, of which the last is wrapped."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)][:-1]
@@ -405,5 +422,5 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
         start = "".join(f"{cell:{width}}  " for cell, width in zip(first, widths, strict=True))
         wrapped = textwrap.fill(last, max(115, indent + 40), initial_indent=start, subsequent_indent=" " * indent,
                                 break_long_words=False, break_on_hyphens=False)  # fmt: skip
-        lines.append(wrapped.rstrip())
+        lines.append((wrapped or start).rstrip())
     return "\n".join(lines)

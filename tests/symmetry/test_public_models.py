@@ -445,11 +445,10 @@ def diffusion_transformer() -> Model:
 
 def diffusion_unet() -> Model:
     """Norms of two groups: the residual stream, the last one, and the inner layer of each of five blocks."""
-    # The output of the second to last block has no norm: (4,). A person counts another (4,), of the convolution after
-    # it, which is concatenated with the first residual stream and normed: the first group of the norm is all of the
-    # one, the second all of the other. But the groups that an axis is cut into are alike, so that both move alike.
+    # The output of the second to last block has no norm: (4,). The convolution after it is concatenated with the first
+    # residual stream and normed: the first group of the norm is all of the one, the second all of the other.
     options = {"emb_features": 8, "feature_depths": (4,), "attention_configs": (None,), "num_res_blocks": 1}
-    return diffusion("simple_unet", "Unet", [(8,), (8,), *(7 * [(2,), (2, 2)]), (4,)], norm_groups=2, **options)
+    return diffusion("simple_unet", "Unet", [(8,), (8,), *(7 * [(2,), (2, 2)]), (4,), (4,)], norm_groups=2, **options)
 
 
 MODELS: dict[str, Callable[[], Model]] = {

@@ -276,7 +276,7 @@ def counted_as_another(params, x):
 
 
 def in_groups_that_cut_across(params, x):
-    """Of 8 and 4 channels, in groups of 6, two and two belong together."""
+    """Of 8 and 4 channels, in groups of 6, the second group has two of the one and all of the other."""
     channels = jnp.concatenate([x @ params["a"], x @ params["b"]], 1)
     return jax.nn.softmax(channels.reshape(ROWS, 2, 6)).reshape(ROWS, 12) @ params["down"]
 
@@ -837,7 +837,7 @@ PROGRAMS = {
         lambda a: jnp.take_along_axis(a, jnp.argmax(a, 1, keepdims=True), 1).sum(), [(4,), (4, 5)], (4, 5)
     ),
     "groups of a stack of which one entry is read": weights(
-        lambda w: w.reshape(2, 3, 4).sum((0, 1)) + w[1], [], (6, 4)
+        lambda w: w.reshape(2, 3, 4).sum((0, 1)) + w[1], [(4, 3)], (6, 4)
     ),
     "equal rows by groups": weights(
         lambda w, v: (jax.lax.ragged_dot(jnp.ones((6, 3)), w, jnp.array([2, 3, 1])) * v.reshape(-1, 1)).sum(0),
@@ -910,7 +910,7 @@ PROGRAMS = {
     "positions that are copied and counted as they were": Program(counted_as_another, ONE_OUTPUT, WHOLE),
     "rows dispatched to places": Program(dispatched_to_places, EXPERTS, [(3,), (3, UNITS)]),
     "groups that cut across a concatenation": Program(
-        in_groups_that_cut_across, {"a": (FEATURES, 8), "b": (FEATURES, 4), "down": (12, 2)}, [(2,)]
+        in_groups_that_cut_across, {"a": (FEATURES, 8), "b": (FEATURES, 4), "down": (12, 2)}, [(6,), (2,), (4,)]
     ),
     "tiles of heads": Program(
         lambda p, x: (

@@ -255,10 +255,11 @@ def test_the_table_shows_permutations_and_what_is_frozen():
     case = CASES["VGG"]()
     spec = permutation_spec(case.fn, case.params, case.input)
     assert str(spec).splitlines() == [
-        "permutation   size  acts on",
-        "params/conv0  4     params/conv0/bias[0] params/conv0/kernel[3] params/conv1/kernel[2]",
-        "params/conv1  5     params/conv1/bias[0] params/conv1/kernel[3] params/dense/kernel[0: 4×·]",
-        "params/dense  7     params/dense/bias[0] params/dense/kernel[1] params/head/kernel[0]",
+        "permutation   size  arrangements  acts on",
+        "params/conv0  4     24            params/conv0/bias[0] params/conv0/kernel[3] params/conv1/kernel[2]",
+        "params/conv1  5     120           params/conv1/bias[0] params/conv1/kernel[3] params/dense/kernel[0: 4×·]",
+        "params/dense  7     5,040         params/dense/bias[0] params/dense/kernel[1] params/head/kernel[0]",
+        "in all              10^7",
         "",
         "frozen by                                                  axes",
         "conv_general_dilated (positions of a window) in VGG/conv0  params/conv0/kernel[0,1]",
