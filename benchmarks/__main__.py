@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from benchmarks import evaluation, growth, main_job, matching, memory, planning, precision
+from benchmarks import evaluation, growth, main_job, matching, memory, precision
 from mcomb.lab import cli
 from mcomb.lab.cli import Flag
 
@@ -39,7 +39,6 @@ BENCHMARKS: dict[str, Benchmark] = {
         memory.MemoryConfig(widths=(4,), devices=(2,), combinations=4, json=out / "memory.json")
     ),
     "precision": lambda out: precision.main(precision.PrecisionConfig(out=out, json=out / "precision.json")),
-    "planning": lambda out: planning.main(planning.PlanningConfig(widths=(32,), json=out / "planning.json")),
 }
 
 

@@ -18,15 +18,17 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.tables import Row, show
-from mcomb import evaluation
 from mcomb.combination import mix, uniform
-from mcomb.devices import AXIS, BATCH, COMBINATIONS, describe_devices, device_mesh, two_axis_mesh
-from mcomb.gradient_descent import _can_be_tuned, _compiled_update, initial_state
+from mcomb.evaluation import evaluate
+from mcomb.evaluation.objectives import accuracy, cross_entropy
 from mcomb.lab import cli
+from mcomb.lab.cache.store import MATCHING_IMAGES
 from mcomb.lab.cli import Flag
 from mcomb.lab.setups import SETUPS
-from mcomb.lab.store import MATCHING_IMAGES
 from mcomb.matching import activations, straight_through
+from mcomb.runtime.batching import BATCH
+from mcomb.runtime.devices import COMBINATIONS, describe_devices, device_mesh, two_axis_mesh
+from mcomb.runtime.training_loop import initial_state, lower_call
 
 Shape = jax.ShapeDtypeStruct
 HERE = PartitionSpec()
@@ -56,7 +58,7 @@ def account(task: str, config: AccountConfig) -> list[Row]:
     """What the programs of a task need; those of matchers as they are by default."""
     setup, devices, mesh = SETUPS[config.setup], len(jax.devices()), device_mesh()
     shapes, apply = setup.shapes(config.width), setup.apply(config.width)
-    key, size = jax.eval_shape(lambda: jax.random.key(0)), sum(leaf.size * 4 for leaf in jax.tree.leaves(shapes))
+    size = sum(leaf.size * 4 for leaf in jax.tree.leaves(shapes))
 
     def data(count: int) -> tuple[Any, Any]:
         return Shape((count, *setup.dataset.image), jnp.uint8), Shape((count,), jnp.int32)
@@ -64,9 +66,11 @@ def account(task: str, config: AccountConfig) -> list[Row]:
     def lower_evaluation(images: int) -> Any:
         grid, (pixels, labels) = two_axis_mesh(devices), data(2 * images)
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), devices))
-        shared = on(grid, ((shapes, shapes), pixels, labels, Shape((2, 2 * images), jnp.int32)))
+        shared = on(grid, ((shapes, shapes), pixels, labels))
         own = on(grid, (Shape((devices,), jnp.float32), keys), PartitionSpec(COMBINATIONS))
-        return evaluation._evaluate.lower(apply, mix(uniform), images, grid, (1.0,), *shared, *own)
+        return evaluate._evaluate.lower(
+            apply, mix(uniform), images, grid, (("loss", cross_entropy), ("accuracy", accuracy)), *shared, *own
+        )
 
     def lower_activations(images: int) -> Any:
         spec, pixels = setup.spec(config.width), data(MATCHING_IMAGES)[0]
@@ -75,10 +79,8 @@ def account(task: str, config: AccountConfig) -> list[Row]:
     def lower_step(images: int) -> Any:
         optimizer, loss = straight_through._optimizer(0.01), straight_through._midpoint_loss(apply)
         state = jax.eval_shape(lambda params: initial_state(params, optimizer), shapes)
-        rows = on(mesh, Shape((1, images * devices), jnp.int32), PartitionSpec(None, AXIS))
-        given = on(mesh, (shapes, shapes, *data(MATCHING_IMAGES)))
-        update: Any = _compiled_update(jax.default_backend() == "cpu" and _can_be_tuned())
-        return update.lower(on(mesh, state), rows, given, on(mesh, key), loss=loss, optimizer=optimizer, mesh=mesh)
+        given = (shapes, shapes, *data(MATCHING_IMAGES))
+        return lower_call(loss, state, 1, images * devices, given, optimizer, mesh)
 
     lower: Callable[[int], Any]
     sizes: tuple[int, ...]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mcomb.base import UserError
+from mcomb.errors import UserError
 
 
 def peak_memory() -> int:

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 
 from mcomb.lab import cli
 from mcomb.lab.cli import Flag
-from mcomb.lab.results import columns
-from mcomb.symmetry.derive import derive_spec
+from mcomb.lab.runs.results import columns
+from mcomb.symmetry.derive import spec_of_trace
 
 Shape = jax.ShapeDtypeStruct
 
@@ -146,7 +146,7 @@ def main(config: DerivationConfig) -> None:
             start = time.perf_counter()
             traced = jax.make_jaxpr(fn)(params, inputs)
             middle = time.perf_counter()
-            spec = derive_spec(traced, params, inputs)
+            spec = spec_of_trace(traced, params, inputs)
             times.append((middle - start, time.perf_counter() - middle))
         (tracing, rest), count = min(times, key=sum), len(traced.jaxpr.eqns)
         cells = (f"{count:,}", str(len(spec.sizes)), f"{tracing:.2f}", f"{rest:.2f}", f"{rest / tracing:.2f}")

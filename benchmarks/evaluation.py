@@ -20,16 +20,18 @@ from typing import Annotated, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from benchmarks.tables import Row, show
-from mcomb.base import UserError, stream
 from mcomb.combination import mix, uniform
-from mcomb.devices import BATCH, describe_devices
-from mcomb.evaluation import evaluate
+from mcomb.errors import UserError
+from mcomb.evaluation.evaluate import evaluate
+from mcomb.keys import stream
 from mcomb.lab import cli
 from mcomb.lab.cli import Flag
 from mcomb.lab.setups import SETUPS, Setup
-from mcomb.objectives import classify
+from mcomb.runtime.batching import BATCH
+from mcomb.runtime.devices import describe_devices
 
 LOOP_BATCHES = (BATCH, 1000)
 SIDE = 2048  # of the matrices whose product is the machine's peak
@@ -73,7 +75,11 @@ def make_problem(name: str, config: EvaluationConfig) -> tuple[Problem, float]:
 def way_of_ours(problem: Problem) -> Callable[[], None]:
     """A turn of `evaluate` as it comes."""
     setup, width, networks, images, labels, shares, keys = problem
-    return lambda: evaluate(setup.apply(width), mix(uniform), networks, shares, keys, images, labels) and None
+
+    def turn() -> None:
+        evaluate(setup.apply(width), networks, images, labels, uniform, shares, keys)
+
+    return turn
 
 
 def way_of_a_loop(problem: Problem, batch_size: int) -> Callable[[], None]:
@@ -83,8 +89,9 @@ def way_of_a_loop(problem: Problem, batch_size: int) -> Callable[[], None]:
 
     @jax.jit
     def measure(params: Any, images: Any, labels: Any) -> tuple[Any, Any]:
-        outcome = classify(apply(params, images), labels)
-        return outcome.loss.sum(), outcome.correct.sum()
+        logits = apply(params, images)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return losses.sum(), (logits.argmax(-1) == labels).sum()
 
     def turn() -> None:
         for share, key in zip(shares, keys, strict=True):

@@ -26,12 +26,12 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from benchmarks.programs import Program
-from mcomb import PermutationSpec, linear, match_activations, mix, permutation_spec
+from mcomb import PermutationSpec, derive_spec, linear
+from mcomb.evaluation.repair import repaired
 from mcomb.lab import cli
 from mcomb.lab.cli import Flag
-from mcomb.matching.activations import correlations
-from mcomb.progress import progress_bar, say
-from mcomb.repair import repaired
+from mcomb.matching.activations import correlations, match_activations
+from mcomb.runtime.progress import progress_bar, say
 
 TOLERANCE = 1e-7  # of the largest entry, in double precision: what roundings may grow to
 ROUNDING = 1e-13  # of numbers about one, as there are in these programs: a result that is no larger is nothing else
@@ -74,7 +74,7 @@ def steps_of(seed: int) -> int:
 def check_program(program: Program) -> PermutationSpec:
     """The spec of a program, for which everything holds that must."""
     params = program.params()
-    spec = permutation_spec(program, params, program.input)
+    spec = derive_spec(program, params, program.input)
     spec.validate(params)
     first, second = (spec.random(jax.random.key(i)) for i in (1, 2))
     one_by_one = spec.apply(first, spec.apply(second, params))
@@ -147,7 +147,7 @@ def check_matching_and_repair(program: Program, spec: PermutationSpec) -> None:
         found = scores[np.arange(n), matching.perms[name]].sum()
         require(found > best - 1e-3 * n, f"{name} is matched with {found:.4f} where {best:.4f} is possible")
     aligned = spec.apply(matching.perms, b)
-    repair = repaired(spec, apply, mix(linear), (a, aligned), pairs)
+    repair = repaired(apply, (a, aligned), pairs, linear, spec=spec)
     for share, network in ((0.0, a), (1.0, aligned)):
         drawn = jax.jit(repair.draw)(jax.random.key(0), jnp.float32(share), *repair.networks)
         kept, wanted = jax.jit(repair.apply)(drawn, pairs), jax.jit(apply)(network, pairs)

@@ -21,14 +21,14 @@ from matplotlib.ticker import EngFormatter
 
 from benchmarks.apart import measure_apart, peak_memory
 from benchmarks.tables import Row, show
-from mcomb.base import stream
-from mcomb.combination import mix, uniform
-from mcomb.evaluation import evaluate
+from mcomb.combination import uniform
+from mcomb.evaluation.evaluate import evaluate
+from mcomb.keys import stream
 from mcomb.lab import cli
 from mcomb.lab.cli import Flag
 from mcomb.lab.figures import STYLE, save
 from mcomb.lab.setups import SETUPS
-from mcomb.progress import progress_bar
+from mcomb.runtime.progress import progress_bar
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def measure(point: Point) -> Row:
     for _ in range(3):
         start = time.perf_counter()
         shares = np.full(point.combinations, 0.5, np.float32)
-        evaluate(setup.apply(point.width), mix(uniform), (a, b), shares, keys, images, labels)
+        evaluate(setup.apply(point.width), (a, b), images, labels, uniform, shares, keys)
         seconds.append(time.perf_counter() - start)
     size = sum(leaf.size for leaf in jax.tree.leaves(a))
     return {"seconds": min(seconds[1:]), "parameters": size, "megabytes": (peak_memory() - before) / 1e6}

@@ -20,11 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.tables import Row, show
-from mcomb.base import stream
+from mcomb.keys import stream
 from mcomb.lab import cli
 from mcomb.lab.cli import Flag
 from mcomb.matching import weights
-from mcomb.symmetry.derive import permutation_spec
+from mcomb.symmetry.derive import derive_spec
 
 NOISE = 0.3  # in standard deviations of a leaf
 
@@ -65,7 +65,7 @@ def make_params(stream_size: int, config: HeadsConfig, seed: int) -> Any:
 def measure(stream_size: int, kind: str, config: HeadsConfig) -> Row:
     """The CPU seconds of one matching, and those of its parts that families take."""
     a, b = (make_params(stream_size, config, seed) for seed in (0, 1))
-    spec = permutation_spec(transformer, a, jnp.zeros((1, 4), jnp.int32))
+    spec = derive_spec(transformer, a, jnp.zeros((1, 4), jnp.int32))
     if kind == "permuted":
         noisy = jax.tree.map(lambda x, y: x + NOISE * y, a, b)
         b = jax.device_get(spec.apply(spec.random(stream(0)), noisy))

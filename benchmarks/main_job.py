@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Annotated
 
 from benchmarks.tables import Row, show
-from mcomb.base import UserError
+from mcomb.errors import UserError
 from mcomb.lab import cli
 from mcomb.lab.cli import Flag
 from mcomb.lab.setups import SETUPS

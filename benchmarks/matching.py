@@ -32,17 +32,18 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from benchmarks.tables import Row, leave
-from mcomb.base import Params, UserError, named_leaves
-from mcomb.checkpoint import read_checkpoint, write_checkpoint
+from mcomb.errors import UserError
+from mcomb.io.checkpoints import read_checkpoint, write_checkpoint
 from mcomb.lab import cli
+from mcomb.lab.cache.store import Store
 from mcomb.lab.cli import Flag
-from mcomb.lab.config import Config
+from mcomb.lab.runs.flags import Config
 from mcomb.lab.setups import SETUPS
-from mcomb.lab.store import Store
-from mcomb.lab.training import initial_state, train
-from mcomb.matching.core import Matching, objective
+from mcomb.lab.training.train import initial_state, train
+from mcomb.matching.matching import Matching, objective
 from mcomb.matching.weights import match_weights, visit_orders
 from mcomb.symmetry.spec import PermutationSpec
+from mcomb.trees import Params, named_leaves
 
 RATE_SIZE = 2048  # of the square matrices whose product gives the machine's rate
 CLOSE = 1e-5  # how far objectives may differ, relatively

@@ -20,16 +20,18 @@ import numpy as np
 
 from benchmarks.apart import measure_apart, peak_memory
 from benchmarks.tables import Row, show
-from mcomb.base import Apply, stream
-from mcomb.combination import Draw, mix, uniform
-from mcomb.evaluation import evaluate
+from mcomb.combination import Distribution, Draw, uniform
+from mcomb.evaluation.evaluate import evaluate
+from mcomb.evaluation.repair import repaired
+from mcomb.keys import stream
 from mcomb.lab import cli
 from mcomb.lab.cli import Flag
 from mcomb.lab.setups import SETUPS
-from mcomb.matching import match_activations, match_straight_through, match_weights
-from mcomb.matching.straight_through import BATCH_SIZE
-from mcomb.progress import progress_bar
-from mcomb.repair import repaired
+from mcomb.matching.activations import match_activations
+from mcomb.matching.straight_through import BATCH_SIZE, match_straight_through
+from mcomb.matching.weights import match_weights
+from mcomb.runtime.progress import progress_bar
+from mcomb.trees import Apply
 
 TASKS = ("evaluation", "weights", "activations", "ste", "repair")
 
@@ -79,7 +81,7 @@ def measure(point: Point) -> list[Row]:
         figures = {"seconds": time.perf_counter() - start, "GB": taken / 1e9, "× parameters": taken / size}
         stages.append({"task": stage, "width": point.width, "devices": point.devices, **figures})
 
-    def evaluate_all(name: str, apply: Apply, draw: Draw, networks: tuple[Any, ...]) -> None:
+    def evaluate_all(name: str, apply: Apply, draw: Distribution | Draw, networks: tuple[Any, ...]) -> None:
         calls: list[Any] = []
 
         def report(metrics: Any) -> None:
@@ -87,13 +89,13 @@ def measure(point: Point) -> list[Row]:
             if len(calls) == 1:
                 end(f"{name}, {len(metrics.loss)} of {point.combinations}")
 
-        evaluate(apply, draw, networks, shares, keys, images, labels, report=report)
+        evaluate(apply, networks, images, labels, draw, shares, keys, report=report)
         if len(calls) > 1:
             end(f"{name}, {point.combinations} of {point.combinations}")
 
     tasks: dict[str, Callable[[], Any]] = {
-        "evaluation": lambda: evaluate_all("evaluation", apply, mix(uniform), (a, b)),
-        "repair": lambda: evaluate_all("REPAIR", *repaired(spec, apply, mix(uniform), (a, b), images)),
+        "evaluation": lambda: evaluate_all("evaluation", apply, uniform, (a, b)),
+        "repair": lambda: evaluate_all("REPAIR", *repaired(apply, (a, b), images, uniform, spec=spec)),
         "weights": lambda: match_weights(spec, a, b),
         "activations": lambda: match_activations(spec, a, b, apply, images),
         "ste": lambda: match_straight_through(spec, a, b, apply, images, labels, steps=1, batch_size=point.batch_size),

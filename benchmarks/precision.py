@@ -16,16 +16,16 @@ import jax
 import numpy as np
 
 from benchmarks.tables import Row, show
-from mcomb.base import stream
-from mcomb.combination import Draw, linear, mix, uniform
-from mcomb.evaluation import Metrics, Score, evaluate, score
+from mcomb.combination import Draw, linear, uniform
+from mcomb.evaluation.evaluate import Metrics, evaluate, score
+from mcomb.keys import stream
 from mcomb.lab import cli
-from mcomb.lab.barriers import barrier
+from mcomb.lab.cache.store import Store
 from mcomb.lab.cli import Flag
-from mcomb.lab.config import DTYPES, Config
-from mcomb.lab.results import METRICS
+from mcomb.lab.runs.barriers import barrier
+from mcomb.lab.runs.flags import DTYPES, Config
+from mcomb.lab.runs.results import METRICS
 from mcomb.lab.setups import SETUPS
-from mcomb.lab.store import Store
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ def compare(name: str, config: PrecisionConfig) -> list[Row]:
     aligned = store.permute(network_b, store.matching(network_a, network_b, "weights").matching)
     a, data = network_a.params, store.data.train.first(config.images)
     sweeps: dict[str, tuple[Draw, np.ndarray]] = {
-        "linear": (mix(linear), np.linspace(0, 1, config.points, dtype=np.float32)),
-        "uniform": (mix(uniform), np.full(config.samples, 0.5, np.float32)),
+        "linear": (linear, np.linspace(0, 1, config.points, dtype=np.float32)),
+        "uniform": (uniform, np.full(config.samples, 0.5, np.float32)),
     }
     rows: list[Row] = []
     for sweep, (draw, values) in sweeps.items():
@@ -65,12 +65,12 @@ def compare(name: str, config: PrecisionConfig) -> list[Row]:
             for dtype in DTYPES:
                 apply = store.setup.apply(config.width, dtype)
                 ends = [score(apply, params, *data) for params in (a, b)]
-                found[dtype] = evaluate(apply, draw, (a, b), values, keys, *data), ends
+                found[dtype] = evaluate(apply, (a, b), *data, draw, values, keys), ends
             rows += [{"": f"{name}, {sweep}", "variant": variant, **changes(metric, found)} for metric in METRICS]
     return rows
 
 
-def changes(metric: str, found: Mapping[str, tuple[Metrics, list[Score]]]) -> Row:
+def changes(metric: str, found: Mapping[str, tuple[Metrics, list[Metrics]]]) -> Row:
     """A metric's barrier in each dtype, and by how much it, any combination and the networks themselves change."""
     combinations = [getattr(measured, metric) for measured, _ in found.values()]
     networks = [np.array([getattr(one, metric) for one in ends]) for _, ends in found.values()]

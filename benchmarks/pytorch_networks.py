@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mcomb.base import Params, named_leaves
 from mcomb.lab.models import MLP, ResNet20, Tiny10
 from mcomb.lab.setups import Setup
+from mcomb.trees import Params, named_leaves
 
 
 def to_torch(params: Params) -> dict[str, Tensor]:

@@ -20,15 +20,16 @@ import numpy as np
 
 from benchmarks import derivation, fuzz
 from benchmarks.programs import Program
-from mcomb import PermutationSpec, match_activations, match_weights, permutation_spec
-from mcomb.base import map_named
+from mcomb import PermutationSpec, derive_spec
 from mcomb.lab import cli
 from mcomb.lab.cli import Flag
-from mcomb.lab.results import columns
+from mcomb.lab.runs.results import columns
 from mcomb.lab.setups import SETUPS
-from mcomb.matching.activations import correlations
-from mcomb.matching.core import Matching, objective
-from mcomb.progress import progress_bar
+from mcomb.matching.activations import correlations, match_activations
+from mcomb.matching.matching import Matching, objective
+from mcomb.matching.weights import match_weights
+from mcomb.runtime.progress import progress_bar
+from mcomb.trees import map_named
 
 EXAMPLES = 64
 NOISE = 1e-3
@@ -97,7 +98,7 @@ def kinds() -> Iterator[tuple[str, derivation.Problem]]:
 
 def networks_of(problem: derivation.Problem, count: int) -> Iterator[Network]:
     """Random networks of a kind."""
-    spec = permutation_spec(*problem)
+    spec = derive_spec(*problem)
     for seed in range(count):
         rng = np.random.default_rng(seed)
         shape, dtype = (EXAMPLES, *problem.inputs.shape[1:]), problem.inputs.dtype
@@ -111,7 +112,7 @@ def programs(count: int) -> Iterator[Network]:
     while count:
         seed += 1
         program = Program(seed, fuzz.steps_of(seed))
-        spec = permutation_spec(program, program.params(), program.input)
+        spec = derive_spec(program, program.params(), program.input)
         if not spec.sizes or not fuzz.can_be_batched(program):
             continue
 

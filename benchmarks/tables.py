@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mcomb.devices import describe_devices
-from mcomb.files import write_json
-from mcomb.lab.results import columns, environment
+from mcomb.io.paths import write_json
+from mcomb.lab.runs.results import columns, environment
+from mcomb.runtime.devices import describe_devices
 
 Row = Mapping[str, Any]
 

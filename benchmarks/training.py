@@ -23,17 +23,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mcomb import gradient_descent
-from mcomb.base import Apply, Params, stream
-from mcomb.devices import describe_devices, device_mesh, meshes_of
-from mcomb.gradient_descent import Loss, fit, initial_state, steps_per_call
+from mcomb.keys import stream
 from mcomb.lab import cli
 from mcomb.lab.cli import Flag
-from mcomb.lab.results import columns
+from mcomb.lab.runs.results import columns
 from mcomb.lab.setups import SETUPS, Setup
-from mcomb.lab.side_by_side import run_side_by_side
-from mcomb.lab.training import hold_input
-from mcomb.objectives import classify
+from mcomb.lab.training.side_by_side import run_side_by_side
+from mcomb.lab.training.train import hold_input
+from mcomb.runtime import training_loop as gradient_descent
+from mcomb.runtime.devices import describe_devices, device_mesh, meshes_of
+from mcomb.runtime.training_loop import Loss, fit, initial_state, steps_per_call
+from mcomb.trees import Apply, Params
 
 RATE, MOMENTUM, DECAY = 0.01, 0.9, 1e-4
 OPTIMIZER = optax.chain(optax.add_decayed_weights(DECAY), optax.sgd(RATE, momentum=MOMENTUM))
@@ -59,7 +59,7 @@ def plain_loss(apply: Apply) -> Loss:
         images, labels = data
         with nn.intercept_methods(hold_input):
             logits = apply(params, images[rows])
-        return jnp.mean(classify(logits, labels[rows]).loss, where=rows >= 0), None
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels[rows]), where=rows >= 0), None
 
     return loss
 

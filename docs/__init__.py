@@ -1,1 +1,1 @@
-"""The documentation, and the programs that make its pictures and pages."""
+"""The documentation, and the programs that make its figures and pages."""

@@ -1,9 +1,9 @@
-"""Draws the pictures of concepts.md and derivation.md, into docs/concepts/.
+"""Draw the figures of concepts.md into docs/concepts/.
 
-    python -m docs.draw_concepts    # some seconds
+    python -m docs.draw_concepts    # a few seconds
 
-Shares are drawn by the library's own distributions, for a network of three weights, and the symmetry graph is that of
-a real function.
+The library's distributions draw the shares, for a network of three weights. The symmetry graph is derived from a real
+function.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,13 +33,13 @@ ORDER = (2, 0, 1)  # in which B has them
 
 
 def project(points: Any) -> np.ndarray:
-    """Points of the cube on paper, seen from the front, a little from above and from the left."""
+    """Project points of the cube onto the page, seen from the front, slightly from above and from the left."""
     x, y, z = np.moveaxis(np.asarray(points, float), -1, 0)
     return np.stack([x - 0.4 * z, y + 0.36 * z], -1)
 
 
 def draw_box(axes: Axes, low: float, high: float, **style: Any) -> None:
-    """Draws the edges of the box between two values of all shares; those behind it are dotted."""
+    """Draw the edges of a box, the hidden ones dotted."""
     corners = low + (high - low) * CORNERS
     hidden = np.array([1, 0, 1])  # the corner behind all others
     for i, one in enumerate(CORNERS):
@@ -51,13 +51,13 @@ def draw_box(axes: Axes, low: float, high: float, **style: Any) -> None:
 
 
 def sample(distribution: Distribution, parameter: float, count: int = 150) -> np.ndarray:
-    """Shares of a network of three weights, so many times."""
+    """Draw the shares of a network of three weights, several times."""
     keys = jax.random.split(jax.random.key(0), count)
     return np.asarray(jax.vmap(lambda key: distribution(key, jnp.float32(parameter), jnp.zeros(3)))(keys))
 
 
 def plane(mean: float) -> np.ndarray:
-    """The corners, in turn, of the polygon in which the cube meets the plane of shares with a mean."""
+    """Return the corners of the polygon where the cube intersects the plane of shares with the given mean, in order."""
     ends = [(one, other) for one in CORNERS for other in CORNERS if (other - one).min() == 0 == (other - one).sum() - 1]
     along = [(one, other, 3 * mean - one.sum()) for one, other in ends]
     corners = np.array([one + t * (other - one) for one, other, t in along if 0 <= t <= 1])
@@ -66,7 +66,7 @@ def plane(mean: float) -> np.ndarray:
 
 
 def draw_cube(path: Path) -> None:
-    """Draws where the shares of a network of three weights are, for each distribution."""
+    """Draw the shares of a network of three weights, for each distribution."""
     on_plane = sample(mcomb.hyperplane, 0.4, 20_000)
     on_plane = on_plane[np.abs(on_plane.mean(-1) - 0.4) < 0.004][:150]
     line = np.stack([sample(mcomb.linear, share, 1)[0] for share in np.linspace(0, 1, 11)])
@@ -104,12 +104,12 @@ def draw_cube(path: Path) -> None:
 
 
 def blend(*colours: str) -> tuple[float, ...]:
-    """The mean of colours."""
+    """Return the mean of colours."""
     return tuple(np.mean([to_rgb(colour) for colour in colours], axis=0))
 
 
 def draw_network(axes: Axes, hidden: Sequence[Any], names: Sequence[str], title: str) -> None:
-    """Draws a network with two inputs and two outputs; each hidden unit and its weights have one colour."""
+    """Draw a network with two inputs and two outputs; each hidden unit and its weights have one colour."""
     heights, outside = np.linspace(1, 0, len(hidden)), (0.75, 0.25)
     for y, colour, name in zip(heights, hidden, names, strict=True):
         for side in (0, 2):
@@ -127,7 +127,7 @@ def draw_network(axes: Axes, hidden: Sequence[Any], names: Sequence[str], title:
 
 
 def draw_orders(path: Path) -> None:
-    """Draws a network, the same one in another order of its units, and their means, naive and aligned."""
+    """Draw a network, the same network with its units reordered, and their means, naive and aligned."""
     names = ("1", "2", "3")
     moved = [UNITS[i] for i in ORDER]
     mixed = [blend(a, b) for a, b in zip(UNITS, moved, strict=True)]
@@ -137,13 +137,13 @@ def draw_orders(path: Path) -> None:
         a, b, naive, aligned = figure.subplots(1, 4)
         draw_network(a, UNITS, names, "network A\n")
         draw_network(b, moved, [names[i] for i in ORDER], "B: the same units\nin another order")
-        draw_network(naive, mixed, pairs, "½ A + ½ B, naive:\nstrangers are mixed")
-        draw_network(aligned, UNITS, [f"{name}+{name}" for name in names], "½ A + ½ B, aligned:\nlike with like")
+        draw_network(naive, mixed, pairs, "½ A + ½ B, naive:\nunrelated units")
+        draw_network(aligned, UNITS, [f"{name}+{name}" for name in names], "½ A + ½ B, aligned:\nmatched units")
         write_picture(figure, path)
 
 
 class Small(nn.Module):
-    """A residual network of one block."""
+    """A residual network with one block."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -153,10 +153,10 @@ class Small(nn.Module):
 
 
 def draw_symmetry_graph(path: Path) -> None:
-    """Draws the symmetry graph of a small residual network, as `python -m mcomb inspect --graph` does."""
+    """Draw the symmetry graph of a small residual network, as `python -m mcomb inspect --graph` does."""
     x = jax.ShapeDtypeStruct((1, 4), jnp.float32)
     params = jax.eval_shape(Small().init, jax.random.key(0), x)["params"]
-    spec = mcomb.permutation_spec(lambda params, x: Small().apply({"params": params}, x), params, x)
+    spec = mcomb.derive_spec(lambda params, x: Small().apply({"params": params}, x), params, x)
     draw_graph(spec, path)
 
 
@@ -168,7 +168,7 @@ PICTURES: dict[str, Callable[[Path], None]] = {
 
 
 def main() -> None:
-    """Draws all of them."""
+    """Draw all figures."""
     FOLDER.mkdir(exist_ok=True)
     for name, draw in PICTURES.items():
         draw(FOLDER / f"{name}.png")

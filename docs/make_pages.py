@@ -1,9 +1,9 @@
-"""Runs every experiment on digits and writes its page into docs/experiments/: its figure, and what it printed.
+"""Run every experiment on digits and write its page into docs/experiments/, with its figure and its output.
 
-    python -m docs.make_pages --out runs    # half an hour on two CPU cores; from kept results, seconds
+    python -m docs.make_pages --out runs    # half an hour on two CPU cores; seconds from cached results
 
-The command is mostly the first in the experiment's docstring, which the site shows on the same page. The report's
-picture is taken where there is Chromium.
+The command is the first one in the experiment's docstring, except for the experiments in SHOWN. The site shows that
+docstring on the same page. Chromium, if installed, takes the picture of the report.
 """
 
 import importlib
@@ -19,13 +19,13 @@ from PIL import Image
 
 from docs.pictures import reduce_picture
 from mcomb.lab import cli
+from mcomb.lab.cache.store import Store
 from mcomb.lab.cli import Flag
-from mcomb.lab.experiment import Experiment, run
-from mcomb.lab.store import Store
+from mcomb.lab.runs.experiment import Experiment, run
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "experiments"
-WORDS = {True: "This run agrees.", False: "This run does not.", None: ""}
+WORDS = {True: "This run shows it.", False: "This run does not show it.", None: ""}
 SHOWN = {  # instead of the first command of a docstring
     "decay": "python -m experiments.decay --setup mlp-digits --width 4 --decays 1e-4 1e-3 5e-3 --lengths 5 20",
     "robustness": "python -m experiments.robustness --setup mlp-digits --by correlation norm fisher variance random",
@@ -35,31 +35,31 @@ REPORT_SIZE = (1000, 1100)  # of the part of the report that is shown
 
 @dataclass(frozen=True)
 class PagesConfig:
-    """The flags of this program."""
+    """Flags of this program."""
 
     out: Annotated[Path, Flag("root folder of all runs")] = Path("runs")
     names: Annotated[tuple[str, ...], Flag("the experiments whose pages to write (default: all)")] = ()
 
 
 def programs() -> list[str]:
-    """The names of all experiments: the modules that are programs."""
+    """Return the names of all experiments: the modules that are programs."""
     paths = sorted((ROOT / "experiments").glob("*.py"))
     return [path.stem for path in paths if path.stem != "__main__" and 'if __name__ == "__main__":' in path.read_text()]
 
 
 def first_command(module: Any) -> str:
-    """The first command of a module's docstring."""
+    """Return the first command of a module's docstring."""
     return next(line for line in module.__doc__.splitlines() if "python -m" in line).partition("#")[0].strip()
 
 
 def page(name: str, rest: str = "") -> str:
-    """The page of an experiment: its docstring, and the rest."""
+    """Return the page of an experiment: its docstring, then the rest."""
     options = "".join(f"      {option}: false\n" for option in ("show_root_heading", "show_root_toc_entry", "members"))
     return f"# {name}\n\n::: experiments.{name}\n    options:\n{options}{rest}"
 
 
 def run_and_write(name: str, experiment: Experiment, line: str, out: Path) -> str:
-    """The rest of an experiment's page: what it printed and its figure, which is written."""
+    """Run an experiment, write its figure, and return its page after the docstring."""
     config = replace(cli.parse(experiment.config, "", shlex.split(line)[3:]), out=out)
     results = run(experiment, config)
     numbers = [experiment.table(results)] if "models" in results else []
@@ -75,12 +75,12 @@ def run_and_write(name: str, experiment: Experiment, line: str, out: Path) -> st
 
 
 def shown(picture: Path, alt: str) -> str:
-    """The Markdown of a picture, in half its pixels: that is sharp on any screen."""
+    """Return the Markdown of a picture at half its pixel size, which is sharp on any screen."""
     return f'![{alt}]({picture.name}){{ width="{Image.open(picture).width // 2}" }}\n'
 
 
 def picture_report(out: Path) -> str:
-    """The rest of the report's page: a picture of its beginning, which is written if there is a browser."""
+    """Take a picture of the report if Chromium is installed, and return its page after the docstring."""
     browser, report = shutil.which("chromium"), out / "mlp-digits" / "width-32" / "report.html"
     if browser and report.is_file():
         with tempfile.TemporaryDirectory() as folder:
@@ -94,7 +94,7 @@ def picture_report(out: Path) -> str:
 
 
 def main() -> None:
-    """Writes all pages."""
+    """Write all pages."""
     config = cli.parse(PagesConfig, __doc__ or "")
     out = config.out
     FOLDER.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Pictures that are small enough to come with the repository."""
+"""Write small image files for the repository."""
 
 import io
 from pathlib import Path
@@ -6,11 +6,11 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from PIL import Image
 
-COLOURS = 256  # of a picture: as many as one byte for each dot has
+COLOURS = 256  # one byte for each pixel
 
 
 def reduce_picture(image: Image.Image, path: Path, width: int = 1400) -> None:
-    """Writes a picture in few colours, no wider than `width`, the same bytes every time."""
+    """Write a picture with 256 colours, no wider than `width`, reproducibly."""
     image = image.convert("RGB")
     if image.width > width:
         image = image.resize((width, round(image.height * width / image.width)), Image.Resampling.LANCZOS)
@@ -18,7 +18,7 @@ def reduce_picture(image: Image.Image, path: Path, width: int = 1400) -> None:
 
 
 def write_picture(figure: Figure, path: Path) -> None:
-    """Writes a figure in few colours."""
+    """Write a figure with 256 colours."""
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=250)
     reduce_picture(Image.open(drawn), path)

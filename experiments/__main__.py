@@ -13,19 +13,22 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mcomb.base import UserError
+from mcomb.errors import UserError
 from mcomb.lab import cli
-from mcomb.lab.config import command, convert_config
-from mcomb.lab.experiment import config_of, setups_help
+from mcomb.lab.runs.experiment import config_of, setups_help
+from mcomb.lab.runs.flags import command, convert_config
+from mcomb.lab.runs.results import TABLE_WIDTH
+from mcomb.lab.runs.state import State, find_other_runs, read_state
+from mcomb.lab.runs.verdicts import verdict_colour
 from mcomb.lab.setups import SETUPS
-from mcomb.lab.state import State, read_state
-from mcomb.progress import coloured, show, show_json
+from mcomb.runtime.progress import coloured, show, show_json
 
 from . import decay, pretrained, report, train
 from .width import WidthConfig
 
 EXPERIMENTS = (*dict.fromkeys(report.ORDER), decay)
 PROGRAMS = (train, report, pretrained)
+SHOWN = 3  # other runs of an experiment at most
 OTHERS = [name for name, flag in cli.flags(WidthConfig).items() if not flag.identity and name not in ("out", "json")]
 
 
@@ -48,9 +51,12 @@ def list_experiments(config: WidthConfig) -> list[dict[str, Any]]:
         try:
             own = config_of(experiment, config)
             state, line = read_state(experiment, own), command(experiment.name, own)
+            others = [other.flags for other in find_other_runs(experiment, own)]
+            if others and state.kind == "not run":
+                state = state._replace(said="not run with these flags")
         except UserError as error:  # some flags are not for all experiments
-            state, line = State("impossible", f"not with these flags: {error}"), None
-        listed.append(about | {"command": line} | state._asdict())
+            state, line, others = State("impossible", f"not with these flags: {error}"), None, []
+        listed.append(about | {"command": line, "others": others} | state._asdict())
     return listed
 
 
@@ -65,18 +71,38 @@ def other_places(config: WidthConfig) -> list[str]:
 
 def lines(listed: list[dict[str, Any]], width: int) -> list[str]:
     """A line for each experiment, its state at the end, cut to the width of a terminal where there is one."""
-    colours = {True: "green", False: "red", None: "yellow"}
     name_width = max(len(entry["name"]) for entry in listed)
     state_width = max((len(entry["said"]) for entry in listed if entry["kind"] != "impossible"), default=0)
     left = max(24, width - name_width - state_width - 4)
     found = []
     for entry in listed:
+        if entry["kind"] == "impossible":
+            about = textwrap.shorten(entry["said"], max(24, width - name_width - 2), placeholder=" …")
+            found.append(f"{entry['name']:{name_width}}  {coloured(about, 'yellow', sys.stdout)}")
+            continue
         about = textwrap.shorten(entry["about"], left, placeholder=" …")
         said = entry["said"]
         if entry["kind"] != "not run":
-            said = coloured(said, colours[entry["agrees"]], sys.stdout)
+            said = coloured(said, verdict_colour(entry["agrees"], entry["is_papers"]), sys.stdout)
         found.append(f"{entry['name']:{name_width}}  {about:{left}}  {said}")
     return found
+
+
+def other_runs(listed: list[dict[str, Any]]) -> list[str]:
+    """Lines that name, for each experiment, the flags of other runs that it has."""
+    found = []
+    for entry in listed:
+        if entry["others"]:
+            shown = [flags if i < SHOWN else "" for i, flags in enumerate(entry["others"])]
+            more = f"; and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
+            found += textwrap.wrap(
+                f"{entry['name']}: {'; '.join(filter(None, shown))}{more}",
+                TABLE_WIDTH,
+                initial_indent="  ",
+                subsequent_indent="    ",
+                break_on_hyphens=False,
+            )
+    return ["run with other flags (give them here, too, for their verdicts):", *found, ""] if found else []
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -84,7 +110,7 @@ def main(argv: list[str] | None = None) -> None:
     config = cli.parse(WidthConfig, __doc__, argv, setups_help(), prog="python -m experiments", without=OTHERS)
     listed, places = list_experiments(config), other_places(config)
     programs = [{"name": name_of(module), "about": first_line(module)} for module in PROGRAMS]
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 140
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else TABLE_WIDTH
     todo = next((entry for entry in listed if entry["kind"] in ("not run", "begun")), listed[0])
     whole = convert_config(config, report.ReportConfig, setup=(config.setup,), width=(config.width,), run=True)
     show("\n".join([
@@ -92,9 +118,13 @@ def main(argv: list[str] | None = None) -> None:
         "",
         *lines(listed, width),
         "",
+        *other_runs(listed),
         f"run one:    {todo['command']}",
         f"run all:    {command('report', whole)}  # all but decay",
-        *(f"{program['name'] + ':':11} {program['about']}" for program in programs),
+        *(
+            f"{program['name'] + ':':11} {textwrap.shorten(program['about'], max(24, width - 12), placeholder=' …')}"
+            for program in programs
+        ),
         *([f"results of others: {'; '.join(places)}"] if places else []),
     ]))  # fmt: skip
     show_json({"setup": config.setup, "width": config.width, "experiments": listed, "programs": programs})

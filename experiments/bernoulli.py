@@ -5,9 +5,9 @@
 The paper's barriers at width 32: 0.168 in loss and 0.042 in accuracy for ResNet-20, 0.767 and 0.194 for Tiny-10.
 """
 
-from mcomb.combination import bernoulli, mix
-from mcomb.lab.experiment import Paper, main, sweep
-from mcomb.lab.verdicts import judge_sweep
+from mcomb.combination import bernoulli
+from mcomb.lab.runs.experiment import Paper, main, sweep
+from mcomb.lab.runs.verdicts import judge_sweep
 
 EXPERIMENT = sweep(
     name="bernoulli",
@@ -17,7 +17,7 @@ EXPERIMENT = sweep(
     parameter="p",
     label="p: probability of taking a weight from B",
     values=(0.0, 1.0),
-    combine=mix(bernoulli),
+    combine=bernoulli,
     # Twice the usual: the paper counts Tiny-10's 0.767 and 0.194 as working.
     judge=lambda results: judge_sweep(results, {"loss": 0.5, "accuracy": 0.3}),
     paper={

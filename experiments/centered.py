@@ -8,11 +8,11 @@ like it, more where it did not. The paper: combinations of aligned networks work
 
 import numpy as np
 
-from mcomb.combination import centered, mix
-from mcomb.lab.barriers import barrier
-from mcomb.lab.experiment import main, sweep
-from mcomb.lab.results import Results
-from mcomb.lab.verdicts import Verdict, works
+from mcomb.combination import centered
+from mcomb.lab.runs.barriers import barrier
+from mcomb.lab.runs.experiment import main, sweep
+from mcomb.lab.runs.results import Results
+from mcomb.lab.runs.verdicts import Verdict, works
 
 S_MAX = 0.25
 
@@ -45,7 +45,7 @@ EXPERIMENT = sweep(
     parameter="s",
     label="s: the share of B is uniform on [−s, s]",
     values=(0.0, 0.5),
-    combine=mix(centered),
+    combine=centered,
     judge=judge,
 )
 

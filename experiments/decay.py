@@ -15,16 +15,16 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from mcomb.base import UserError
-from mcomb.files import AnyPath
+from mcomb.errors import UserError
+from mcomb.io.paths import AnyPath
 from mcomb.lab.cli import Flag
-from mcomb.lab.config import CHECKPOINT_FLAGS, LineConfig, convert_config
-from mcomb.lab.experiment import Experiment, Parts, main
 from mcomb.lab.figures import COLOURS, STYLE, save
-from mcomb.lab.measure import Run
-from mcomb.lab.pairs import pool, spread
-from mcomb.lab.results import METRICS, VARIANTS, Results, columns, with_range
-from mcomb.lab.verdicts import Verdict
+from mcomb.lab.runs.experiment import Experiment, Parts, main
+from mcomb.lab.runs.flags import CHECKPOINT_FLAGS, LineConfig, convert_config
+from mcomb.lab.runs.measure import Run
+from mcomb.lab.runs.pairs import pool, spread
+from mcomb.lab.runs.results import METRICS, VARIANTS, Results, columns, with_range
+from mcomb.lab.runs.verdicts import Verdict
 
 from . import linear
 
@@ -37,6 +37,7 @@ class DecayConfig(LineConfig):
     lengths: Annotated[tuple[int, ...], Flag("lengths of training to compare, in epochs", at_least=1)] = (5, 10, 20)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, instead in (("epochs", "lengths"), ("weight_decay", "decays")):
             if (value := getattr(self, name)) is not None:
                 raise UserError(f"--{name.replace('_', '-')} {value:g} is one of those compared: give --{instead}")
@@ -90,7 +91,7 @@ def table(results: Results) -> str:
             for part in ((results, *spread(results)) if "pairs" in results else (results,))
         ]
         rows.append((f"{decay:g}", str(length), *(with_range(list(numbers)) for numbers in zip(*cells, strict=True))))
-    return columns(rows)
+    return columns(rows, labels=2)
 
 
 def judge(results: Results) -> Verdict:

@@ -14,14 +14,14 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from mcomb.base import Params, named_leaves
-from mcomb.files import AnyPath
-from mcomb.lab.experiment import Experiment, main
+from mcomb.io.paths import AnyPath
 from mcomb.lab.figures import COLOURS, STYLE, save
-from mcomb.lab.measure import Run
-from mcomb.lab.pairs import spread
-from mcomb.lab.results import Results
-from mcomb.lab.verdicts import Verdict
+from mcomb.lab.runs.experiment import Experiment, main
+from mcomb.lab.runs.measure import Run
+from mcomb.lab.runs.pairs import spread
+from mcomb.lab.runs.results import Results
+from mcomb.lab.runs.verdicts import Verdict
+from mcomb.trees import Params, named_leaves
 
 BINS = 80
 # In units of the weights' root mean square:
@@ -121,6 +121,7 @@ EXPERIMENT = Experiment(
     claim="Edge lengths vary widely: a large part is near zero, because many weights are, and a significant part is "
     "not.",
     alt="Histograms of the absolute differences of paired weights on a log scale, overall and by layer.",
+    in_paper={"tiny10-cifar10": (16,)},
     measure=measure,
     draw=draw,
     judge=judge,

@@ -10,14 +10,14 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from mcomb.evaluation import AGREES_WITH
-from mcomb.files import AnyPath
-from mcomb.lab.config import SweepConfig, convert_config
-from mcomb.lab.experiment import Experiment, Parts, main
+from mcomb.evaluation.objectives import AGREES_WITH
+from mcomb.io.paths import AnyPath
 from mcomb.lab.figures import STYLE, save
-from mcomb.lab.measure import Run
-from mcomb.lab.results import Results
-from mcomb.lab.verdicts import Verdict, rate_is_above
+from mcomb.lab.runs.experiment import Experiment, Parts, main
+from mcomb.lab.runs.flags import SweepConfig, convert_config
+from mcomb.lab.runs.measure import Run
+from mcomb.lab.runs.results import Results
+from mcomb.lab.runs.verdicts import Verdict, rate_is_above
 
 from . import bernoulli, hyperplane, linear, subcube, uniform
 

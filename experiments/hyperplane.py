@@ -5,8 +5,8 @@
 The paper's barriers at width 32: 0.037 in loss and 0.012 in accuracy for ResNet-20, 0.332 and 0.071 for Tiny-10.
 """
 
-from mcomb.combination import hyperplane, mix
-from mcomb.lab.experiment import Paper, main, sweep
+from mcomb.combination import hyperplane
+from mcomb.lab.runs.experiment import Paper, main, sweep
 
 EXPERIMENT = sweep(
     name="hyperplane",
@@ -16,7 +16,7 @@ EXPERIMENT = sweep(
     parameter="α",
     label="α: mean share of B (A at 0, B at 1)",
     values=(0.0, 1.0),
-    combine=mix(hyperplane),
+    combine=hyperplane,
     paper={
         "resnet20-cifar10": Paper(loss=0.037, accuracy=0.012),
         "tiny10-cifar10": Paper(loss=0.332, accuracy=0.071),

@@ -32,20 +32,20 @@ from jaxtyping import Float, PRNGKeyArray
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 
-from mcomb.base import Array, Params, fold_name, map_named
 from mcomb.combination import Draw, blend, combine
-from mcomb.files import AnyPath
-from mcomb.lab.barriers import barrier
+from mcomb.io.paths import AnyPath
+from mcomb.keys import fold_name, unrolled
 from mcomb.lab.cli import Flag
-from mcomb.lab.config import CombinationConfig
-from mcomb.lab.experiment import Experiment, main
 from mcomb.lab.figures import COLOURS, LEVELS, LINES, STYLE, save
-from mcomb.lab.measure import Run, Task
-from mcomb.lab.pairs import spread
-from mcomb.lab.results import METRICS, SPLITS, VARIANTS, Results, columns, with_range
-from mcomb.lab.verdicts import Verdict, clearly_less, works
-from mcomb.merging import GRANULARITIES, LearnedShares, learn_shares
-from mcomb.threefry import unrolled
+from mcomb.lab.runs.barriers import barrier
+from mcomb.lab.runs.experiment import Experiment, main
+from mcomb.lab.runs.flags import CombinationConfig
+from mcomb.lab.runs.measure import Run, Task
+from mcomb.lab.runs.pairs import spread
+from mcomb.lab.runs.results import METRICS, SPLITS, VARIANTS, Results, columns, with_range
+from mcomb.lab.runs.verdicts import Verdict, clearly_less, works
+from mcomb.merging.learned import GRANULARITIES, LearnedShares, learn_shares
+from mcomb.trees import Array, Params, map_named
 
 MARKS = {"midpoint": (0.5, 0.0), "learned": (0.5, 1.0)}  # where they are on the slice
 
@@ -117,7 +117,7 @@ def random_network(kind: Callable[[Array, Array], Array]) -> Draw:
 
     def draw(key: PRNGKeyArray, place: Float[Array, "2"], a: Params, b: Params, learned: Params) -> Params:
         shares = random_shares(kind)(key, place, learned)
-        return combine(a, b, jax.tree.map(lambda share: 1 - share, shares))
+        return combine(a, b, shares)
 
     return draw
 
@@ -150,7 +150,7 @@ def learn(run: Run, b: Params) -> LearnedShares:
     """The shares of B that are learned on train images."""
     store, per, networks = run.store, run.config.per, (run.networks["A"].params, b)
     with store.timed("learning"):
-        return learn_shares(store.spec, networks, store.apply, *store.data.train, per=per, seed=run.config.seed)
+        return learn_shares(store.apply, networks, *store.data.train, per=per, spec=store.spec, seed=run.config.seed)
 
 
 def measure(run: Run) -> Results:
@@ -177,7 +177,7 @@ def measure(run: Run) -> Results:
         for name, by_split in run.evaluate(tasks).items()
     }
     samples = {
-        name: {"places": project(random_shares(kind), run.keys(tasks[name]), tasks[name].parameters, shares).tolist()}
+        name: {"places": project(random_shares(kind), run.keys(tasks[name]), tasks[name].points, shares).tolist()}
         | _as_lists(measured[name])
         for name, kind in KINDS.items()
     }

@@ -12,14 +12,14 @@ from typing import Annotated
 
 import numpy as np
 
-from mcomb.base import UserError
-from mcomb.combination import linear, mix
-from mcomb.lab.barriers import barrier
+from mcomb.combination import linear
+from mcomb.errors import UserError
 from mcomb.lab.cli import Flag
-from mcomb.lab.config import LineConfig
-from mcomb.lab.experiment import main, sweep
-from mcomb.lab.results import METRICS, Results
-from mcomb.lab.verdicts import Verdict, clearly_less, judge_sweep, works
+from mcomb.lab.runs.barriers import barrier
+from mcomb.lab.runs.experiment import main, sweep
+from mcomb.lab.runs.flags import LineConfig
+from mcomb.lab.runs.results import METRICS, Results
+from mcomb.lab.runs.verdicts import Verdict, clearly_less, judge_sweep, works
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class LinearConfig(LineConfig):
     range: Annotated[tuple[float, float], Flag("first and last λ")] = (0.0, 1.0)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         first, last = self.range
         if not (first <= 0 and last >= 1):  # nor if one is not a number
             raise UserError(
@@ -76,7 +77,7 @@ EXPERIMENT = sweep(
     parameter="λ",
     label="λ: A at 0, B at 1",
     values=(0.0, 1.0),
-    combine=mix(linear),
+    combine=linear,
     judge=judge,
     config=LinearConfig,
 )

@@ -3,7 +3,7 @@
     python -m experiments.matchers --setup mlp-digits    # two minutes on two CPU cores, networks included
     python -m experiments.matchers --width 32            # on an accelerator
 
-For each the inner product of weights that it reaches, the seconds it takes, compilation among them, and the barriers of
+For each the inner product of weights that it reaches, the seconds it takes without compilation, and the barriers of
 `linear` and of `uniform`, of the very networks that `--matcher` has these measure; beside them no matching, and the
 best of several restarts of weight matching. The paper: the three are very close in performance. Expect on digits test
 loss barriers of uniform shares of 1.5 naive, 0.06 by weights, 0.07 by activations and 0.03 by ste.
@@ -17,19 +17,19 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from mcomb.combination import linear, mix, uniform
-from mcomb.files import AnyPath
+from mcomb.combination import linear, uniform
+from mcomb.io.paths import AnyPath
 from mcomb.lab.cli import Flag
-from mcomb.lab.config import SweepConfig
-from mcomb.lab.experiment import Experiment, main
 from mcomb.lab.figures import STYLE, save
-from mcomb.lab.measure import Run, Task
-from mcomb.lab.pairs import spread
-from mcomb.lab.results import METRICS, SPLITS, Results, columns, table
-from mcomb.lab.verdicts import Verdict, clearly_less
-from mcomb.matching import MATCHERS
+from mcomb.lab.runs.experiment import Experiment, main
+from mcomb.lab.runs.flags import SweepConfig
+from mcomb.lab.runs.measure import Run, Task
+from mcomb.lab.runs.pairs import spread
+from mcomb.lab.runs.results import METRICS, SPLITS, Results, columns, table
+from mcomb.lab.runs.verdicts import Verdict, clearly_less
+from mcomb.matching.matchers import MATCHERS
 
-SWEEPS = {"linear": (mix(linear), 1.0), "uniform": (mix(uniform), 0.5)}  # how to combine, and the last value
+SWEEPS = {"linear": (linear, 1.0), "uniform": (uniform, 0.5)}  # how to combine, and the last value
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,15 @@ def tables(results: Results) -> str:
     """The barriers, then what each matcher reaches and how long it takes."""
     head = ("", "inner product", "seconds")
     cells = [
-        (name, f"{matcher['objective']:.2f}", f"{matcher['seconds']:.1f}")
+        (name, f"{matcher['objective']:.2f}", in_seconds(matcher["seconds"]))
         for name, matcher in results["reached"].items()
     ]
     return f"{table(results)}\n{columns([head, *cells])}"
+
+
+def in_seconds(seconds: float) -> str:
+    """Format seconds, of which weight matching may take a few thousandths."""
+    return f"{seconds:.1f}" if seconds >= 1 else f"{seconds:.2g}"
 
 
 def judge(results: Results) -> Verdict:
@@ -130,7 +135,7 @@ def draw(results: Results, folder: AnyPath) -> None:
             axes.set_xlabel(f"{metric} barrier")
         products.plot([matcher["objective"] for matcher in reached.values()], at, "D", color="black", markersize=4)
         products.set_xlabel("inner product of A and B")
-        times = [f"\n{matcher['seconds']:.1f} s" if matcher["seconds"] else "" for matcher in reached.values()]
+        times = [f"\n{in_seconds(matcher['seconds'])} s" if matcher["seconds"] else "" for matcher in reached.values()]
         barriers[0].set_yticks(at, [name + time for name, time in zip(reached, times, strict=True)])
         barriers[0].set_ylim(-0.6, len(reached) - 0.4)
         handles, labels = barriers[0].get_legend_handles_labels()

@@ -9,8 +9,10 @@ classes and 20 % of the other half's (95 and 5 % on digits, where 80 % would be 
 `dirichlet` draws the parts of each class; with `none` both see the same. A fifth of the train images is withheld from
 both: merges and controls are made from these alone, and measured on the test images. Controls are parents whose output
 bias is corrected, a parent fine-tuned with the data, steps and optimizer of the learner, the ensemble (the mean of both
-parents' logits) and C, a network trained on all images. The paper draws shares at random and leaves open which points
-of the cube are better than others.
+parents' logits) and C, a network trained on all images. `partial 1.25` keeps the units apart that match worst: its
+parameters, and about its FLOPs, are those of 1.25 networks, where every other merge is one network.
+
+The paper draws shares at random and leaves open which points of the cube are better than others.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,27 +26,31 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from mcomb.base import Apply, Array, Inputs, Params, UserError, stream
 from mcomb.combination import mix, uniform
-from mcomb.early_stopping import descend, fine_tune
-from mcomb.evaluation import evaluate, score
-from mcomb.files import AnyPath
+from mcomb.errors import UserError
+from mcomb.evaluation.evaluate import evaluate, score
+from mcomb.evaluation.objectives import cross_entropy
+from mcomb.evaluation.repair import repaired
+from mcomb.io.paths import AnyPath
+from mcomb.keys import stream
 from mcomb.lab.cli import Flag
-from mcomb.lab.config import CHECKPOINT_FLAGS, Config
-from mcomb.lab.data import Split
-from mcomb.lab.experiment import Experiment, main
+from mcomb.lab.data.datasets import Split
+from mcomb.lab.data.splits import SPLITS, Subset
 from mcomb.lab.figures import COLOURS, STYLE, save
-from mcomb.lab.measure import REPAIR_IMAGES, Run
-from mcomb.lab.pairs import pool, spread
-from mcomb.lab.partition import SPLITS, Subset
-from mcomb.lab.results import METRICS, Results, columns, with_range
+from mcomb.lab.runs.experiment import Experiment, main
+from mcomb.lab.runs.flags import CHECKPOINT_FLAGS, Config
+from mcomb.lab.runs.measure import REPAIR_IMAGES, Run
+from mcomb.lab.runs.pairs import pool, spread
+from mcomb.lab.runs.results import METRICS, Results, columns, with_range
+from mcomb.lab.runs.verdicts import Verdict
 from mcomb.lab.setups import SETUPS
-from mcomb.lab.verdicts import Verdict
-from mcomb.merging import GRANULARITIES, merge
-from mcomb.objectives import cross_entropy
-from mcomb.partial_merging import merge_partly
-from mcomb.progress import say
-from mcomb.repair import repaired
+from mcomb.merging.fine_tuning import descend, fine_tune
+from mcomb.merging.learned import GRANULARITIES
+from mcomb.merging.merge import Method as MergeMethod
+from mcomb.merging.merge import learned, merge
+from mcomb.merging.partial import merge_partly
+from mcomb.runtime.progress import say
+from mcomb.trees import Apply, Array, Inputs, Params
 
 BUDGETS = (1.25, 1.5)  # networks' worth of parameters of partial merges
 FISHER_IMAGES = 1000  # of those withheld: a gradient of all weights for each takes its time
@@ -119,9 +125,9 @@ class Pair(NamedTuple):
         """The options that all learners share."""
         return {"steps": self.run.config.steps, "seed": self.seed}
 
-    def merge(self, method: str, **options: Any) -> Params:
+    def merge(self, method: str | MergeMethod) -> Params:
         """The merge of A and B, aligned, by one of the library's methods."""
-        return merge(self.run.store.spec, (self.a, self.aligned), self.apply, *self.withheld, method=method, **options)
+        return merge(self.apply, (self.a, self.aligned), *self.withheld, method=method, spec=self.run.store.spec).params
 
 
 Method = Callable[[Pair], Merged]
@@ -160,25 +166,26 @@ def correct_bias(pair: Pair, params: Params) -> Merged:
 
 def best_sample(pair: Pair) -> Params:
     """The best on the withheld images of combinations whose shares are all drawn from [0, 1]."""
-    draw, both = mix(uniform), (pair.a, pair.aligned)
+    both = pair.a, pair.aligned
     halves = np.full(pair.run.config.candidates, 0.5, np.float32)
     keys = jax.random.split(stream(pair.seed, "coefficients", "merge"), len(halves))
-    losses = evaluate(pair.apply, draw, both, halves, keys, *pair.withheld, vmap_size=pair.run.config.vmap_size).loss
-    return jax.jit(draw)(keys[losses.argmin()], halves[0], *both)
+    how: Any = {"vmap_size": pair.run.config.vmap_size}
+    losses = evaluate(pair.apply, both, *pair.withheld, uniform, halves, keys, **how).loss
+    return jax.jit(mix(uniform))(keys[losses.argmin()], halves[0], *both)
 
 
 def refit_and_repair(pair: Pair) -> Merged:
     """The refitted average, repaired: its units vary as much as the parents' do."""
     fitted, both = pair.merge("refit"), (pair.a, pair.aligned)
     images = pair.withheld.first(REPAIR_IMAGES).images
-    apply, draw, given = repaired(pair.run.store.spec, pair.apply, _take_parameter, both, images)
+    apply, draw, given = repaired(pair.apply, both, images, _take_parameter, spec=pair.run.store.spec)
     return Merged(apply, jax.jit(draw)(stream(0), fitted, *given))
 
 
 def merge_to_budget(budget: float, pair: Pair) -> Merged:
     """The merge in which the units that match worst stay apart, as far as so many networks' weights allow."""
     store = pair.run.store
-    found = merge_partly(store.spec, (pair.a, pair.aligned), pair.apply, pair.withheld.images, budget=budget)
+    found = merge_partly(pair.apply, (pair.a, pair.aligned), pair.withheld.images, spec=store.spec, budget=budget)
     return Merged(found.apply, found.params)
 
 
@@ -192,7 +199,7 @@ def fine_tuned(pair: Pair) -> Params:
     losses = [score(pair.apply, parent, *pair.withheld).loss for parent in parents]
     parent = parents[int(np.argmin(losses))]
     tuned = [fine_tune(pair.apply, parent, *pair.withheld, learning_rate=rate, **pair.learning) for rate in FINE_TUNING]
-    return min(tuned, key=lambda found: found[1])[0]
+    return min(tuned, key=lambda found: found.loss).params
 
 
 @cache
@@ -213,7 +220,7 @@ METHODS: Mapping[str, Method] = {
     "best sample": network(best_sample),
     "Fisher": network(lambda pair: pair._replace(withheld=pair.withheld.first(FISHER_IMAGES)).merge("fisher")),
     **{
-        f"learned per {per}": network(lambda pair, per=per: pair.merge("learned", per=per, **pair.learning))  # type: ignore[misc]
+        f"learned per {per}": network(lambda pair, per=per: pair.merge(learned(per=per, **pair.learning)))  # type: ignore[misc]
         for per in GRANULARITIES
     },
     "refit": network(lambda pair: pair.merge("refit")),

@@ -6,11 +6,11 @@ The paper: 'Min' has low accuracy, so not every point of the cube is a good netw
 """
 
 from mcomb.combination import minmax
-from mcomb.lab.barriers import barrier
-from mcomb.lab.config import LineConfig
-from mcomb.lab.experiment import main, sweep
-from mcomb.lab.results import METRICS, Results
-from mcomb.lab.verdicts import LIMITS, Verdict, cost
+from mcomb.lab.runs.barriers import barrier
+from mcomb.lab.runs.experiment import main, sweep
+from mcomb.lab.runs.flags import LineConfig
+from mcomb.lab.runs.results import METRICS, Results
+from mcomb.lab.runs.verdicts import LIMITS, Verdict, cost
 
 
 def judge(results: Results) -> Verdict:

@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from mcomb import read_checkpoint, score, write_checkpoint
-from mcomb.fingerprints import fingerprint
+from mcomb.io.fingerprints import fingerprint
 from mcomb.lab import cli
-from mcomb.lab.config import RECIPE_FLAGS, Config, command, recipe_dict
-from mcomb.lab.experiment import parse_and_join, print_plan
-from mcomb.lab.plan import Job
-from mcomb.lab.store import Store, pretrained_path
-from mcomb.processes import from_first
-from mcomb.progress import show, show_json
+from mcomb.lab.cache.store import Store, pretrained_path
+from mcomb.lab.runs.experiment import parse_and_join, print_plan
+from mcomb.lab.runs.flags import RECIPE_FLAGS, Config, command, recipe_dict
+from mcomb.lab.runs.plan import Job
+from mcomb.runtime.processes import from_first
+from mcomb.runtime.progress import show, show_json
 
 CARD = """# {title}, width {width}, seed {seed}
 
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
     config = parse_and_join(Config, __doc__, argv)
     store = Store(config)
     if config.plan:
-        return print_plan([Job("pretrained", store, [store.training(letter) for letter in "ABC"])], config)
+        return print_plan([Job("pretrained", store, [store.training(letter) for letter in "ABC"])])
     test = store.data.test  # before anything is written
     recipe = recipe_dict(config)
     chosen = {name: getattr(config, name) for name in ("setup", "width", "seed", *RECIPE_FLAGS)}

@@ -5,18 +5,19 @@
     python -m experiments.report --setup mlp-digits mlp-cifar10 --width 8 32    # several, in one page
 
 Each experiment with its figure, what the paper found, what was measured, the barriers and the exact command. Without
---run, an experiment that has not been run yet is listed with its command.
+--run, the page takes an experiment that was run only with other flags as it is and names these flags; an experiment
+that has not been run yet is listed with its command.
 """
 
 import itertools
 from dataclasses import dataclass, replace
 from typing import Annotated, NamedTuple
 
-from mcomb.files import AnyPath, absolute, atomic, make_writable
+from mcomb.io.paths import AnyPath, absolute, atomic, make_writable
 from mcomb.lab import cli
+from mcomb.lab.cache.store import Store
 from mcomb.lab.cli import Flag
-from mcomb.lab.config import CHECKPOINT_FLAGS, Config, command, convert_config
-from mcomb.lab.experiment import (
+from mcomb.lab.runs.experiment import (
     Experiment,
     config_of,
     figure_path,
@@ -26,10 +27,12 @@ from mcomb.lab.experiment import (
     read_results,
     run,
 )
+from mcomb.lab.runs.flags import CHECKPOINT_FLAGS, Config, command, convert_config
+from mcomb.lab.runs.results import Results
+from mcomb.lab.runs.state import find_other_runs
 from mcomb.lab.setups import SETUPS, WIDEST
-from mcomb.lab.store import Store
-from mcomb.processes import from_first
-from mcomb.progress import say, show, show_json
+from mcomb.runtime.processes import from_first
+from mcomb.runtime.progress import say, show, show_json
 
 from . import (
     bernoulli,
@@ -121,6 +124,19 @@ def title(config: ReportConfig) -> str:
     return f"{'; '.join(SETUPS[setup].title for setup in dict.fromkeys(config.setup))}, {text}"
 
 
+def read_nearest(job: Job) -> tuple[Config, str, Results | None]:
+    """Return the results of a job, else of the run with the nearest other flags: its config, these flags, the results.
+
+    The line between the networks never stands for the one beyond them, nor the other way round.
+    """
+    others = from_first(find_other_runs, job.experiment, job.config)
+    for own, flags in ((job.config, ""), *others):
+        same_line = getattr(own, "range", None) == getattr(job.config, "range", None)
+        if same_line and (results := read_results(job.experiment, own)):
+            return own, flags, results
+    return job.config, "", None
+
+
 def _write(path: AnyPath, page: str) -> None:
     with atomic(path) as temporary:
         temporary.write_text(page)
@@ -131,25 +147,29 @@ def main(argv: list[str] | None = None) -> None:
     config = parse_and_join(ReportConfig, __doc__, argv)
     jobs = plan(config)
     if config.plan:
-        return print_plan((need for job in jobs for need in list_jobs(job.experiment, job.config)), config)
+        return print_plan(need for job in jobs for need in list_jobs(job.experiment, job.config))
     path = page_path(config)
     from_first(make_writable, path.parent)
     say(f"the report goes to {path}")
     entries, missing = [], []
     for job in jobs:
-        results = (run if config.run else read_results)(job.experiment, job.config)
+        own, flags, results = job.config, "", run(job.experiment, job.config) if config.run else None
+        if results is None:
+            own, flags, results = read_nearest(job)
         if results is None:
             missing.append(Missing(job.name, command(job.experiment.name, job.config), job.place))
             continue
-        picture = figure_path(job.experiment.name, Store(job.config))
-        entries.append(Entry(results, picture.read_bytes(), job.name, job.place))
+        picture = figure_path(job.experiment.name, Store(own))
+        entries.append(Entry(results, picture.read_bytes(), job.name, job.place, flags))
     from_first(_write, path, render(title(config), entries, missing))
     left = f"{len(missing)} not run yet" + (" (--run runs them)" if missing else "")
-    show(f"{len(entries)} experiments in the report; {left}\nreport: {absolute(path)}")
+    others = [f"{entry.name} is of a run with other flags: {entry.flags}" for entry in entries if entry.flags]
+    show("\n".join([f"{len(entries)} experiments in the report; {left}", *others, f"report: {absolute(path)}"]))
     show_json({
         "page": str(absolute(path)),
         "experiments": [
-            {"name": entry.name, "of": entry.place, **{key: entry.results[key] for key in ("agrees", "finding")}}
+            {"name": entry.name, "of": entry.place, "other_flags": entry.flags}
+            | {key: entry.results[key] for key in ("agrees", "is_papers", "finding")}
             for entry in entries
         ],
         "missing": [{"name": left.name, "of": left.place, "command": left.command} for left in missing],

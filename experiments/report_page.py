@@ -13,18 +13,22 @@ from typing import Any
 
 from PIL import Image
 
-from mcomb.base import UserError
-from mcomb.lab.results import METRICS, SPLITS
+from mcomb.errors import UserError
+from mcomb.lab.runs.results import METRICS, SPLITS
 
 
 @dataclass(frozen=True)
 class Entry:
-    """An experiment that was run: its results.json and its figure, what it is called, and of which networks it is."""
+    """An experiment that was run: its results.json and its figure, what it is called, and of which networks it is.
+
+    `flags` are those of its run that differ from the page's.
+    """
 
     results: Mapping[str, Any]
     png: bytes
     name: str
     place: str
+    flags: str = ""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,11 @@ Item = Entry | Missing
 VERDICTS = {  # by `agrees`: a class for the style sheet, a mark and words, so that colour is never alone
     True: ("agrees", "✓", "agrees"),
     False: ("differs", "✗", "does not agree"),
+    None: ("open", "○", "no verdict"),
+}
+OTHERS = {  # the same of networks that the paper does not have
+    True: ("agrees", "✓", "shows"),
+    False: ("open", "✗", "does not show"),
     None: ("open", "○", "no verdict"),
 }
 ANSWERS = {True: "yes", False: "no", None: "no verdict"}  # to questions that the paper leaves open
@@ -148,7 +157,7 @@ def full_name(item: Item, items: Sequence[Item]) -> str:
 
 def words_of(results: Mapping[str, Any]) -> tuple[str, str, str]:
     """The class, the mark and the words of a verdict."""
-    kind, mark, words = VERDICTS[results["agrees"]]
+    kind, mark, words = (VERDICTS if results["is_papers"] else OTHERS)[results["agrees"]]
     return kind, mark, ANSWERS[results["agrees"]] if results["is_open"] else words
 
 
@@ -190,10 +199,16 @@ def table(caption: str, corner: Sequence[str], below: Sequence[str], rows: Itera
 
 def header(title: str, entries: Sequence[Entry], missing: Sequence[Missing]) -> Html:
     """What this page is, of which networks, and how it went."""
-    found = Counter("open" if entry.results["is_open"] else entry.results["agrees"] for entry in entries)
+    found = Counter(
+        "open" if it["is_open"] else it["agrees"] if it["agrees"] is None else (it["agrees"], it["is_papers"])
+        for it in (entry.results for entry in entries)
+    )
+    own, others = (any(found[agrees, is_papers] for agrees in (True, False)) for is_papers in (True, False))
     verdicts = [
-        counted(found[True], "agrees with the paper", "agree with the paper"),
-        counted(found[False], "does not", "do not"),
+        *([counted(found[True, True], "agrees with the paper", "agree with the paper")] if own else []),
+        *([counted(found[False, True], "does not", "do not")] if own else []),
+        *([counted(found[True, False], "shows the paper’s effect", "show the paper’s effect")] if others else []),
+        *([counted(found[False, False], "does not", "do not")] if others else []),
         counted(found[None], "has no verdict", "have no verdict"),
         *([counted(found["open"], "answers", "answer") + " what it leaves open"] if found["open"] else []),
     ]
@@ -201,6 +216,8 @@ def header(title: str, entries: Sequence[Entry], missing: Sequence[Missing]) -> 
     configs = [entry.results["config"] for entry in entries]
     networks = dict.fromkeys(f"{config.get('setup')} at width {config.get('width')}" for config in configs)
     left = (counted(len(missing), "is ", "are "), tag("a", "still to run", href="#missing"), ".")
+    flagged = sum(bool(entry.flags) for entry in entries)
+    noted = counted(flagged, "was", "were") + " run with other flags than the page’s, which the sections name. "
     return tag(
         "header",
         tag("h1", title),
@@ -216,6 +233,7 @@ def header(title: str, entries: Sequence[Entry], missing: Sequence[Missing]) -> 
             "p",
             tag("strong", outcome if entries else "No experiment has been run yet."),
             " ",
+            noted if flagged else "",
             *(left if missing else ()),
             class_="lede",
         ),
@@ -276,7 +294,9 @@ def summary(entries: Sequence[Entry], missing: Sequence[Missing]) -> Html:
         tag(
             "p",
             "A barrier is the worst of all sampled networks against the mean of the two that were mixed: 0 is no "
-            "worse. The paper does not say of which split its barriers are; they are taken to be of the test set.",
+            "worse. The paper does not say of which split its barriers are; they are taken to be of the test set. Only "
+            "results of the paper’s own networks can agree with it: ResNet-20 and Tiny-10 on CIFAR-10, at its widths. "
+            "For all others the verdict is whether the effect shows.",
             class_="note",
         ),
         id="summary",
@@ -350,6 +370,7 @@ def section(index: int, entry: Entry) -> Html:
             tag("figcaption", f"Figure {index}. {entry.name}: {settings(results['config'])}."),
         ),
         barriers(results),
+        tag("p", f"This run has other flags than the page: {entry.flags}.", class_="note") if entry.flags else "",
         tag("p", "The command that measures and draws this:", class_="label"),
         command(results["command"]),
         id=anchor(index, entry),

@@ -27,24 +27,24 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from mcomb.base import Params, named_leaves
 from mcomb.combination import combine
-from mcomb.files import AnyPath
-from mcomb.lab.barriers import barrier
+from mcomb.io.paths import AnyPath
 from mcomb.lab.cli import Flag
-from mcomb.lab.config import CombinationConfig
-from mcomb.lab.experiment import Experiment, main
 from mcomb.lab.figures import COLOURS, LEVELS, LINES, STYLE, save, wrap
-from mcomb.lab.measure import Run, Task
-from mcomb.lab.pairs import pool, spread
-from mcomb.lab.results import METRICS, SPLITS, Results, columns, with_range
-from mcomb.lab.results import table as networks_table
+from mcomb.lab.runs.barriers import barrier
+from mcomb.lab.runs.experiment import Experiment, main
+from mcomb.lab.runs.flags import CombinationConfig
+from mcomb.lab.runs.measure import Run, Task
+from mcomb.lab.runs.pairs import pool, spread
+from mcomb.lab.runs.results import METRICS, SPLITS, Results, columns, with_range
+from mcomb.lab.runs.results import table as networks_table
+from mcomb.lab.runs.verdicts import Verdict, same_distribution, works
 from mcomb.lab.setups import SETUPS
-from mcomb.lab.verdicts import Verdict, same_distribution, works
 from mcomb.matching.activations import correlations, variances
-from mcomb.merging import fisher_information
+from mcomb.merging.fisher import fisher_information
 from mcomb.symmetry.intermediates import list_intermediates, unit_activations
 from mcomb.symmetry.spec import Perms, PermutationSpec
+from mcomb.trees import Params, named_leaves
 
 IMAGES = 32  # on which activations are compared
 MEASURING_IMAGES = 1000  # from which variances and the Fisher information are estimated
@@ -150,7 +150,7 @@ def lines(spec: PermutationSpec) -> tuple[Any, Any]:
         return a, spec.apply(parameter[1], b)
 
     def draw(key: Any, parameter: tuple[Any, Any], a: Params, b: Params) -> Params:
-        return combine(*ends(parameter, a, b), 1 - parameter[0])
+        return combine(*ends(parameter, a, b), parameter[0])
 
     return draw, ends
 
@@ -366,6 +366,7 @@ EXPERIMENT = Experiment(
     claim="A large part of each layer's matching can be exchanged at random; some layers survive it whole. A "
     "derangement keeps a layer's activations as they are distributed, and B's weights are distributed like A's.",
     alt="For each layer, loss and accuracy barriers against the number of re-matched pairs.",
+    in_paper={"tiny10-cifar10": (32,)},
     config=RobustnessConfig,
     combinations=combinations,
     measure=measure,

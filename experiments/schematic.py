@@ -16,15 +16,15 @@ import numpy as np
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-from mcomb.base import stream
 from mcomb.combination import bernoulli, mix, stitch, uniform
-from mcomb.files import AnyPath
-from mcomb.lab.config import Config
-from mcomb.lab.experiment import Experiment, main
+from mcomb.io.paths import AnyPath
+from mcomb.keys import stream
 from mcomb.lab.figures import STYLE, save
-from mcomb.lab.measure import Run
-from mcomb.lab.results import Results
-from mcomb.lab.verdicts import Verdict
+from mcomb.lab.runs.experiment import Experiment, main
+from mcomb.lab.runs.flags import Config
+from mcomb.lab.runs.measure import Run
+from mcomb.lab.runs.results import Results
+from mcomb.lab.runs.verdicts import Verdict
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ import numpy as np
 
 from mcomb.combination import stitch
 from mcomb.lab import figures
-from mcomb.lab.config import CombinationConfig
-from mcomb.lab.experiment import Experiment, main
-from mcomb.lab.measure import Run
-from mcomb.lab.results import VARIANTS, Results
+from mcomb.lab.runs.experiment import Experiment, main
+from mcomb.lab.runs.flags import CurveConfig
+from mcomb.lab.runs.measure import Run
+from mcomb.lab.runs.results import VARIANTS, Results
+from mcomb.lab.runs.verdicts import judge_sweep
 from mcomb.lab.setups import SETUPS
-from mcomb.lab.verdicts import judge_sweep
 
 
 def measure(run: Run) -> Results:
@@ -30,7 +30,7 @@ EXPERIMENT = Experiment(
     title="identity stitching",
     claim="The lower part of the aligned B stitched to the upper part of A works at every layer.",
     alt="Loss and accuracy against the number of layers taken from B, naive and aligned.",
-    config=CombinationConfig,
+    config=CurveConfig,
     combinations=lambda config: len(VARIANTS) * (SETUPS[config.setup].model.depth + 1),
     measure=measure,
     draw=figures.sweep,

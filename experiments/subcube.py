@@ -5,8 +5,8 @@
 The paper's barriers at width 32: 0.041 in loss and 0.011 in accuracy for ResNet-20, 0.32 and 0.07 for Tiny-10.
 """
 
-from mcomb.combination import mix, subcube
-from mcomb.lab.experiment import Paper, main, sweep
+from mcomb.combination import subcube
+from mcomb.lab.runs.experiment import Paper, main, sweep
 
 EXPERIMENT = sweep(
     name="subcube",
@@ -16,7 +16,7 @@ EXPERIMENT = sweep(
     parameter="λ",
     label="λ: centre of the cube (A at 0, B at 1)",
     values=(0.0, 1.0),
-    combine=mix(subcube),
+    combine=subcube,
     paper={
         "resnet20-cifar10": Paper(loss=0.041, accuracy=0.011),
         "tiny10-cifar10": Paper(loss=0.32, accuracy=0.07),

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from mcomb import score
-from mcomb.base import LARGEST_SEED
-from mcomb.files import absolute
+from mcomb.io.paths import absolute
+from mcomb.keys import LARGEST_SEED
 from mcomb.lab import cli
+from mcomb.lab.cache.store import Store, Training
 from mcomb.lab.cli import Flag
-from mcomb.lab.config import TrainingConfig
-from mcomb.lab.experiment import parse_and_join, print_plan
-from mcomb.lab.plan import Job
-from mcomb.lab.store import Store, Training
-from mcomb.progress import say, show, show_json
+from mcomb.lab.runs.experiment import parse_and_join, print_plan
+from mcomb.lab.runs.flags import TrainingConfig
+from mcomb.lab.runs.plan import Job
+from mcomb.runtime.progress import say, show, show_json
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> None:
     config = parse_and_join(TrainConfig, __doc__, argv)
     store, trainings = Store(config), [Training(seed) for seed in config.seeds]
     if config.plan:
-        return print_plan([Job("train", store, trainings)], config)
+        return print_plan([Job("train", store, trainings)])
     folder = store.home / "networks"
     say(f"networks go to {folder}")
     trained = {}

@@ -7,13 +7,13 @@ The paper: the two are linearly connected. Beside it, B and C as they are, and C
 
 import numpy as np
 
-from mcomb.combination import linear, mix
+from mcomb.combination import linear
 from mcomb.lab import figures
-from mcomb.lab.config import LineConfig
-from mcomb.lab.experiment import Experiment, main
-from mcomb.lab.measure import Run, Task
-from mcomb.lab.results import Results
-from mcomb.lab.verdicts import Verdict, clearly_less, works
+from mcomb.lab.runs.experiment import Experiment, main
+from mcomb.lab.runs.flags import LineConfig
+from mcomb.lab.runs.measure import Run, Task
+from mcomb.lab.runs.results import Results
+from mcomb.lab.runs.verdicts import Verdict, clearly_less, works
 
 
 def measure(run: Run) -> Results:
@@ -25,7 +25,7 @@ def measure(run: Run) -> Results:
         "through A": (run.align("B to A"), run.align("C to A")),
         "direct": (b, run.align("C to B")),
     }
-    tasks = {name: Task(mix(linear), pair, values) for name, pair in pairs.items()}
+    tasks = {name: Task(linear, pair, values) for name, pair in pairs.items()}
     curves = run.measure_curves(tasks, (len(values), 1), ends="BC")
     return {"parameter": {"name": "λ", "label": "λ: B at 0, C at 1", "values": values.tolist()}, **curves}
 

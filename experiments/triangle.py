@@ -18,15 +18,15 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from mcomb.combination import blend
-from mcomb.files import AnyPath
-from mcomb.lab.barriers import barrier
+from mcomb.io.paths import AnyPath
 from mcomb.lab.cli import Flag
-from mcomb.lab.config import CombinationConfig
-from mcomb.lab.experiment import Experiment, main
 from mcomb.lab.figures import STYLE, save, wrap
-from mcomb.lab.measure import Run, Task
-from mcomb.lab.results import METRICS, Results
-from mcomb.lab.verdicts import Verdict, works
+from mcomb.lab.runs.barriers import barrier
+from mcomb.lab.runs.experiment import Experiment, main
+from mcomb.lab.runs.flags import CombinationConfig
+from mcomb.lab.runs.measure import Run, Task
+from mcomb.lab.runs.results import METRICS, Results
+from mcomb.lab.runs.verdicts import Verdict, works
 
 PLACES = ("in the interior", "on an edge", "at a corner", "outside the triangle")
 PAPER = {("resnet20-cifar10", 40): 0.91}  # the worst network's test accuracy, by setup and width
@@ -147,6 +147,7 @@ EXPERIMENT = Experiment(
     claim="All convex combinations of three aligned networks work; the best can be in the interior, and often is on "
     "an edge.",
     alt="Heat map of test accuracy on an equilateral triangle, A, B and C at its corners, the best point marked.",
+    in_paper={"resnet20-cifar10": (40,), "tiny10-cifar10": (40,)},
     networks="ABC",
     matchings=("B to A", "C to A"),
     config=TriangleConfig,

@@ -7,8 +7,8 @@ Aligned, every sampled network works: the paper's barriers at width 32 are 0.044
 ResNet-20, 0.332 and 0.07 for Tiny-10. Naive, they are far worse.
 """
 
-from mcomb.combination import mix, uniform
-from mcomb.lab.experiment import Paper, main, sweep
+from mcomb.combination import uniform
+from mcomb.lab.runs.experiment import Paper, main, sweep
 
 EXPERIMENT = sweep(
     name="uniform",
@@ -18,7 +18,7 @@ EXPERIMENT = sweep(
     parameter="s",
     label="s: shares are uniform on [½ − s, ½ + s]",
     values=(0.0, 0.5),
-    combine=mix(uniform),
+    combine=uniform,
     paper={
         "resnet20-cifar10": Paper(loss=0.044, accuracy=0.012),
         "tiny10-cifar10": Paper(loss=0.332, accuracy=0.07),

@@ -15,17 +15,17 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from mcomb.base import UserError
-from mcomb.files import AnyPath
+from mcomb.errors import UserError
+from mcomb.io.paths import AnyPath
 from mcomb.lab.cli import Flag
-from mcomb.lab.config import CHECKPOINT_FLAGS, SweepConfig, convert_config
-from mcomb.lab.experiment import Experiment, Parts, main
 from mcomb.lab.figures import LINES, STYLE, save
-from mcomb.lab.measure import Run
-from mcomb.lab.pairs import spread
-from mcomb.lab.results import METRICS, SPLITS, Results
+from mcomb.lab.runs.experiment import Experiment, Parts, main
+from mcomb.lab.runs.flags import CHECKPOINT_FLAGS, SweepConfig, convert_config
+from mcomb.lab.runs.measure import Run
+from mcomb.lab.runs.pairs import spread
+from mcomb.lab.runs.results import METRICS, SPLITS, Results
+from mcomb.lab.runs.verdicts import Verdict, falls
 from mcomb.lab.setups import WIDEST
-from mcomb.lab.verdicts import Verdict, falls
 
 from . import bernoulli, hyperplane, linear, subcube, uniform
 
@@ -119,6 +119,7 @@ EXPERIMENT = Experiment(
     title="barriers against width",
     claim="Barriers of aligned combinations fall as the network widens; width is a necessary condition.",
     alt="Loss and accuracy barriers of five sweeps against the width multiplier, naive and aligned.",
+    in_paper=dict.fromkeys(("resnet20-cifar10", "tiny10-cifar10"), (1, 2, 4, 8, 16, 32)),
     networks="",
     varies_width=True,
     parts=sweeps,

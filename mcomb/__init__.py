@@ -1,70 +1,95 @@
-"""Mode combinability: align two networks, mix their weights element by element, measure every mixture.
+"""Align neural networks, combine their weights element by element, and measure the result.
 
-For two sets of parameters `a` and `b` of any network that JAX can trace, as `fn(params, images)`:
+For two parameter trees `a` and `b` of any function that JAX can trace, as `apply(params, inputs)`:
 
-    spec = mcomb.permutation_spec(fn, a, images)  # print(spec) shows what may move
-    mcomb.check_spec(fn, a, spec, images)
-    aligned = spec.apply(mcomb.match(spec, a, b).perms, b)
-    between = mcomb.combine(a, aligned, 0.5)
+    aligned = mcomb.align(apply, a, b, x)
+    sweep = mcomb.sweep(apply, (a, aligned.params), x, y, mcomb.uniform)
+    print(sweep.barrier.loss, sweep.barrier.accuracy)
+    sweep.plot("uniform.png")
+    merged = mcomb.merge(apply, (a, aligned.params), x, y, method="refit")
 """
 
-from mcomb.checkpoint import read_checkpoint, write_checkpoint
-from mcomb.combination import bernoulli, centered, combine, hyperplane, linear, mix, subcube, uniform
-from mcomb.early_stopping import fine_tune
-from mcomb.evaluation import Metrics, Score, evaluate, score
-from mcomb.matching import match
-from mcomb.matching.activations import match_activations
-from mcomb.matching.core import Matching
-from mcomb.matching.many import Alignment, align_many
-from mcomb.matching.straight_through import match_straight_through
-from mcomb.matching.weights import match_weights
-from mcomb.merging import LearnedShares, learn_shares, merge
-from mcomb.objectives import Objective, accuracy, cross_entropy, squared_error, token_cross_entropy
-from mcomb.partial_merging import PartlyMerged, merge_partly
-from mcomb.repair import repaired
-from mcomb.running_statistics import estimate_statistics
-from mcomb.symmetry.check import check_spec
-from mcomb.symmetry.derive import permutation_spec
+from mcomb.combination import (
+    Distribution,
+    bernoulli,
+    centered,
+    combine,
+    hyperplane,
+    linear,
+    sample,
+    subcube,
+    uniform,
+)
+from mcomb.errors import Diverged, UserError
+from mcomb.evaluation.batch_statistics import estimate_statistics
+from mcomb.evaluation.evaluate import Metrics, score
+from mcomb.evaluation.objectives import Objective, accuracy, cross_entropy, squared_error, tempered_cross_entropy
+from mcomb.evaluation.sweep import Barrier, Sweep, sweep
+from mcomb.io.checkpoints import read_checkpoint, write_checkpoint
+from mcomb.matching.align import Alignment, align
+from mcomb.matching.many import MultiAlignment, align_many
+from mcomb.matching.matchers import Matcher, activations, straight_through, weights
+from mcomb.matching.matching import Matching
+from mcomb.merging.fine_tuning import FineTuned, fine_tune
+from mcomb.merging.learned import LearnedShares, learn_shares
+from mcomb.merging.merge import Merged, Method, average, fisher, learned, merge, partial, refit
+from mcomb.merging.partial import PartlyMerged
+from mcomb.runtime.progress import set_progress
+from mcomb.symmetry.derive import derive_spec
 from mcomb.symmetry.spec import Blocks, PermutationSpec, Segments
+
+__version__ = "0.1.0"
 
 __all__ = [
     "Alignment",
+    "Barrier",
     "Blocks",
+    "Distribution",
+    "Diverged",
+    "FineTuned",
     "LearnedShares",
+    "Matcher",
     "Matching",
+    "Merged",
+    "Method",
     "Metrics",
+    "MultiAlignment",
     "Objective",
     "PartlyMerged",
     "PermutationSpec",
-    "Score",
     "Segments",
+    "Sweep",
+    "UserError",
     "accuracy",
+    "activations",
+    "align",
     "align_many",
+    "average",
     "bernoulli",
     "centered",
-    "check_spec",
     "combine",
     "cross_entropy",
+    "derive_spec",
     "estimate_statistics",
-    "evaluate",
     "fine_tune",
+    "fisher",
     "hyperplane",
     "learn_shares",
+    "learned",
     "linear",
-    "match",
-    "match_activations",
-    "match_straight_through",
-    "match_weights",
     "merge",
-    "merge_partly",
-    "mix",
-    "permutation_spec",
+    "partial",
     "read_checkpoint",
-    "repaired",
+    "refit",
+    "sample",
     "score",
+    "set_progress",
     "squared_error",
+    "straight_through",
     "subcube",
-    "token_cross_entropy",
+    "sweep",
+    "tempered_cross_entropy",
     "uniform",
+    "weights",
     "write_checkpoint",
 ]

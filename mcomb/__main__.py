@@ -14,9 +14,9 @@ for `evaluate` and some matchers their labels, and the loss if it is not that of
 lists the flags of each.
 """
 
+import difflib
 import importlib
 import importlib.util
-import math
 import os
 import pkgutil
 import sys
@@ -27,47 +27,29 @@ from typing import Annotated, Any, NamedTuple
 import jax
 import numpy as np
 
-from mcomb.base import (
-    LARGEST_SEED,
-    Apply,
-    Diverged,
-    Inputs,
-    Labels,
-    Params,
-    UserError,
-    count_examples,
-    name_error,
-    named_leaves,
-    require_finite,
-    stream,
-)
-from mcomb.checkpoint import ENDINGS, FILES, fit_tree, read_checkpoint, write_checkpoint
 from mcomb.combination import bernoulli, centered, hyperplane, linear, mix, subcube, uniform
-from mcomb.evaluation import score
-from mcomb.files import AnyPath, absolute, atomic, require_folder
-from mcomb.lab import cli, experiment
+from mcomb.errors import Diverged, UserError, name_error
+from mcomb.evaluation.batch_statistics import estimate_statistics, names_of_statistics
+from mcomb.evaluation.evaluate import score
+from mcomb.evaluation.objectives import Objective, cross_entropy
+from mcomb.io.checkpoints import ENDINGS, FILES, fit_tree, read_checkpoint, read_metadata, write_checkpoint
+from mcomb.io.paths import AnyPath, absolute, atomic, require_folder
+from mcomb.io.pytorch_names import TABLES, Table, read_table, to_theirs
+from mcomb.keys import LARGEST_SEED, stream
+from mcomb.lab import cli
 from mcomb.lab.cli import Flag, Output
-from mcomb.lab.results import columns
+from mcomb.lab.runs import experiment
+from mcomb.lab.runs.results import columns
 from mcomb.lab.setups import SETUPS
-from mcomb.matching import MATCHERS, match
-from mcomb.names import Table, read_table, to_theirs
-from mcomb.objectives import Objective, cross_entropy
-from mcomb.progress import show, show_json
-from mcomb.running_statistics import estimate_statistics, names_of_statistics
-from mcomb.symmetry.check import check_spec
-from mcomb.symmetry.derive import permutation_spec
+from mcomb.matching.matchers import MATCHERS
+from mcomb.runtime.progress import show, show_json
+from mcomb.symmetry.derive import derive_spec
 from mcomb.symmetry.spec import PermutationSpec
+from mcomb.trees import Apply, Inputs, Labels, Params, count_examples, keep_non_floats, named_leaves, require_finite
 
 EXAMPLES = 64  # of a setup's images, to derive and to check a spec with
 MATCHING_EXAMPLES = 2_000  # of a setup's images, for matchers to see
-DISTRIBUTIONS = {  # each with its parameter and the least and the largest that it may be
-    "linear": (linear, "share", -math.inf, math.inf),
-    "uniform": (uniform, "s", 0, math.inf),
-    "subcube": (subcube, "share", 0, 1),
-    "hyperplane": (hyperplane, "share", 0, 1),
-    "bernoulli": (bernoulli, "p", 0, 1),
-    "centered": (centered, "s", 0, math.inf),
-}
+DISTRIBUTIONS = {own.name: own for own in (linear, uniform, subcube, hyperplane, bernoulli, centered)}
 PARAMETERS = ("share", "s", "p")
 PICTURES = (".png", ".pdf", ".svg")
 RETURNS = "(apply, inputs), (apply, inputs, labels) or (apply, inputs, labels, loss)"
@@ -200,17 +182,20 @@ def require_new(to: AnyPath, *read: AnyPath) -> None:
 
 
 def write_network(to: AnyPath, params: Params, table: Table | None, like: AnyPath) -> None:
-    """Writes a network, with a table in the names and layouts of the file that it was made from."""
+    """Writes a network with the metadata, and with a table the names and layouts, of the file that it was made from."""
+    metadata = read_metadata(like)
     if table is not None:
         params = to_theirs(table, named_leaves(params), named_leaves(read_checkpoint(like)))
-    write_checkpoint(to, params)
+    if table is TABLES["pytorch"]:
+        metadata["format"] = "pt"  # loaders refuse files without it
+    write_checkpoint(to, params, metadata)
 
 
 def symmetries(model: Model, params: Params) -> PermutationSpec:
     """The permutations of a network, checked on a few inputs to change nothing."""
     inputs = model.first(EXAMPLES)[0]
-    spec = permutation_spec(model.apply, params, inputs)
-    check_spec(model.apply, params, spec, inputs)
+    spec = derive_spec(model.apply, params, inputs)
+    spec.check(model.apply, params, inputs)
     return spec
 
 
@@ -255,9 +240,10 @@ def align(config: AlignConfig) -> None:
     a, b = (read_network(path, table, model) for path in (config.a, config.b))
     spec = symmetries(model, a)
     inputs, labels = model.first(MATCHING_EXAMPLES)
-    options: dict[str, Any] = {"matcher": config.matcher, "loss": model.loss, "seed": config.seed}
-    matching = match(spec, a, b, model.apply, inputs, labels, **options)
-    check_spec(model.apply, b, spec, model.first(EXAMPLES)[0], perms=matching.perms)
+    options = {"seed": config.seed} if config.matcher != "activations" else {}  # which nothing random is in
+    matcher = MATCHERS[config.matcher](**options)
+    matching = matcher.match(spec, a, b, apply=model.apply, inputs=inputs, labels=labels, loss=model.loss)
+    spec.check(model.apply, b, model.first(EXAMPLES)[0], perms=matching.perms)
     aligned = spec.apply(matching.perms, b)
     write_network(config.to, aligned, table, config.b)
     moved = sum(int((perm != np.arange(perm.shape[-1])).sum()) for perm in matching.perms.values())
@@ -270,13 +256,13 @@ def align(config: AlignConfig) -> None:
 
 def combine(config: CombineConfig) -> None:
     """Writes a combination of two networks, in the names and layouts of A's file."""
-    distribution, wanted, least, largest = DISTRIBUTIONS[config.distribution]
+    distribution = DISTRIBUTIONS[config.distribution]
+    wanted, (least, largest) = distribution.parameter, distribution.limits
     for name in PARAMETERS:
         if (getattr(config, name) is None) == (name == wanted):
             raise UserError(f"the distribution {config.distribution} is given by --{wanted}: give that, and no other")
     if not least <= (value := getattr(config, wanted)) <= largest:
-        bounds = "0 or more" if largest == math.inf else "a number from 0 to 1"
-        raise UserError(f"--{wanted} {value:g} is none of the distribution {config.distribution}: give {bounds}")
+        raise UserError(f"--{wanted} {value:g} is out of range for {distribution.name}: give {distribution.bounds}")
     require_new(config.to, config.a, config.b)
     model = load_model(config.model) if config.model else None
     table = read_table(config.names) if config.names else None
@@ -289,7 +275,7 @@ def combine(config: CombineConfig) -> None:
         )
     with np.errstate(over="ignore"):
         parameter = np.float32(value)
-    combination = jax.jit(mix(distribution))(stream(config.seed, "combine"), parameter, a, b)
+    combination = keep_non_floats(jax.jit(mix(distribution))(stream(config.seed, "combine"), parameter, a, b), a)
     require_finite(f"the combination with --{wanted} {value:g}", combination, f"give a --{wanted} nearer to 0")
     if model:
         combination = estimate_statistics(model.apply, combination, model.inputs)
@@ -389,7 +375,10 @@ def main(argv: list[str] | None = None) -> None:
         else:
             module.main(rest)
     else:
-        raise UserError(f"there is no command {command}: give one of {', '.join([*COMMANDS, *experiments])}")
+        names = [*COMMANDS, *experiments]
+        near = difflib.get_close_matches(command, names, 1)
+        remedy = f"did you mean {near[0]}?" if near else f"give one of {', '.join(names)}"
+        raise UserError(f"there is no command {command:.50}: {remedy}")
 
 
 def console() -> None:

@@ -1,45 +1,115 @@
-"""Element-wise combinations of networks, and the distributions that their coefficients are drawn from.
+"""Element-wise combinations of networks, and the distributions of their coefficients.
 
-In the paper's definition (section 3) v is the coefficient of A: v = 1 gives A and v = 0 gives B. Its figures go the
-other way, from A at 0 to B at 1. So the distributions here draw u = 1 − v, the share of B. Only `mix` converts it to v.
+A share is always the share of B: 0 is A and 1 is B. The paper's coefficient v (section 3) is 1 − share.
 """
 
+import inspect
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Float, PRNGKeyArray
 
-from mcomb.base import Array, Params, UserError, fold_name, is_inexact, map_named, named_leaves, require_alike
-from mcomb.threefry import unrolled
-
-Distribution = Callable[[PRNGKeyArray, Float[Array, ""], Array], Array]
-"""A function (key, parameter, leaf) that draws the share of B for each weight of a leaf."""
+from mcomb.errors import UserError
+from mcomb.keys import fold_names, stream, unrolled
+from mcomb.trees import Array, Params, at_least_float32, in_dtype_of, is_inexact, map_named, named_leaves, require_alike
 
 Draw = Callable[..., Params]
-"""A function (key, parameter, *networks) that draws a combination of the networks."""
+"""A function (key, point, *networks) that draws a combination of the networks."""
 
 
-def combine(a: Params, b: Params, v: Params) -> Params:
-    """The combination Θ_v = v ⊙ Θ_A + (1 − v) ⊙ Θ_B.
+@dataclass(frozen=True)
+class Distribution:
+    """A distribution of the share of B, drawn for each weight by itself.
 
-    `v` is a tree like A, or has one coefficient for a whole branch: with {"conv1": 1.0, "conv2": 0.5}, conv1 is A's and
-    conv2 is the mean of A's and B's. Leaves that are no floats, such as counters and random keys, are A's. Nothing is
-    known of the function: running statistics are combined as weights are, until `estimate_statistics` gives better.
+    Call it with a key, a value of its parameter and a leaf to draw the shares of that leaf.
+
+    Attributes:
+        name: The name to show.
+        parameter: The name of its parameter.
+        low: The smallest value of the parameter that a sweep takes by default.
+        high: The largest one.
+        function: Draws shares: `function(key, point, leaf)`.
+        limits: The values that the parameter may have at all; by default, any.
+        is_random: Whether shares differ from draw to draw.
+
+    Examples:
+        >>> triangular = mcomb.Distribution("triangular", "mode", 0.0, 1.0, draw_triangular)
+        >>> sweep = mcomb.sweep(apply, (a, b), x, y, triangular)
     """
 
-    def combine_leaf(v: Any, a: Array, b: Array) -> Array:
-        v = float(v) if isinstance(v, int) else v  # of whole numbers, JAX takes none beyond 32 bits
-        return v * a + (1 - v) * b if is_inexact(a) else a
+    name: str
+    parameter: str
+    low: float
+    high: float
+    function: Callable[[PRNGKeyArray, Float[Array, ""], Array], Array]
+    limits: tuple[float, float] = (-math.inf, math.inf)
+    is_random: bool = True
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def __call__(self, key: PRNGKeyArray, point: Float[Array, ""], leaf: Array) -> Array:
+        """Draw the share of B of each weight of a leaf, in float32 or wider."""
+        self.check(point)
+        return self.function(key, point, leaf)
+
+    def check(self, points: Any) -> None:
+        """Raise an error unless all values are within the limits; values that JAX is tracing are unknown."""
+        if isinstance(points, jax.core.Tracer):
+            return
+        low, high = self.limits
+        values = np.ravel(np.asarray(points, np.float64))
+        wrong = values[~(np.isfinite(values) & (values >= low) & (values <= high))]
+        if wrong.size:
+            raise UserError(f"{self.parameter} = {wrong[0]:g} is out of range for {self.name}: pass {self.bounds}.")
+
+    @property
+    def bounds(self) -> str:
+        """The limits of the parameter, in words."""
+        low, high = self.limits
+        if high < math.inf:
+            return f"a number from {low:g} to {high:g}"
+        return "a finite number" if low == -math.inf else f"{low:g} or more"
+
+
+def combine(a: Params, b: Params, share: Params) -> Params:
+    """Return the weighted average (1 − share) · A + share · B, element by element.
+
+    The share is always that of B: 0 is A and 1 is B. The paper's coefficient v is 1 − share.
+
+    Args:
+        a: Parameters of network A.
+        b: Parameters of network B.
+        share: One number, a tree like A's, or one number for each branch: with `{"conv1": 0.0, "conv2": 0.5}`, conv1
+            is A's and conv2 the mean of A's and B's.
+
+    Returns:
+        Parameters with A's dtypes. Leaves that are not floats, such as counters, are A's. Running statistics
+        (BatchNorm) are averaged like weights: use `estimate_statistics` afterwards.
+
+    Raises:
+        UserError: The networks differ in names or shapes, or the shares fit neither.
+
+    Examples:
+        >>> quarter = mcomb.combine(a, b, 0.25)  # three quarters of A, a quarter of B
+    """
+
+    def combine_leaf(share: Any, a: Array, b: Array) -> Array:
+        share = float(share) if isinstance(share, int) else share  # JAX rejects integers beyond 32 bits
+        return _mix(a, b, share) if is_inexact(a) else a
 
     require_alike("the networks to combine", a, b)
     try:
-        every = jax.tree.broadcast(v, a)
+        every = jax.tree.broadcast(share, a)
     except ValueError as error:
         raise UserError(
-            "the coefficients are no tree like the network's: give one number, or one for each branch"
+            "the coefficients are no tree like the network's: give one number, or a number or an array for each branch"
         ) from error
     coefficients = named_leaves(every)
     for name, leaf in named_leaves(a).items():
@@ -48,43 +118,54 @@ def combine(a: Params, b: Params, v: Params) -> Params:
     return jax.tree.map(combine_leaf, every, a, b)
 
 
+def _mix(a: Array, b: Array, share: Any) -> Array:
+    """Return v · a + (1 − v) · b for the paper's v = 1 − share."""
+    v = 1 - share
+    return in_dtype_of(a, v * at_least_float32(a) + (1 - v) * at_least_float32(b))
+
+
+def _share_dtype(leaf: Array) -> Any:
+    """Return the dtype to draw the shares of a leaf in: half precision has too few values."""
+    return jnp.promote_types(leaf.dtype, jnp.float32)
+
+
 def over_reals(function: Callable[..., Array], a: Array, *others: Array) -> Array:
     """What a function of real arrays makes of leaves: complex numbers are pairs of reals, what is no float is A's."""
     if not is_inexact(a):
         return a
     if not jnp.iscomplexobj(a):
-        return function(a, *others)
+        return in_dtype_of(a, function(*map(at_least_float32, (a, *others))))
     pairs = function(*(jnp.stack([leaf.real, leaf.imag], -1) for leaf in (a, *others)))
     return jax.lax.complex(pairs[..., 0], pairs[..., 1])
 
 
-def linear(key: PRNGKeyArray, share: Float[Array, ""], leaf: Array) -> Array:
+def _draw_linear(key: PRNGKeyArray, share: Float[Array, ""], leaf: Array) -> Array:
     """The same share for every weight: linear interpolation from A at share 0 to B at share 1."""
-    return jnp.full(leaf.shape, share, leaf.dtype)
+    return jnp.full(leaf.shape, share, _share_dtype(leaf))
 
 
-def uniform(key: PRNGKeyArray, s: Float[Array, ""], leaf: Array) -> Array:
+def _draw_uniform(key: PRNGKeyArray, s: Float[Array, ""], leaf: Array) -> Array:
     """Shares uniform on [½ − s, ½ + s]."""
-    return jax.random.uniform(key, leaf.shape, leaf.dtype, 0.5 - s, 0.5 + s)
+    return jax.random.uniform(key, leaf.shape, _share_dtype(leaf), 0.5 - s, 0.5 + s)
 
 
-def subcube(key: PRNGKeyArray, share: Float[Array, ""], leaf: Array) -> Array:
+def _draw_subcube(key: PRNGKeyArray, share: Float[Array, ""], leaf: Array) -> Array:
     """Shares uniform on [0, 2λ] if λ ≤ ½, else on [2λ − 1, 1], where λ is `share`, their mean.
 
     The cube of possible shares grows out of A until it is the whole unit cube at λ = ½, then shrinks into B.
     """
     low, high = jnp.maximum(0, 2 * share - 1), jnp.minimum(1, 2 * share)
-    return jax.random.uniform(key, leaf.shape, leaf.dtype, low, high)
+    return jax.random.uniform(key, leaf.shape, _share_dtype(leaf), low, high)
 
 
-def hyperplane(key: PRNGKeyArray, mean: Float[Array, ""], leaf: Array) -> Array:
+def _draw_hyperplane(key: PRNGKeyArray, mean: Float[Array, ""], leaf: Array) -> Array:
     """Shares from the exponential distribution truncated to [0, 1] with the given mean.
 
     This is how the paper (section 4.2.3) samples the intersection of the unit cube with a hyperplane of constant mean:
     given their own mean, d independent such shares are uniform on its hyperplane, and it differs from `mean` by only
     O(1/√d).
     """
-    u = jax.random.uniform(key, leaf.shape, leaf.dtype)
+    u = jax.random.uniform(key, leaf.shape, _share_dtype(leaf))
     rate = truncated_rate(jnp.minimum(mean, 1 - mean))  # for a mean above ½, draw 1 − share
     inverse_cdf = -jnp.log1p(u * jnp.expm1(-rate)) / jnp.maximum(rate, 1e-6)
     shares = jnp.where(rate < 1e-5, u, inverse_cdf)
@@ -113,14 +194,33 @@ def truncated_rate(mean: Float[Array, ""]) -> Float[Array, ""]:
     return jnp.where(mean >= 0.5, 0.0, jnp.where(mean <= 0, jnp.inf, (low + high) / 2))
 
 
-def bernoulli(key: PRNGKeyArray, p: Float[Array, ""], leaf: Array) -> Array:
+def _draw_bernoulli(key: PRNGKeyArray, p: Float[Array, ""], leaf: Array) -> Array:
     """Share 1 with probability p, else 0: each weight is B's or A's, a vertex of the unit cube."""
-    return jax.random.bernoulli(key, p, leaf.shape).astype(leaf.dtype)
+    return jax.random.bernoulli(key, p, leaf.shape).astype(_share_dtype(leaf))
 
 
-def centered(key: PRNGKeyArray, s: Float[Array, ""], leaf: Array) -> Array:
+def _draw_centered(key: PRNGKeyArray, s: Float[Array, ""], leaf: Array) -> Array:
     """Shares uniform on [−s, s]: a box centred at A, whose edge along each weight is 2s times its difference to B."""
-    return jax.random.uniform(key, leaf.shape, leaf.dtype, -s, s)
+    return jax.random.uniform(key, leaf.shape, _share_dtype(leaf), -s, s)
+
+
+linear = Distribution("linear", "share", 0.0, 1.0, _draw_linear, is_random=False)
+"""The same share for every weight: the line from A at 0 to B at 1, and beyond."""
+
+uniform = Distribution("uniform", "s", 0.0, 0.5, _draw_uniform, (0.0, math.inf))
+"""Shares uniform on [½ − s, ½ + s]: the paper's main experiment. At s = ½ they fill the unit cube."""
+
+subcube = Distribution("subcube", "share", 0.0, 1.0, _draw_subcube, (0.0, 1.0))
+"""Shares uniform on a cube with the given mean, which grows out of A, is the unit cube at ½ and shrinks into B."""
+
+hyperplane = Distribution("hyperplane", "share", 0.0, 1.0, _draw_hyperplane, (0.0, 1.0))
+"""Shares from the part of the unit cube where their mean is as given (the paper's section 4.2.3)."""
+
+bernoulli = Distribution("bernoulli", "p", 0.0, 1.0, _draw_bernoulli, (0.0, 1.0))
+"""Each weight is B's with probability p, else A's: a vertex of the unit cube."""
+
+centered = Distribution("centered", "s", 0.0, 1.0, _draw_centered, (0.0, math.inf))
+"""Shares uniform on [−s, s]: a box around A, half of it outside the unit cube."""
 
 
 def minmax(key: PRNGKeyArray, share: Float[Array, ""], a: Params, b: Params) -> Params:
@@ -144,7 +244,9 @@ def stitch(layer_of: Callable[[str], int]) -> Draw:
     """
 
     def draw(key: PRNGKeyArray, layer: Float[Array, ""], a: Params, b: Params) -> Params:
-        return map_named(lambda name, a, b: jnp.where(layer_of(name) <= layer, b, a), a, b)
+        if isinstance(layer, jax.core.Tracer):
+            return map_named(lambda name, a, b: jnp.where(layer_of(name) <= layer, b, a), a, b)
+        return map_named(lambda name, a, b: b if layer_of(name) <= layer else a, a, b)
 
     return draw
 
@@ -158,21 +260,68 @@ def blend(key: PRNGKeyArray, shares: Float[Array, "2"], a: Params, b: Params, c:
     return jax.tree.map(partial(over_reals, blend_leaf), a, b, c)
 
 
+def sample(a: Params, b: Params, distribution: Distribution, point: float, *, seed: int = 0) -> Params:
+    """Draw one combination of two networks, each weight with a share of its own.
+
+    Args:
+        a: Parameters of network A.
+        b: Parameters of network B.
+        distribution: The distribution of the shares of B, such as `mcomb.uniform`.
+        point: The value of the distribution's parameter.
+        seed: Seed of the draw.
+
+    Returns:
+        The parameters of the combination, with A's dtypes. Leaves that are not floats are A's.
+
+    Raises:
+        UserError: The networks differ in names or shapes, or the value is out of range.
+
+    Examples:
+        >>> mixture = mcomb.sample(a, b, mcomb.uniform, 0.5)
+    """
+    distribution.check(point)
+    return as_draw(distribution)(stream(seed, "sample"), jnp.float32(point), a, b)
+
+
+def as_draw(draw: Distribution | Draw, count: int = 2) -> Draw:
+    """Return the function (key, point, *networks) that draws combinations of so many networks."""
+    if isinstance(draw, Distribution):
+        if count != 2:
+            raise UserError(f"Cannot mix {count} networks with {draw.name}: pass two.")
+        return mix(draw)
+    try:
+        inspect.signature(draw).bind(*range(2 + count))
+    except TypeError as error:
+        name = getattr(draw, "__name__", f"a {type(draw).__name__}")
+        remedy = "pass a distribution such as mcomb.uniform, or a function (key, point, *networks)"
+        raise UserError(f"{name} cannot draw combinations of {count} networks: {remedy}.") from error
+    except ValueError:  # some builtins have no signature
+        pass
+    return draw
+
+
+def _as_float(number: Any) -> Any:
+    """Return a whole number or a truth value as a float, and anything else as it is."""
+    dtype = jnp.result_type(number)
+    return number * 1.0 if jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_ else number
+
+
 @cache
 def mix(distribution: Distribution) -> Draw:
-    """The draw of combinations of A and B whose shares of B come from `distribution`.
+    """Return the function (key, point, a, b) that draws combinations whose shares of B come from a distribution.
 
     Each leaf gets its own key, folded from its name, so its shares do not depend on which other leaves there are. The
-    real and the imaginary part of a complex weight are two weights. Leaves that are no floats are A's.
+    real and the imaginary part of a complex weight are two weights. Leaves that are not floats are A's.
     """
 
-    def draw(key: PRNGKeyArray, parameter: Float[Array, ""], a: Params, b: Params) -> Params:
+    def draw(key: PRNGKeyArray, point: Float[Array, ""], a: Params, b: Params) -> Params:
         require_alike("the networks to mix", a, b)
-        key = unrolled(key)
+        point = jax.tree.map(_as_float, point)
+        keys = fold_names(unrolled(key), [name for name, leaf in named_leaves(a).items() if is_inexact(leaf)])
 
         def mix_leaf(name: str, a: Array, b: Array) -> Array:
-            u = distribution(fold_name(key, name), parameter, jnp.asarray(a))  # a plain number has no shape
-            return cast(Array, combine(a, b, 1 - u))
+            share = distribution(keys[name], point, jnp.asarray(a))  # a plain number has no shape
+            return _mix(a, b, share)
 
         return map_named(lambda name, *leaves: over_reals(partial(mix_leaf, name), *leaves), a, b)
 

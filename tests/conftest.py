@@ -15,10 +15,10 @@ import jax
 import numpy as np
 import pytest
 
-from mcomb.lab.data import DATA_VARIABLE, DIGITS
+from mcomb.lab.data.datasets import DATA_VARIABLE, DIGITS
 from mcomb.lab.figures import STYLE
 from mcomb.lab.setups import SETUPS
-from mcomb.progress import set_mode
+from mcomb.runtime.progress import set_mode
 
 DEVICES = os.environ.setdefault("MCOMB_TESTS_DEVICES", "2")
 # These programs are tiny and run once: compiling them thoroughly would take most of the time. Flags that are set

@@ -13,13 +13,12 @@ from benchmarks import (
     main_job,
     matching,
     memory,
-    planning,
     precision,
     recovery,
     training,
 )
-from mcomb.base import UserError
-from mcomb.matching.core import Matching
+from mcomb.errors import UserError
+from mcomb.matching.matching import Matching
 
 pytestmark = pytest.mark.slow
 
@@ -134,15 +133,6 @@ def test_the_same_combinations_are_measured_in_both_dtypes(capsys, tmp_path):
     assert 0 < max(row["of any combination"] for row in rows if row["metric"] == "loss") < 0.1
 
 
-def test_plans_stand_beside_runs(capsys, tmp_path):
-    path = tmp_path / "planning.json"
-    planning.main(planning.PlanningConfig(widths=(1,), epochs=1, points=2, train_images=50, json=path))
-    *parts, total = rows_in(path)
-    assert [row["step"] for row in parts] == ["training", "matching", "evaluation"]
-    for column in ("planned, s", "took, s"):
-        assert 0 < sum(row[column] for row in parts) == pytest.approx(total[column])
-
-
 def test_the_main_job_is_timed_part_by_part(capsys, tmp_path):
     path = tmp_path / "main_job.json"
     main_job.main(main_job.MainJobConfig(width=1, epochs=1, json=path))
@@ -155,7 +145,7 @@ def test_the_main_job_is_timed_part_by_part(capsys, tmp_path):
 
 def test_all_benchmarks_leave_tables_in_one_folder(capsys, monkeypatch, tmp_path):
     left = []
-    for module in (evaluation, growth, main_job, matching, memory, planning, precision):
+    for module in (evaluation, growth, main_job, matching, memory, precision):
         monkeypatch.setattr(module, "main", left.append)  # together they take ten minutes
     together.main(together.AllConfig(out=tmp_path / "new"))
     assert len(left) == len(together.BENCHMARKS) + 1  # matching has two tables

@@ -10,8 +10,9 @@ from numerics import EPS, assert_close, assert_equal
 from scipy import stats
 from scipy.optimize import brentq
 
-from mcomb import combine, linear, mix, uniform
-from mcomb.combination import bernoulli, blend, centered, hyperplane, minmax, stitch, subcube, truncated_rate
+from mcomb import combine, linear, uniform
+from mcomb.combination import bernoulli, blend, centered, hyperplane, minmax, mix, stitch, subcube, truncated_rate
+from mcomb.errors import UserError
 
 A = {"x": {"kernel": jnp.arange(6.0).reshape(2, 3), "bias": jnp.ones(3)}, "y": jnp.full((2, 3), 7.0)}
 B = jax.tree.map(lambda leaf: -leaf - 1, A)
@@ -35,18 +36,18 @@ def check_mean(shares, mean, deviation):
 
 
 def test_v_one_is_a_and_v_zero_is_b():
-    assert_equal(combine(A, B, 1.0), A)
-    assert_equal(combine(A, B, 0.0), B)
+    assert_equal(combine(A, B, 0.0), A)
+    assert_equal(combine(A, B, 1.0), B)
 
 
 def test_each_weight_has_its_own_coefficient():
     v = {"x": {"kernel": jnp.array([[1.0, 0, 0], [0, 1, 0]]), "bias": jnp.zeros(3)}, "y": jnp.ones((2, 3))}
-    mixed = combine(A, B, v)
+    mixed = combine(A, B, 1 - (v))
     assert_equal(mixed, {"x": {"kernel": np.array([[0, -2, -3], [-4, 4, -6]]), "bias": B["x"]["bias"]}, "y": A["y"]})
 
 
 def test_a_whole_branch_may_have_one_coefficient():
-    mixed = combine(A, B, {"x": 1.0, "y": 0.25})
+    mixed = combine(A, B, 1 - ({"x": 1.0, "y": 0.25}))
     assert_equal(mixed["x"], A["x"])
     assert_equal(mixed["y"], np.full((2, 3), 0.25 * 7 - 0.75 * 8))
 
@@ -78,6 +79,17 @@ def test_coefficients_depend_only_on_the_name_of_a_leaf():
     assert_equal(whole["y"], draw(uniform, 0.5, {"y": A["y"]}, {"y": B["y"]})["y"])
 
 
+def test_leaves_whose_names_share_a_hash_have_their_own_shares():
+    """The CRC-32 of these two names is the same."""
+    names = "buckeroo", "plumless", "other"
+    a, b = ({name: jnp.full(50, float(value)) for name in names} for value in (0, 1))
+    shares = draw(uniform, 0.5, a, b)
+    assert (shares["buckeroo"] != shares["plumless"]).all()
+    for name in ("buckeroo", "other"):  # as alone
+        assert_equal(shares[name], draw(uniform, 0.5, {name: a[name]}, {name: b[name]})[name])
+    assert_equal(draw(uniform, 0.5, {"plumless": a["other"]}, {"plumless": b["other"]})["plumless"], shares["buckeroo"])
+
+
 @pytest.mark.parametrize("distribution", [linear, subcube, hyperplane, bernoulli])
 def test_sweeps_begin_at_a_and_end_at_b_exactly(distribution):
     for seed in range(3):
@@ -86,7 +98,7 @@ def test_sweeps_begin_at_a_and_end_at_b_exactly(distribution):
 
 
 def test_linear_is_the_same_share_for_all_weights():
-    assert_close(draw(linear, 0.25, A, B), combine(A, B, 0.75), roundings=2)
+    assert_close(draw(linear, 0.25, A, B), combine(A, B, 0.25), roundings=2)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +181,7 @@ def test_leaves_that_are_no_floats_are_those_of_a():
         return counts | {"key": keys, "weights": jnp.ones(2) * scale}
 
     a, b = tree(1), tree(2)
-    for mixed in (draw(linear, 1.0, a, b), draw(bernoulli, 1.0, a, b), combine(a, b, 0.0)):
+    for mixed in (draw(linear, 1.0, a, b), draw(bernoulli, 1.0, a, b), combine(a, b, 1.0)):
         assert_equal(mixed["weights"], b["weights"])
         for name in ("steps", "used"):
             assert_equal(mixed[name], a[name])
@@ -182,4 +194,90 @@ def test_a_complex_weight_is_mixed_as_two_weights():
     check_mean(mixed.real, 0.5, 12**-0.5)
     check_mean(mixed.imag, 0.5, 12**-0.5)
     assert abs(np.corrcoef(mixed.real, mixed.imag)[0, 1]) < 5 / np.sqrt(COUNT)
-    assert_equal(combine(a, b, 0.25), jnp.full(COUNT, 0.75 + 0.75j, jnp.complex64))
+    assert_equal(combine(a, b, 0.75), jnp.full(COUNT, 0.75 + 0.75j, jnp.complex64))
+
+
+HALVES = [jnp.bfloat16, jnp.float16]
+
+
+def in_half(tree, dtype):
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("distribution", [linear, uniform, subcube, hyperplane, bernoulli, centered])
+def test_half_precision_is_drawn_and_mixed_in_single(distribution, dtype):
+    halves = [in_half(own, dtype) for own in (A, B)]
+    singles = [in_half(own, jnp.float32) for own in halves]
+    found, expected = (draw(distribution, 0.3, *both) for both in (halves, singles))
+    for leaf in jax.tree.leaves(found):
+        assert leaf.dtype == dtype
+    assert_equal(found, in_half(expected, dtype))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_shares_of_half_precision_weights_are_fine(dtype):
+    for distribution, parameter, mean in ((uniform, 0.5, 0.5), (hyperplane, 0.05, 0.05), (linear, 0.3, 0.3)):
+        shares = distribution(jax.random.key(0), jnp.float32(parameter), jnp.zeros(COUNT, dtype))
+        assert shares.dtype == jnp.float32
+        assert_equal(shares, distribution(jax.random.key(0), jnp.float32(parameter), jnp.zeros(COUNT)))
+        check_mean(np.asarray(shares), mean, 12**-0.5)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("convert", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
+def test_combinations_keep_the_dtype_of_half_precision(dtype, convert):
+    a, b = (jax.tree.map(convert, in_half(own, dtype)) for own in (A, B))
+    middle = in_half(combine(A, B, 0.5), dtype)  # exact: whole numbers and halves
+    for v in (0.5, np.float32(0.5), np.float64(0.5), jnp.float32(0.5), jnp.array(0.5, dtype)):
+        found = combine(a, b, 1 - (v))
+        assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype(dtype)}
+        assert_equal(found, middle)
+    for found in (
+        minmax(jax.random.key(0), jnp.float32(0.5), a, b),
+        blend(jax.random.key(0), jnp.array([0.5, 0.0]), a, b, a),
+    ):
+        assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype(dtype)}
+        assert_equal(found, middle)
+
+
+def test_single_precision_combined_by_doubles_stays_single():
+    a, b = (jax.tree.map(np.asarray, own) for own in (A, B))
+    for leaf in jax.tree.leaves(combine(a, b, 1 - (np.float64(0.3)))):
+        assert leaf.dtype == np.float32
+
+
+OUTSIDE = [
+    (uniform, -0.5, "0 or more"),
+    (uniform, np.inf, "0 or more"),
+    (subcube, 1.5, "a number from 0 to 1"),
+    (subcube, -0.1, "a number from 0 to 1"),
+    (hyperplane, -0.2, "a number from 0 to 1"),
+    (hyperplane, np.nan, "a number from 0 to 1"),
+    (bernoulli, 1.5, "a number from 0 to 1"),
+    (centered, -0.1, "0 or more"),
+]
+
+
+@pytest.mark.parametrize(("distribution", "parameter", "remedy"), OUTSIDE)
+def test_parameters_out_of_range_are_refused(distribution, parameter, remedy):
+    key, problem = jax.random.key(0), f"no {distribution.__name__} shares for {parameter:g}: give {remedy}"
+    with pytest.raises(UserError, match=problem):
+        distribution(key, jnp.float32(parameter), jnp.zeros(3))
+    with pytest.raises(UserError, match=problem):
+        mix(distribution)(key, jnp.float32(parameter), A, B)
+
+
+@pytest.mark.parametrize(
+    ("distribution", "parameter"),
+    [(linear, -1), (linear, 2), (uniform, 0.75), (centered, 3), (subcube, 1), (hyperplane, 0), (bernoulli, 1)],
+)
+def test_parameters_at_the_ends_and_beyond_are_taken(distribution, parameter):
+    """A line goes on beyond A and B, and so do the boxes around A and around the middle."""
+    drawn = mix(distribution)(jax.random.key(0), jnp.float32(parameter), A, B)
+    assert_close(drawn, draw(distribution, parameter, A, B), roundings=8, scale=40.0)
+
+
+def test_a_trace_checks_no_parameters():
+    drawn = jax.jit(mix(bernoulli))(jax.random.key(0), jnp.float32(1.5), A, B)
+    assert_equal(drawn, B)

@@ -9,8 +9,9 @@ import pytest
 
 from mcomb import combine, read_checkpoint, write_checkpoint
 from mcomb.__main__ import main
-from mcomb.base import UserError, named_leaves
+from mcomb.errors import UserError
 from mcomb.lab.setups import SETUPS
+from mcomb.trees import named_leaves
 
 SETUP = SETUPS["mlp-digits"]
 MODEL = ["--model", "mlp-digits:2"]
@@ -272,6 +273,9 @@ def test_an_experiment_is_a_command_too(capsys):
             "where .*a.safetensors has .* give two networks of",
         ),
         (["evaluate", "A", "--model", "nowhere_at_all:model"], "gives no model"),
+        (["unifrom"], r"there is no command unifrom: did you mean uniform\?$"),
+        (["evalute"], r"there is no command evalute: did you mean evaluate\?$"),
+        (["xyzzyx"], "there is no command xyzzyx: give one of inspect, align,"),
         (["combine", "A", "B", "C", "--share", "1e300"], "--share 1e[+]300 .* not finite: give a --share nearer"),
         (["combine", "A", "B", "C", "--share", "-1e39"], "--share -1e[+]39 .* not finite: give a --share nearer"),
         (["combine", "A", "B", "C", "--distribution", "uniform", "--s", "3e38"], "--s 3e[+]38 .* not finite: give a"),

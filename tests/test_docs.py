@@ -1,6 +1,5 @@
-"""The recipes of the documentation run as they stand; pages, changelog and citation fit the repository."""
+"""Run the recipes of the documentation, and compare pages, changelog and citation with the repository."""
 
-import ast
 import re
 import tomllib
 from pathlib import Path
@@ -9,11 +8,11 @@ import numpy as np
 import pytest
 import yaml
 
-from mcomb import match
+import mcomb
 from mcomb.lab import cli
-from mcomb.lab.experiment import run
+from mcomb.lab.runs.experiment import run
 from mcomb.lab.setups import SETUPS
-from mcomb.matching import MATCHERS
+from mcomb.matching.matchers import MATCHERS
 from mcomb.symmetry.rules import RULES
 
 ROOT = Path(__file__).parent.parent
@@ -28,7 +27,7 @@ def blocks(page, language="python"):
 
 @pytest.fixture(scope="module")
 def recipes():
-    """What each recipe leaves, after all before it: they are one program."""
+    """Return the variables after each recipe, run in order as one program."""
     tables = (SETUPS, MATCHERS, RULES)
     kept = [dict(table) for table in tables]
     scope, left = {"__name__": "recipes"}, {}
@@ -42,7 +41,7 @@ def recipes():
 
 
 @pytest.mark.slow
-def test_an_experiment_of_ones_own_runs_on_ones_own_model_and_dataset(recipes, tmp_path, capsys):
+def test_experiment_recipe_runs_on_model_and_dataset_recipes(recipes, tmp_path, capsys):
     experiment = recipes["experiment"]["EXPERIMENT"]
     sizes = ["--width", "1", "--epochs", "0", "--points", "2", "--samples", "1", "--matcher", "luck"]
     config = cli.parse(experiment.config, "", ["--setup", "shallow-parity", *sizes, "--out", str(tmp_path)])
@@ -53,27 +52,28 @@ def test_an_experiment_of_ones_own_runs_on_ones_own_model_and_dataset(recipes, t
     assert [path.parent.parent for path in tmp_path.rglob("units.png")] == [tmp_path / "shallow-parity" / "width-1"]
 
 
-def test_a_distribution_of_ones_own_gives_all_weights_of_a_unit_one_share(recipes):
-    shares = np.asarray(recipes["distribution"]["mixed"]["kernel"])
+def test_distribution_recipe_draws_one_share_for_each_unit(recipes):
+    shares = np.asarray(recipes["distribution"]["mixture"]["kernel"])
     assert (shares == shares[:1]).all()
     assert len(np.unique(shares)) == 4
 
 
-def test_a_matcher_of_ones_own_is_one_of_match(recipes):
+def test_matcher_recipe_is_a_matcher_of_align(recipes):
     scope = recipes["matcher"]
-    found = match(scope["spec"], scope["a"], scope["b"], matcher="luck")
-    best = match(scope["spec"], scope["a"], scope["b"]).objective  # with one permutation, the very best
+    given = [scope[name] for name in ("apply", "a", "b", "x")]
+    found = mcomb.align(*given, matcher="luck").matching
+    best = mcomb.align(*given).matching.objective  # with a single permutation, weight matching is exact
     assert found.trace[0] < found.objective <= best * (1 + np.finfo(np.float32).eps)
 
 
-def test_a_rule_of_ones_own_frees_what_was_frozen(recipes):
+def test_rule_recipe_frees_frozen_axes(recipes):
     scope = recipes["rule"]
     assert not scope["before"].sizes
     assert list(scope["after"].sizes.values()) == [8]
     assert {frozen.reason for frozen in scope["before"].frozen if frozen.leaf == "out" and frozen.axis == 0}
 
 
-def test_the_derivation_is_explained_with_what_is_printed(capsys):
+def test_derivation_page_shows_the_printed_output(capsys):
     exec("\n".join(blocks("derivation.md")), {})
     assert capsys.readouterr().out.split() == "\n".join(blocks("derivation.md", "text")).split()
 
@@ -84,7 +84,7 @@ def programs():
 
 
 @pytest.mark.parametrize("name", programs())
-def test_an_experiment_has_its_page_and_figure(name):
+def test_experiment_has_a_page_and_a_figure(name):
     page = (DOCS / "experiments" / f"{name}.md").read_text()
     assert f"::: experiments.{name}\n" in page
     assert f"experiments/{name}.md" in (ROOT / "mkdocs.yml").read_text()
@@ -95,20 +95,21 @@ def test_an_experiment_has_its_page_and_figure(name):
         assert (DOCS / "experiments" / f"{name}.png").is_file()
 
 
-def test_there_is_no_page_of_an_experiment_that_is_not_there():
+def test_experiment_pages_have_an_experiment():
     assert {path.stem for path in (DOCS / "experiments").glob("*.md")} == {*programs(), "index"}
 
 
-def test_every_public_name_is_in_the_reference():
-    (names,) = (
-        ast.literal_eval(node.value)
-        for node in ast.parse((ROOT / "mcomb" / "__init__.py").read_text()).body
-        if isinstance(node, ast.Assign)
-    )
-    assert sorted(re.findall(r"^::: mcomb\.(\w+)$", (DOCS / "api.md").read_text(), re.M)) == sorted(names)
+def test_reference_lists_every_public_name():
+    assert sorted(re.findall(r"^::: mcomb\.(\w+)$", (DOCS / "api.md").read_text(), re.M)) == sorted(mcomb.__all__)
 
 
-def test_the_citation_names_the_paper_and_this_version():
+def test_docstring_examples_have_a_rendered_section():
+    sources = {path.relative_to(ROOT): path.read_text() for path in (ROOT / "mcomb").rglob("*.py")}
+    wrong = [str(path) for path, source in sources.items() if re.search(r"^ +Example:$", source, re.M)]
+    assert not wrong, "mkdocstrings shows `Example:` as quotations: write `Examples:`"
+
+
+def test_citation_names_the_paper_and_the_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert {"cff-version", "message", "title", "authors", "version", "license", "preferred-citation"} <= citation.keys()
     assert citation["version"] == VERSION
@@ -119,6 +120,6 @@ def test_the_citation_names_the_paper_and_this_version():
     assert {"type": "other", "value": "arXiv:2308.11511"}.items() <= paper["identifiers"][0].items()
 
 
-def test_the_changelog_has_this_version_first():
+def test_changelog_starts_with_the_current_version():
     first = next(line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## "))
     assert first.split()[1] == VERSION

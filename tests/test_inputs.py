@@ -8,6 +8,7 @@ import warnings
 from functools import partial
 from pathlib import Path
 
+import flax.linen
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis.extra import numpy as hnp
 
 import mcomb
-from mcomb.base import Diverged, UserError
+from mcomb.errors import Diverged, UserError
 
 X = np.random.default_rng(0).normal(size=(6, 3)).astype(np.float32)
 Y = np.arange(6) % 2
@@ -26,6 +27,15 @@ Y = np.arange(6) % 2
 
 def apply(params, x):
     return jax.nn.relu(x @ params["up"]["w"] + params["up"]["b"][None]) @ params["down"]
+
+
+STATISTICS = {"mean": np.zeros(2, np.float32), "variance": np.ones(2, np.float32)}
+
+
+def normalised(params, x):
+    """The outputs of a network, normalised by running statistics."""
+    centred = apply(params["net"], x) - params["mean"][None]
+    return centred * jax.lax.rsqrt(params["variance"][None] + 1e-5)
 
 
 def network(seed, units=4):
@@ -37,8 +47,8 @@ def network(seed, units=4):
 
 
 A, B = network(0), network(1)
-SPEC = mcomb.permutation_spec(apply, A, X)
-FOREIGN = mcomb.permutation_spec(apply, network(0, units=5), X)
+SPEC = mcomb.derive_spec(apply, A, X)
+FOREIGN = mcomb.derive_spec(apply, network(0, units=5), X)
 NUMBERS = st.sampled_from([0, 1, -1, 2, 3, 2**31, -(2**40), 2**32, 0.5, -1.5, 1e38, float("inf"), float("nan")])
 INTEGERS = st.sampled_from([0, 1, 2, 3, 7, -1, 2**31 - 1, 2**32 - 1])
 
@@ -125,7 +135,7 @@ def is_right_matching(found, spec, a, b, *rest, **options):
     assert np.isfinite(found.objective)
     is_network = jax.tree.structure(b) == jax.tree.structure(A)  # and no tree without leaves, which fits an empty spec
     if is_network and is_finite(apply(b, X)) and np.any(apply(b, X)):
-        mcomb.check_spec(apply, b, spec, X, perms=found.perms)
+        spec.check(apply, b, X, perms=found.perms)
     assert jax.tree.structure(aligned) == jax.tree.structure(b)
 
 
@@ -224,7 +234,7 @@ LOSS = (
     ),
 )
 METRICS = (None, st.sampled_from([{}, {"mine": mcomb.accuracy}, {"loss": mcomb.accuracy}, {3: len}, [len], "accuracy"]))
-MIXES = DRAWS.map(mcomb.mix)
+MIXES = DRAWS.map(mix)
 PAIRS = st.tuples(TREES, TREES)
 LISTS = st.lists(st.sampled_from([A, B, network(2, units=5), {}, changed(A, 0, with_nan)]), max_size=3)
 WHOLE = st.sampled_from([1, 4, 7, 0, -1])
@@ -259,7 +269,7 @@ CALLS = {
         [(SPEC, SPECS), *NETWORKS, (apply, st.none()), (X, ARRAYS), (Y, LABELS)],
         {"matcher": ("weights", st.sampled_from(["weights", "activations", "x", ""])), "seed": SEED},
     ),
-    mcomb.match_weights: (
+    match_weights: (
         is_right_matching,
         [(SPEC, SPECS), *NETWORKS],
         {
@@ -269,12 +279,12 @@ CALLS = {
             "coarse": (False, st.booleans()),
         },
     ),
-    mcomb.match_activations: (
+    match_activations: (
         is_right_matching,
         [(SPEC, SPECS), *NETWORKS, APPLY, (X, ARRAYS)],
         {"batch_size": (4, WHOLE), "inner_products": (False, st.booleans())},
     ),
-    mcomb.match_straight_through: (
+    match_straight_through: (
         is_right_matching,
         [(SPEC, SPECS), *NETWORKS, APPLY, (X, ARRAYS), (Y, LABELS)],
         {
@@ -310,10 +320,10 @@ CALLS = {
         [APPLY, (A, TREES), (X, ARRAYS), (Y, LABELS)],
         {"loss": LOSS, **DESCENT},
     ),
-    mcomb.evaluate: (
+    evaluate: (
         is_right_metrics,
         [
-            *(APPLY, (mcomb.mix(mcomb.linear), MIXES), ((A, B), PAIRS), (np.zeros(3), PARAMETERS)),
+            *(APPLY, (mix(mcomb.linear), MIXES), ((A, B), PAIRS), (np.zeros(3), PARAMETERS)),
             *((jax.random.split(jax.random.key(0), 3), KEYS), (X, ARRAYS), (Y, LABELS)),
         ],
         {
@@ -344,13 +354,13 @@ CALLS = {
         [APPLY, (A, TREES), (SPEC, SPECS), (X, ARRAYS)],
         {"perms": (None, PERMS), "draws": (1, st.sampled_from([0, -1]))},
     ),
-    mcomb.permutation_spec: (anything, [APPLY, (A, TREES), (X, ARRAYS)], {}),
-    mcomb.repaired: (
+    mcomb.derive_spec: (anything, [APPLY, (A, TREES), (X, ARRAYS)], {}),
+    repaired: (
         anything,
-        [(SPEC, SPECS), APPLY, (mcomb.mix(mcomb.uniform), MIXES), ((A, B), PAIRS), (X, ARRAYS)],
+        [(SPEC, SPECS), APPLY, (mix(mcomb.uniform), MIXES), ((A, B), PAIRS), (X, ARRAYS)],
         {"batch_size": (4, SIZES)},
     ),
-    mcomb.merge_partly: (
+    merge_partly: (
         is_right_partial_merge,
         [(SPEC, SPECS), ((A, B), st.one_of(PAIRS, LISTS, st.none())), APPLY, (X, ARRAYS)],
         {"budget": (1.5, st.one_of(NUMBERS, st.just("2"))), "per": ("unit", st.sampled_from(["layer", "x", None]))},
@@ -362,7 +372,7 @@ CALLS = {
         {},
     ),
     **{
-        mcomb.mix(distribution): (is_a_draw, [KEY, (np.float32(0.5), SHARES), *NETWORKS], {})
+        mix(distribution): (is_a_draw, [KEY, (np.float32(0.5), SHARES), *NETWORKS], {})
         for distribution in DISTRIBUTIONS
     },
     mcomb.cross_entropy: (is_a_sum_and_a_count, [(X[0], ARRAYS), (np.int32(1), LABELS)], {}),
@@ -430,7 +440,7 @@ def as_users_have_it():
 
 
 KEYS_OF_THREE = jax.random.split(jax.random.key(0), 3)
-EVALUATE = (apply, mcomb.mix(mcomb.linear), (A, B), np.zeros(3, np.float32), KEYS_OF_THREE, X, Y)
+EVALUATE = (apply, mix(mcomb.linear), (A, B), np.zeros(3, np.float32), KEYS_OF_THREE, X, Y)
 WITH_DATA = (SPEC, A, B, apply, X, Y)
 LINEAR = (jax.random.key(0), np.float32(0.5))
 
@@ -439,18 +449,18 @@ LINEAR = (jax.random.key(0), np.float32(0.5))
 @pytest.mark.parametrize(
     ("function", "args", "name"),
     [
-        (mcomb.evaluate, EVALUATE, "batch_size"),
-        (mcomb.evaluate, EVALUATE, "vmap_size"),
+        (evaluate, EVALUATE, "batch_size"),
+        (evaluate, EVALUATE, "vmap_size"),
         (mcomb.score, (apply, A, X, Y), "batch_size"),
-        (mcomb.match_weights, (SPEC, A, B), "restarts"),
-        (mcomb.match_weights, (SPEC, A, B), "seed"),
-        (mcomb.match_straight_through, WITH_DATA, "steps"),
-        (mcomb.match_straight_through, WITH_DATA, "batch_size"),
+        (match_weights, (SPEC, A, B), "restarts"),
+        (match_weights, (SPEC, A, B), "seed"),
+        (match_straight_through, WITH_DATA, "steps"),
+        (match_straight_through, WITH_DATA, "batch_size"),
         (mcomb.align_many, (SPEC, [A, B]), "reference"),
         (mcomb.fine_tune, (apply, A, X, Y), "steps"),
         (mcomb.fine_tune, (apply, A, X, Y), "batch_size"),
         (mcomb.fine_tune, (apply, A, X, Y), "seed"),
-        (mcomb.repaired, (SPEC, apply, mcomb.mix(mcomb.linear), (A, B), X), "batch_size"),
+        (repaired, (SPEC, apply, mix(mcomb.linear), (A, B), X), "batch_size"),
         (mcomb.check_spec, (apply, A, SPEC, X), "draws"),
     ],
     ids=lambda value: getattr(value, "__name__", value) if isinstance(value, str) or callable(value) else "",
@@ -478,7 +488,7 @@ def test_a_size_is_a_whole_number(function, args, name, value):
 )
 def test_what_cannot_be_evaluated_is_named(args, options, problem):
     with pytest.raises(UserError, match=problem):
-        mcomb.evaluate(*(args.get(i, arg) for i, arg in enumerate(EVALUATE)), **options)
+        evaluate(*(args.get(i, arg) for i, arg in enumerate(EVALUATE)), **options)
 
 
 def test_temperatures_may_be_a_list_or_an_array():
@@ -488,7 +498,7 @@ def test_temperatures_may_be_a_list_or_an_array():
 
 
 @pytest.mark.parametrize(("a", "b"), [({}, []), ({"w": [1.0]}, {"w": (1.0,)}), ({}, None)], ids=str)
-@pytest.mark.parametrize("function", [partial(mcomb.combine, v=0.5), partial(mcomb.mix(mcomb.linear), *LINEAR)])
+@pytest.mark.parametrize("function", [partial(mcomb.combine, v=0.5), partial(mix(mcomb.linear), *LINEAR)])
 def test_networks_of_other_containers_are_not_combined(function, a, b):
     with pytest.raises(UserError, match=r"the networks to \w+ differ in their branches .*: give trees of the same"):
         function(a, b)
@@ -498,15 +508,15 @@ def test_networks_of_other_containers_are_not_combined(function, a, b):
 @pytest.mark.parametrize("matcher", ["weights", "activations", "ste"])
 def test_networks_of_other_shapes_are_not_matched(matcher, how):
     wrong = changed(B, 2, LEAVES[how])  # along an axis of inputs, of which the spec says nothing
-    with pytest.raises(UserError, match=r"the networks to match differ \(up/w is \(3, 4\) in one and \(\d, 4\)"):
+    with pytest.raises(UserError, match=r"the networks to match differ \(up/w is \(3, 4\) in A and \(\d, 4\) in B"):
         mcomb.match(*(SPEC, A, wrong, apply, X, Y), matcher=matcher)
 
 
 @pytest.mark.parametrize(
     "function",
     [
-        lambda apply, x: mcomb.match_activations(SPEC, A, B, apply, x),
-        lambda apply, x: mcomb.merge_partly(SPEC, (A, B), apply, x, budget=1.5),
+        lambda apply, x: match_activations(SPEC, A, B, apply, x),
+        lambda apply, x: merge_partly(apply, (A, B), x, spec=SPEC, budget=1.5),
     ],
     ids=["match_activations", "merge_partly"],
 )
@@ -514,7 +524,7 @@ def test_activations_are_those_of_each_example_by_itself(function):
     def apply_rows(params, x):
         return apply(params, x.reshape(-1, 3))  # it takes six numbers, but not one
 
-    with pytest.raises(UserError, match=r"apply_rows fails with what it is given .*: mend one or the other"):
+    with pytest.raises(UserError, match=r"apply_rows raised TypeError on these arguments .*: give"):
         function(apply_rows, X[:2].ravel())
 
 
@@ -530,13 +540,13 @@ def test_networks_in_other_containers_are_matched():
         return jax.nn.relu(x @ params[0]) @ params[1]
 
     a, b = ([network(seed)["up"]["w"], network(seed)["down"]] for seed in (0, 1))
-    spec = mcomb.permutation_spec(apply_list, a, X)
-    assert mcomb.match_weights(spec, a, tuple(b)).objective == mcomb.match_weights(spec, a, b).objective
+    spec = mcomb.derive_spec(apply_list, a, X)
+    assert match_weights(spec, a, tuple(b)).objective == match_weights(spec, a, b).objective
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS, ids=lambda distribution: distribution.__name__)
 def test_plain_numbers_are_mixed_as_arrays_are(distribution):
-    draw = mcomb.mix(distribution)
+    draw = mix(distribution)
     expected = draw(*LINEAR, {"w": np.float32(0.5)}, {"w": np.float32(2.5)})["w"]
     assert draw(*LINEAR, {"w": 0.5}, {"w": 2.5})["w"] == expected
 
@@ -544,10 +554,10 @@ def test_plain_numbers_are_mixed_as_arrays_are(distribution):
 @pytest.mark.parametrize("v", [2**32, -(2**40)])
 def test_coefficients_may_be_whole_numbers_beyond_32_bits(v):
     a, b = ({"w": jnp.full(2, value)} for value in (1.0, 0.5))
-    np.testing.assert_array_equal(mcomb.combine(a, b, v)["w"], mcomb.combine(a, b, float(v))["w"])
+    np.testing.assert_array_equal(mcomb.combine(a, b, 1 - (v))["w"], mcomb.combine(a, b, 1 - (float(v)))["w"])
 
 
-@pytest.mark.parametrize("learn", [mcomb.learn_shares, mcomb.match_straight_through, mcomb.fine_tune])
+@pytest.mark.parametrize("learn", [mcomb.learn_shares, match_straight_through, mcomb.fine_tune])
 def test_learning_rates_may_be_whole_numbers_beyond_32_bits(learn):
     networks = {mcomb.learn_shares: (SPEC, (A, A)), mcomb.fine_tune: ()}.get(learn, (SPEC, A, A))
     args = (*networks, apply, X, Y) if networks else (apply, A, X, Y)
@@ -567,9 +577,188 @@ def test_a_spec_is_not_checked_on_examples_that_tell_nothing(x):
     without_bias = changed(A, 1, np.zeros_like)  # so that zeros give zeros
     wrong = mcomb.PermutationSpec({"up/w": (None, None), "up/b": (None,), "down": ("P", None)}, {"P": 4})
     with pytest.raises(UserError, match="computes another function"):
-        mcomb.check_spec(apply, without_bias, wrong, X)
+        wrong.check(apply, without_bias, X)
     with pytest.raises(UserError, match="tells nothing of permutations: give"):
-        mcomb.check_spec(apply, without_bias, wrong, x)
+        wrong.check(apply, without_bias, x)
+
+
+LONG_X = np.tile(X, (50, 1))
+LONG_Y = np.tile(Y, 50)
+TO_LABELS = {
+    "score": lambda y: mcomb.score(apply, A, LONG_X, y),
+    "evaluate": lambda y: evaluate(*EVALUATE[:5], LONG_X, y),
+    "fine_tune": lambda y: mcomb.fine_tune(apply, A, LONG_X, y, steps=1),
+    "learn_shares": lambda y: mcomb.learn_shares(apply, (A, B), LONG_X, y, spec=SPEC, steps=1),
+    "merge": lambda y: mcomb.merge(apply, (A, B), LONG_X, y, method="fisher", spec=SPEC).params,
+    "match": lambda y: match_straight_through(SPEC, A, B, apply, LONG_X, y, steps=1),
+}
+
+
+@pytest.mark.parametrize("name", TO_LABELS)
+def test_labels_may_be_a_list(name):
+    found, expected = (TO_LABELS[name](y) for y in (LONG_Y.tolist(), LONG_Y))
+    compared = (jax.tree.leaves(vars(tree) if name == "match" else tree) for tree in (found, expected))
+    for leaf, other in zip(*compared, strict=True):
+        np.testing.assert_array_equal(leaf, other)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS, ids=lambda distribution: distribution.__name__)
+@pytest.mark.parametrize("shares", [[0, 1, 0], (0.0, 1.0, 0.0), np.array([0, 1, 0]), [False, True, False]], ids=str)
+def test_shares_may_be_a_list_or_whole_numbers(distribution, shares):
+    args = list(EVALUATE)
+    args[1:4] = mix(distribution), (A, B), np.array([0, 1, 0], np.float32)
+    expected = evaluate(*args)
+    args[3] = shares
+    np.testing.assert_array_equal(evaluate(*args).loss, expected.loss)
+
+
+def draws(parameters=EVALUATE[3], networks=(A, B), draw=EVALUATE[1], run=apply, labels=LONG_Y):
+    return evaluate(run, networks, LONG_X, labels, draw, parameters, KEYS_OF_THREE)
+
+
+class Tensor:
+    """An array of another framework, whose dtypes NumPy does not know."""
+
+    shape, dtype = (4, 2), "torch.float32"
+
+
+class Module(flax.linen.Module):
+    @flax.linen.compact
+    def __call__(self, x):
+        return flax.linen.Dense(2)(x)
+
+
+MODULE = Module()
+VARIABLES = MODULE.init(jax.random.key(0), X)
+MATCHING = mcomb.match(SPEC, A, B)
+WIDE = network(2, units=5)
+NAN_X = changed(LONG_X, 0, with_nan)
+MISUSE = {
+    "inputs in lists": (
+        lambda: mcomb.score(apply, A, LONG_X.tolist(), LONG_Y),
+        r"have: 0/0 none, .* and \d+ more; give arrays, as np\.asarray",
+    ),
+    "labels of several lengths": (lambda: draws(labels=[[1, 2], [3]] * 150), r"the labels 0/0 none.*more; give arrays"),
+    "labels of words": (lambda: draws(labels=["cat"] * 300), "0 is no array but 'cat': leave it out"),
+    "tensors to combine": (lambda: mcomb.combine(A | {"down": Tensor()}, B, 0.5), "down is a .*Tensor: give an array"),
+    "tensors to score": (lambda: mcomb.score(apply, A | {"down": Tensor()}, X, Y), "down is a .*Tensor: give an array"),
+    "tensors to derive": (lambda: mcomb.derive_spec(apply, A, Tensor()), "is a .*Tensor: give an array"),
+    "too few shares": (lambda: draws([0, 1]), r"3 keys and parameters of shape \(2,\): give an array with one"),
+    "one share": (lambda: draws(0.5), r"3 keys and parameters of shape \(\): give an array with one"),
+    "no labels to learn": (
+        lambda: mcomb.merge(apply, (A, B), X, spec=SPEC).params,
+        '"learned" needs labels: give them, or merge by',
+    ),
+    "no labels for gradients": (
+        lambda: mcomb.merge(apply, (A, B), X, method="fisher", spec=SPEC).params,
+        '"fisher" needs labels: give them, or merge by "average"',
+    ),
+    "no labels": (lambda: mcomb.score(apply, A, X, None), "there are no labels.*: give labels"),
+    "three networks": (lambda: draws(networks=(A, B, A)), r"mix\(linear\) cannot draw from 3 networks: give two"),
+    "one network": (lambda: draws(networks=(A,)), r"mix\(linear\) cannot draw from 1 networks: give two"),
+    "three networks to repair": (
+        lambda: repaired(apply, (A, B, A), X, EVALUATE[1], spec=SPEC),
+        r"mix\(linear\) cannot draw from 3 networks: give two",
+    ),
+    "a distribution": (lambda: draws(draw=mcomb.uniform), r"uniform cannot draw .*: give mcomb\.mix\(uniform\)$"),
+    "a distribution to repair": (
+        lambda: repaired(apply, (A, B), X, mcomb.uniform, spec=SPEC),
+        r"uniform cannot draw .*: give mcomb\.mix\(uniform\)$",
+    ),
+    "a combination": (lambda: draws(draw=A), r"a dict cannot draw .*: give mcomb\.mix\(mcomb\.uniform\)"),
+    "a name to mix": (lambda: mix("uniform"), "a str is no distribution: give a function"),
+    "a draw to mix": (lambda: mix(EVALUATE[1]), r"mix\(linear\) is no distribution: give a function"),
+    "parameters of Flax": (
+        lambda: draws(run=MODULE.apply, networks=(VARIABLES["params"],) * 2),
+        r'apply raised .*: give lambda params, x: model\.apply\(\{"params": params\}, x\)$',
+    ),
+    "a module of Flax": (
+        lambda: mcomb.derive_spec(MODULE, VARIABLES["params"], X),
+        r'raised .*: give lambda params, x: model\.apply\(\{"params": params\}, x\)$',
+    ),
+    "variables of Flax": (
+        lambda: mcomb.score(lambda params, x: MODULE.apply({"params": params}, x), VARIABLES, X, Y),
+        r'raised .*: give the parameters alone, variables\["params"\]$',
+    ),
+    "no function": (lambda: mcomb.score(None, A, X, Y), "the function is None: give a function"),
+    "a matching to apply": (lambda: SPEC.apply(MATCHING, B), "object of type Matching: give its perms$"),
+    "a matching to start from": (
+        lambda: match_weights(SPEC, A, B, start=MATCHING),
+        "object of type Matching: give its perms$",
+    ),
+    "an alignment to apply": (lambda: SPEC.apply(ALIGNMENT, B), r"object of type Alignment: give its perms\[i\]"),
+    "several permutations": (lambda: SPEC.apply(ALIGNMENT.perms, B), "object of type tuple: give a dict"),
+    "parameters before permutations": (lambda: SPEC.apply(B, MATCHING.perms), "permutations are given for down, up,"),
+    "widths to match": (lambda: mcomb.match(SPEC, A, WIDE), r"down is \(4, 2\) in A and \(5, 2\) in B"),
+    "widths to match to": (lambda: mcomb.match(SPEC, WIDE, A), r"down is \(5, 2\) in A and \(4, 2\) in B"),
+    "widths to draw": (lambda: draws(networks=(A, WIDE)), r"down is \(4, 2\) in A and \(5, 2\) in B"),
+    "widths to align": (
+        lambda: mcomb.align_many(SPEC, [A, B, WIDE]),
+        r"down is \(4, 2\) in network 0 and \(5, 2\) in network 2\): give networks of one architecture and width",
+    ),
+    "widths to merge": (
+        lambda: mcomb.merge(apply, (A, B, WIDE), X, Y, spec=SPEC).params,
+        r"down is \(4, 2\) in network 0 and \(5, 2\) in network 2\): give networks of one architecture and width",
+    ),
+    "widths to repair": (
+        lambda: repaired(apply, (A, WIDE), X, EVALUATE[1], spec=SPEC),
+        r"down is \(4, 2\) in network 0 and \(5, 2\) in network 1\): give networks of one architecture and width",
+    ),
+    "networks before the spec": (lambda: mcomb.match(A, B, SPEC), "spec is an object of type dict: derive it with"),
+    "no spec to check": (lambda: A.check(apply, SPEC, X), "spec is an object of type dict: derive it with"),
+    "no spec to align": (lambda: mcomb.align_many([A, B], SPEC), "spec is an object of type list: derive it with"),
+    "no spec to merge": (
+        lambda: mcomb.merge(apply, (A, B), X, Y, spec=(A, B)).params,
+        "spec is an object of type tuple: derive it with",
+    ),
+    "no spec to repair": (
+        lambda: repaired(apply, (A, B), X, EVALUATE[1], spec=None),
+        "spec is an object of type NoneType: derive it with",
+    ),
+    "no list to align": (lambda: mcomb.align_many(SPEC, A), "nothing to align in 1 networks: give a list"),
+    "the spec of another width": (lambda: SPEC.apply(MATCHING.perms, WIDE), "permutation up has 4: derive the spec"),
+}
+
+
+@pytest.mark.parametrize("name", MISUSE)
+def test_misuse_is_named_with_its_remedy(name):
+    call, problem = MISUSE[name]
+    with pytest.raises(UserError, match=problem) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda a, x: mcomb.merge(apply, (a, B), x, method="refit", spec=SPEC).params,
+        lambda a, x: mcomb.merge(apply, (a, B), x, LONG_Y, method="fisher", spec=SPEC).params,
+        lambda a, x: repaired(apply, (a, B), x, EVALUATE[1], spec=SPEC),
+        lambda a, x: match_activations(SPEC, a, B, apply, x),
+        lambda a, x: merge_partly(apply, (a, B), x, spec=SPEC, budget=1.5),
+        lambda a, x: mcomb.estimate_statistics(normalised, STATISTICS | {"net": a}, x),
+    ],
+    ids=["refit", "fisher", "repaired", "activations", "merge_partly", "estimate_statistics"],
+)
+def test_inputs_that_are_not_finite_are_counted(function, capfd):
+    with pytest.raises(UserError, match=r"^1 of 900 entries of the inputs are not finite: replace them$"):
+        function(A, NAN_X)
+    assert "illegal value" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("method", ["refit", "fisher"])
+def test_weights_that_overflow_are_not_merged(method):
+    huge = jax.tree.map(lambda leaf: leaf * np.float32(1e30), A)
+    with pytest.raises(Diverged, match=r"overflow on these inputs: scale inputs or weights down$"):
+        mcomb.merge(apply, (huge, B), LONG_X, LONG_Y, method=method, spec=SPEC).params
+
+
+def test_trees_of_many_arrays_give_short_errors():
+    many = {f"{'very ' * 30}long name {i}": X[: 1 + i % 2] for i in range(500)}
+    with pytest.raises(UserError, match=r"very +1, .* and 497 more; give as many of each$") as caught:
+        mcomb.score(apply, A, many, Y)
+    assert len(str(caught.value)) < 600
 
 
 @pytest.mark.parametrize("function", CALLS, ids=lambda function: function.__name__)

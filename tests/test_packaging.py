@@ -37,10 +37,10 @@ def apply(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
 
 a, b = mcomb.read_checkpoint("a.npz"), mcomb.read_checkpoint("b.npz")
 x = jax.numpy.zeros((3, 2))
-spec = mcomb.permutation_spec(apply, a, x)
+spec = mcomb.derive_spec(apply, a, x)
 aligned = spec.apply(mcomb.match(spec, a, b).perms, b)
-mcomb.evaluate(apply, mcomb.mix(mcomb.uniform), (a, aligned), x, x, x, x)
-mcomb.evaluate(apply, mcomb.uniform)  # wrong
+evaluate(apply, mix(mcomb.uniform), (a, aligned), x, x, x, x)
+evaluate(apply, mcomb.uniform)  # wrong
 spec.apply(mcomb.match(spec, a, b), b)  # wrong
 mcomb.match(a, b)  # wrong
 mcomb.align(a, b)  # wrong

@@ -31,20 +31,21 @@ def test_the_example_aligns_and_combines_a_network_of_ones_own(capsys):
 
 
 @pytest.mark.slow
-def test_the_examples_of_other_tasks_are_right(capsys):
+def test_task_examples_measure_the_given_losses(capsys):
     language, regression = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tasks.md").read_text(), re.S)
     scope: dict = {}
     exec(language, scope)
-    found, counted = scope["found"], scope["labels"] >= 0
-    assert float(capsys.readouterr().out.split()[0]) == pytest.approx(np.exp(found.loss).max(), rel=1e-5)
+    sweep, counted = scope["sweep"], scope["labels"] >= 0
+    assert float(capsys.readouterr().out.split()[0]) == pytest.approx(np.exp(sweep.loss).max(), rel=1e-5)
     logits = np.asarray(jax.jit(scope["apply"])(scope["a"], scope["inputs"]), np.float64)
     losses = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, scope["labels"][..., None], -1)[..., 0]
-    assert found.loss[0] == pytest.approx(losses[counted].mean(), rel=1e-5)  # no share of B: A itself
+    assert sweep.loss.shape == (5, 1)
+    assert sweep.loss[0, 0] == pytest.approx(losses[counted].mean(), rel=1e-5)  # share 0: A itself
     exec(regression, scope)
-    x, target = scope["x"], scope["labels"]["target"]
-    squares = np.square(np.asarray(scope["predict"](scope["a"], x) - target, np.float64))
-    assert scope["found"].loss == pytest.approx(squares.mean(), rel=1e-5)
-    assert len(scope["learnt"].losses) == 11
+    errors = np.asarray(scope["predict"](scope["a"], scope["x"]) - scope["labels"]["target"], np.float64)
+    assert scope["score"].loss == pytest.approx(np.square(errors).mean(), rel=1e-5)
+    assert scope["score"].absolute == pytest.approx(np.abs(errors).mean(), rel=1e-5)
+    assert len(scope["aligned"].matching.losses) == 11
 
 
 @pytest.mark.slow

@@ -18,10 +18,10 @@ import pytest
 from warm import Warm
 
 from experiments import uniform
-from mcomb.base import UserError
-from mcomb.files import read_json
+from mcomb.errors import UserError
+from mcomb.io.paths import read_json
 from mcomb.lab import cli
-from mcomb.lab.experiment import run
+from mcomb.lab.runs.experiment import run
 
 FLAGS = "--setup mlp-digits --width 1 --epochs 3 --checkpoint-every 1 --points 3 --samples 1"
 FLAGS += " --train-images 60 --test-images 60"
@@ -87,7 +87,7 @@ def assert_ended_by(number, code, said):
         assert code == -number
     else:
         assert code == 128 + number, said
-        assert said.splitlines()[-1] == "error: interrupted: the same command goes on from here"
+        assert said.splitlines()[-1] == "Interrupted; run the same command to resume."
 
 
 def assert_goes_on(warm, out, expected):

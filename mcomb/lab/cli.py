@@ -21,14 +21,15 @@ from typing import Annotated, Any, NoReturn, TypeVar
 
 import jax
 
-from mcomb import processes
-from mcomb.base import UserError
-from mcomb.devices import use_a_device_per_core
-from mcomb.files import AnyPath, as_path
-from mcomb.interrupts import interrupted_by, interruptible
-from mcomb.progress import coloured, set_mode
+from mcomb.errors import UserError
+from mcomb.io.paths import AnyPath, as_path
+from mcomb.runtime import processes
+from mcomb.runtime.devices import use_a_device_per_core
+from mcomb.runtime.interrupts import interrupted_by, interruptible
+from mcomb.runtime.progress import coloured, set_mode
 
 C = TypeVar("C")
+INTERRUPTED = "Interrupted; run the same command to resume."
 LARGEST = 10**7  # of whole numbers: more of anything is a slip, and would take all memory before it is noticed
 METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH", as_path: "PATH"}
 
@@ -170,13 +171,14 @@ def _checked(kind: Callable[[str], Any], flag: Flag) -> Callable[[str], Any]:
 def run(main: Callable[[], object]) -> None:
     """Runs a program: a problem that a person can mend is one line on standard error and an exit code.
 
-    SIGTERM, by which machines announce that they will be taken away, ends it as Ctrl-C does: after the current step.
+    SIGTERM, by which machines announce that they will be taken away, ends it as Ctrl-C does: after the current step, or
+    at once if there is nothing to save.
     """
     use_a_device_per_core()
     jax.config.update("jax_default_matmul_precision", "highest")  # float32 is float32, also on accelerators
     _mute_orbax()
     _repeat_lost_interrupts()
-    with interruptible():
+    with interruptible(_end_now):
         try:
             main()
             processes.leave(None, 0)
@@ -188,7 +190,7 @@ def _end(error: Exception | KeyboardInterrupt) -> None:
     """Ends the program with one line that says why, or with the error if nobody can mend it."""
     number = error.args[0] if isinstance(error, KeyboardInterrupt) and error.args else interrupted_by()
     if number or isinstance(error, KeyboardInterrupt):
-        sys.exit(_fail("interrupted: the same command goes on from here", 128 + (number or signal.SIGINT)))
+        sys.exit(_leave(INTERRUPTED, INTERRUPTED, 128 + (number or signal.SIGINT)))
     if isinstance(error, UserError):
         sys.exit(_fail(str(error), error.exit_code))
     if reason := _lacking(error):
@@ -245,6 +247,16 @@ def _lacking(error: Exception) -> str | None:
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"{coloured('error:', 'red', sys.stderr)} {message}", file=sys.stderr)
+    return _leave(f"{coloured('error:', 'red', sys.stderr)} {message}", message, code)
+
+
+def _leave(line: str, message: str, code: int) -> int:
+    """Print a last line and give its message to the processes that run with this one; return the exit code."""
+    print(line, file=sys.stderr, flush=True)
     processes.leave(message, code)
     return code
+
+
+def _end_now(number: int) -> NoReturn:
+    """End a program whose main thread does not hear of an interrupt: files are written whole or not at all."""
+    os._exit(_leave(INTERRUPTED, INTERRUPTED, 128 + number))

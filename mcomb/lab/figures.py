@@ -1,4 +1,4 @@
-"""Figures in one common style: naive and aligned, train and test look the same everywhere."""
+"""Figures of the experiments, in one style."""
 
 import textwrap
 from collections.abc import Mapping
@@ -6,32 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from mcomb.files import AnyPath, atomic
-from mcomb.lab.pairs import spread
-from mcomb.lab.results import METRICS, SPLITS
+from mcomb.evaluation.plotting import COLOURS, LEVELS, STYLE
+from mcomb.io.paths import AnyPath, atomic
+from mcomb.lab.runs.pairs import spread
+from mcomb.lab.runs.results import METRICS, SPLITS
 
-# Okabe and Ito's colours, which people with any colour vision tell apart.
-COLOURS = {"naive": "#D55E00", "aligned": "#0072B2", "through A": "#0072B2", "direct": "#009E73"}
-LINES: Any = {"train": "--", "test": "-"}
-LEVELS = ((0, (1, 1)), (0, (4, 1, 1, 1)))  # the dashes of a sweep's two ends
-STYLE: Any = {
-    "font.size": 8,
-    "axes.titlesize": 8,
-    "axes.labelsize": 8,
-    "xtick.labelsize": 7,
-    "ytick.labelsize": 7,
-    "legend.fontsize": 7,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.linewidth": 0.6,
-    "axes.grid": True,
-    "grid.linewidth": 0.3,
-    "grid.alpha": 0.5,
-    "lines.linewidth": 1.2,
-    "pdf.fonttype": 42,
-    "savefig.dpi": 250,
-    "svg.hashsalt": "mcomb",
-}
+LINES: Any = {"train": "--", "test": "-"}  # where both splits share a panel
 
 
 def save(figure: Any, folder: AnyPath, name: str) -> None:
@@ -45,7 +25,7 @@ def save(figure: Any, folder: AnyPath, name: str) -> None:
 def sweep(results: Mapping[str, Any], folder: AnyPath) -> None:
     """Draws loss and accuracy over a sweep: mean, range and points of each curve, and the levels of A and B.
 
-    Points only of one pair. A thin line is the loss at each network's best temperature.
+    Points only of one pair. With --temperatures, a thin line is the test loss at each network's best temperature.
     """
     import matplotlib  # which takes half a second: no work waits for it that draws nothing
     from matplotlib.figure import Figure
@@ -66,14 +46,14 @@ def sweep(results: Mapping[str, Any], folder: AnyPath) -> None:
                     colour = COLOURS[variant]
                     low, high = (np.array(side["curves"][variant][split][metric]) for side in (least, largest))
                     axes.fill_between(values, low.min(1), high.max(1), color=colour, alpha=0.2, linewidth=0)
-                    axes.plot(values, samples.mean(1), LINES[split], color=colour, label=variant)
+                    axes.plot(values, samples.mean(1), color=colour, label=variant)
                     if least is results:
                         x = np.repeat(values, samples.shape[1])
                         axes.plot(x, samples.ravel(), ".", color=colour, markersize=2, markeredgewidth=0)
-                    if metric == "loss":
-                        at_best = np.array(results["recalibrated"]["curves"][variant][split]["loss"]).mean(1)
+                    if "at_best_temperature" in results and (split, metric) == ("test", "loss"):
+                        at_best = np.array(results["at_best_temperature"]["curves"][variant][split][metric]).mean(1)
                         label = f"{variant}, best temperature"
-                        axes.plot(values, at_best, LINES[split], color=colour, linewidth=0.5, label=label)
+                        axes.plot(values, at_best, color=colour, linewidth=0.5, label=label)
                 if row == 0:
                     axes.set_title(split)
                 else:
@@ -81,7 +61,8 @@ def sweep(results: Mapping[str, Any], folder: AnyPath) -> None:
                 if column == 0:
                     axes.set_ylabel(metric)
         handles, labels = panels[0, 1].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+        in_a_row = len(labels) if len(labels) <= 5 else 3
+        figure.legend(handles, labels, loc="outside lower center", ncols=in_a_row, frameon=False)
         figure.suptitle(results["title"], fontsize=9)
         save(figure, folder, results["experiment"])
 

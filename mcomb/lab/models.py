@@ -12,7 +12,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from mcomb.base import Apply, Array, Params
+from mcomb.trees import Apply, Array, Params
 
 
 class Classifier(nn.Module):

@@ -8,14 +8,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
-from mcomb.base import Apply, Params, UserError, stream
-from mcomb.lab.augmentation import Augmentation
-from mcomb.lab.data import CIFAR10, DIGITS, Dataset
+from mcomb.errors import UserError
+from mcomb.keys import stream, unrolled
+from mcomb.lab.data.augmentation import Augmentation
+from mcomb.lab.data.datasets import CIFAR10, DIGITS, Dataset
 from mcomb.lab.models import MLP, Classifier, ResNet20, Tiny10, classifier
-from mcomb.lab.training import Recipe
-from mcomb.symmetry.derive import permutation_spec
+from mcomb.lab.training.train import Recipe
+from mcomb.symmetry.derive import derive_spec
 from mcomb.symmetry.spec import PermutationSpec
-from mcomb.threefry import unrolled
+from mcomb.trees import Apply, Params
 
 WIDEST = 100_000  # the multiplier of widths: more would not even be counted
 
@@ -58,7 +59,7 @@ class Setup:
     def spec(self, width: int, dtype: str = "float32") -> PermutationSpec:
         """The permutation symmetries of the network."""
         images = jax.ShapeDtypeStruct((1, *self.dataset.image), jnp.uint8)
-        return permutation_spec(self.apply(width, dtype), self.shapes(width), images)
+        return derive_spec(self.apply(width, dtype), self.shapes(width), images)
 
 
 PAPER_AUGMENTATION = Augmentation(scale=(0.8, 1.2), rotation=30.0, flip=True)

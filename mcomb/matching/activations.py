@@ -13,32 +13,15 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
-from mcomb.base import (
-    Apply,
-    Array,
-    Inputs,
-    Params,
-    UserError,
-    count_examples,
-    map_examples,
-    output_shapes,
-    require_whole,
-)
-from mcomb.dead_units import varies
-from mcomb.devices import (
-    AXIS,
-    BATCH,
-    Sizes,
-    compile_to_fit,
-    device_mesh,
-    in_batches,
-    on_each_device,
-    replicate,
-)
-from mcomb.matching.core import Matching, WeightPart, check_networks, objective, solve_assignment, weight_parts
+from mcomb.errors import UserError, list_some, require_whole
+from mcomb.matching.matching import Matching, WeightPart, check_networks, objective, solve_assignment, weight_parts
 from mcomb.matching.weights import coordinate_descent, visit_orders
+from mcomb.runtime.batching import BATCH, Sizes, compile_to_fit, in_batches
+from mcomb.runtime.devices import AXIS, device_mesh, on_each_device, replicate
+from mcomb.symmetry.dead_units import varies
 from mcomb.symmetry.intermediates import Intermediate, Intermediates, list_intermediates, unit_activations
 from mcomb.symmetry.spec import Layout, Perms, PermutationSpec
+from mcomb.trees import Apply, Array, Inputs, Params, count_examples, map_examples, output_shapes, require_finite_result
 
 Scores = dict[str, Float[np.ndarray, "..."]]
 """For each permutation the score of each unit of A with each of B.
@@ -86,13 +69,13 @@ def match_activations(
     by_weights = tuple(name for name in spec.sizes if name not in perms)
     if silent := [name for name in by_weights if name in every]:
         warnings.warn(
-            f"units of {', '.join(silent)} never vary over these inputs, of which each is evaluated by itself: they "
+            f"units of {list_some(silent)} never vary over these inputs, of which each is evaluated by itself: they "
             "are matched by weights",
             stacklevel=2,
         )
     if unseen := [name for name in by_weights if name not in every]:
         warnings.warn(
-            f"units of {', '.join(unseen)} are only inside branches, while loops or a shard_map, between parameters, "
+            f"units of {list_some(unseen)} are only inside branches, while loops or a shard_map, between parameters, "
             "in entries of a stack or in rows that are sorted by group, where activations cannot be compared: they are "
             "matched by weights",
             stacklevel=2,
@@ -222,8 +205,7 @@ def _scores(
     flat_scores = jax.device_get(program(*args))
     scores = {}
     for name, score in flat_scores.items():
-        if not np.isfinite(score).all():
-            raise UserError(f"activations of {name} are not finite: there is something wrong with the networks")
+        require_finite_result(f"activations of {name}", score, inputs, a, b)
         batch_axes = spec.batched_over.get(name, ())
         fixed, permuted = _fixed_and_permuted(spec, batch_axes)
         units = [spec.sizes[other] for other in (*permuted, name)]

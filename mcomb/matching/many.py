@@ -5,36 +5,54 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from mcomb.base import Array, Params, UserError, stream
-from mcomb.matching.core import objective
+from mcomb.errors import UserError
+from mcomb.keys import stream
+from mcomb.matching.matching import objective
 from mcomb.matching.weights import match_weights
-from mcomb.symmetry.spec import Perms, PermutationSpec
+from mcomb.symmetry.derive import derive_spec
+from mcomb.symmetry.spec import Perms, PermutationSpec, require_spec
+from mcomb.trees import Apply, Inputs, Params, require_alike
 
 TOLERANCE = 1e-6  # the rounds end when one adds less than this fraction of the objective
 
 
-@dataclass(frozen=True)
-class Alignment:
-    """The permutations that bring each of several networks into one common order of units.
+@dataclass(frozen=True, repr=False)
+class MultiAlignment:
+    """Several networks in one common order of units.
 
-    - perms: for each network, its permutations into the common order.
-    - objective: the inner product of permuted weights, summed over all pairs of networks; higher is better.
-    - trace: the objective after each round of matching.
+    Attributes:
+        params: Each network's parameters, permuted into the common order.
+        perms: Each network's permutations.
+        spec: The symmetries that the permutations belong to.
+        objective: The inner product of permuted weights, summed over all pairs of networks; higher is better.
+        trace: The objective after each round of matching.
     """
 
-    spec: PermutationSpec
+    params: tuple[Params, ...]
     perms: tuple[Perms, ...]
+    spec: PermutationSpec
     objective: float
     trace: tuple[float, ...]
 
+    def __repr__(self) -> str:
+        return f"MultiAlignment({len(self.params)} networks, sum of inner products {self.objective:.4g})"
+
     def between(self, i: int, j: int) -> Perms:
-        """The permutations that bring network j into the order of network i.
+        """Return the permutations that bring network j into the order of network i.
 
         They are transitive: `between(i, j)` after `between(j, k)` is `between(i, k)`.
+
+        Args:
+            i: Index of the network that keeps its order.
+            j: Index of the network that is permuted.
+
+        Returns:
+            Permutations for `spec.apply`.
         """
         for index in (i, j):
             _require_index(index, len(self.perms))
@@ -42,20 +60,48 @@ class Alignment:
 
 
 def align_many(
-    spec: PermutationSpec, networks: Sequence[Params], *, reference: int | None = 0, seed: int = 0
-) -> Alignment:
-    """The alignment of all networks to the one at index `reference`, or to their own barycentre if that is None.
+    apply: Apply,
+    networks: Sequence[Params],
+    inputs: Inputs,
+    *,
+    spec: PermutationSpec | None = None,
+    reference: int | None = 0,
+    seed: int = 0,
+) -> MultiAlignment:
+    """Align several networks by weights, so that any of them can be combined.
 
-    The barycentre is found with MergeMany of Git Re-Basin. Each round visits the networks in a random order and
-    matches each one to the sum of the others, starting from its current permutations; the rounds end when the objective
-    hardly grows any more. One thing differs: the first round matches each network only to those visited before it,
-    because the sum of networks with unrelated orders of units resembles none of them.
+    Without a reference, each round visits the networks in a random order and matches each one to the sum of the
+    others, until the objective stops growing (MergeMany of Git Re-Basin). The first round matches each network only to
+    those visited before it, because a sum of networks with unrelated orders of units resembles none of them.
+
+    Args:
+        apply: The function that all networks belong to, called as `apply(params, inputs)`.
+        networks: Parameters of two or more networks.
+        inputs: Example inputs, to derive the symmetries from. Only their shapes matter.
+        spec: The symmetries of the network; derived from `apply` by default.
+        reference: Index of the network to align the others to, or None to find a common order.
+        seed: Seed of the visiting orders.
+
+    Returns:
+        The aligned networks, as `.params`.
+
+    Raises:
+        UserError: There are fewer than two networks, or they do not fit each other.
+
+    Examples:
+        >>> several = mcomb.align_many(apply, (a, b, c), x)
+        >>> merged = mcomb.merge(apply, several.params, x, method="average")
     """
-    count = len(networks)
+    count = len(networks) if isinstance(networks, Sequence) else 1
     if count < 2:
-        raise UserError(f"there is nothing to align in {count} networks: give two or more")
+        raise UserError(f"there is nothing to align in {count} networks: give a list of two or more parameter trees")
+    for i, network in enumerate(networks):
+        require_alike("the networks to align", networks[0], network, ("network 0", f"network {i}"))
     if reference is not None:
         _require_index(reference, count)
+    if spec is None:
+        spec = derive_spec(apply, networks[0], inputs)
+    require_spec(spec)
     perms, permuted = [spec.identity() for _ in networks], list(networks)
 
     def rematch(i: int, others: Sequence[int]) -> float:
@@ -73,7 +119,7 @@ def align_many(
             if i != reference:
                 rematch(i, [reference])
         total = _pairwise_objective(spec, permuted)
-        return Alignment(spec, tuple(perms), total, (total,))
+        return MultiAlignment(tuple(permuted), tuple(perms), spec, total, (total,))
     order = visit_order(0)
     for n in range(1, count):
         rematch(order[n], order[:n])
@@ -81,12 +127,12 @@ def align_many(
     while gain > TOLERANCE * abs(trace[-1]):
         gain = sum(rematch(i, [j for j in range(count) if j != i]) for i in visit_order(len(trace)))
         trace.append(trace[-1] + gain)
-    return Alignment(spec, tuple(perms), trace[-1], tuple(trace))
+    return MultiAlignment(tuple(permuted), tuple(perms), spec, trace[-1], tuple(trace))
 
 
 def _require_index(index: int, count: int) -> None:
     if not isinstance(index, Integral) or index not in range(count):
-        raise UserError(f"there is no network {index} among {count}: give an index from 0 to {count - 1}")
+        raise UserError(f"there is no network {index!s:.50} among {count}: give an index from 0 to {count - 1}")
 
 
 def _pairwise_objective(spec: PermutationSpec, networks: Sequence[Params]) -> float:
@@ -97,7 +143,7 @@ def _pairwise_objective(spec: PermutationSpec, networks: Sequence[Params]) -> fl
 def _sum_of_networks(networks: Sequence[Params]) -> Params:
     """The sum of the networks' weights, at least in float32; leaves that are not floats are those of the first."""
 
-    def add(first: Array, *rest: Array) -> Array:
+    def add(first: Any, *rest: Any) -> Any:
         if not jnp.issubdtype(jnp.result_type(first), jnp.floating):
             return first
         return sum(rest, jnp.asarray(first, jnp.promote_types(jnp.result_type(first), jnp.float32)))

@@ -11,31 +11,30 @@ import numpy as np
 import optax
 from jaxtyping import Float, Int32, PRNGKeyArray
 
-from mcomb.base import (
+from mcomb.combination import combine
+from mcomb.errors import Diverged, UserError, require_positive, require_whole
+from mcomb.evaluation.evaluate import score
+from mcomb.evaluation.objectives import Objective, add_up, check_objectives, cross_entropy
+from mcomb.keys import stream
+from mcomb.matching.matching import Matching, check_networks, objective
+from mcomb.matching.weights import match_weights
+from mcomb.runtime.devices import replicate
+from mcomb.runtime.processes import from_first
+from mcomb.runtime.progress import progress_bar, say
+from mcomb.runtime.training_loop import Loss, all_finite, fit, initial_state, shuffled_rows
+from mcomb.symmetry.spec import Perms, PermutationSpec
+from mcomb.trees import (
     Apply,
     Array,
-    Diverged,
     Inputs,
     Labels,
     Params,
-    UserError,
+    at_least_float32,
     count_examples,
+    from_lists,
     named_leaves,
     output_shapes,
-    require_positive,
-    require_whole,
-    stream,
 )
-from mcomb.combination import combine
-from mcomb.devices import replicate
-from mcomb.evaluation import score
-from mcomb.gradient_descent import Loss, all_finite, fit, initial_state, shuffled_rows
-from mcomb.matching.core import Matching, check_networks, objective
-from mcomb.matching.weights import match_weights
-from mcomb.objectives import Objective, add_up, check_objectives, cross_entropy
-from mcomb.processes import from_first
-from mcomb.progress import progress_bar
-from mcomb.symmetry.spec import Perms, PermutationSpec
 
 STEPS = 100
 BATCH_SIZE = 100
@@ -75,13 +74,15 @@ def match_straight_through(
     `losses` of the result have one entry for each candidate.
 
     A gradient is rescaled to the norm of A's weights, so `learning_rate` is relative to that norm. The length is given
-    in steps and not in epochs because each step costs a weight matching, however small its minibatch. `loss` is that of
+    in steps and not in epochs because each step costs a weight matching, however small its minibatch. A line is printed
+    if the best candidate is among the last tenth, because more steps may then find a better one. `loss` is that of
     `evaluate`.
     """
     for name, leaf in named_leaves(a).items():
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             raise UserError(f"{name} is no float, and nothing can be learnt of it: match by weights or activations")
     check_networks(spec, a, b)
+    labels = from_lists(labels)
     # Without steps, or with steps of no length, it is weight matching.
     require_whole(0, steps=steps)
     require_whole(batch_size=batch_size)
@@ -111,7 +112,8 @@ def match_straight_through(
     best = current = evaluate_candidate(perms, permuted)
     candidates = [current]
     optimizer = _optimizer(float(learning_rate))
-    fitting = fit(_midpoint_loss(apply, loss), initial_state(a, optimizer), batches(), optimizer, stream(seed))
+    start = initial_state(jax.tree.map(at_least_float32, a), optimizer)  # half precision would round steps away
+    fitting = fit(_midpoint_loss(apply, loss), start, batches(), optimizer, stream(seed))
     with progress_bar(steps, "step", "straight-through matching") as bar:
         for step in range(1, steps + 1):
             try:
@@ -131,6 +133,11 @@ def match_straight_through(
             bar.set_postfix({name: f"{value:.4f}" for name, value in shown.items()}, refresh=False)
             bar.update()
     _, trace, losses = zip(*candidates, strict=True)
+    if (last := int(np.argmin(losses))) > 0.9 * steps:
+        say(
+            f"straight-through matching: the held-out loss is lowest after step {last} of {steps}, and more steps may "
+            "lower it further: call match_straight_through with steps above that"
+        )
     return Matching(best.perms, best.objective, trace, losses=losses)
 
 

@@ -29,8 +29,9 @@ import numpy as np
 from jaxtyping import Float
 from threadpoolctl import ThreadpoolController
 
-from mcomb.base import Array, Params, UserError, require_whole, stream
-from mcomb.matching.core import (
+from mcomb.errors import UserError, require_whole
+from mcomb.keys import stream
+from mcomb.matching.matching import (
     Matching,
     WeightPart,
     check_networks,
@@ -39,8 +40,9 @@ from mcomb.matching.core import (
     solve_assignment,
     weight_parts,
 )
-from mcomb.progress import progress_bar
+from mcomb.runtime.progress import progress_bar
 from mcomb.symmetry.spec import Perms, PermutationSpec
+from mcomb.trees import Array, Params
 
 T = TypeVar("T")
 

@@ -3,12 +3,20 @@
 An axis is free or frozen. A reshape can reveal that it is the row-major product of other axes ("blocks"), a
 concatenation that others follow one another in it ("segments"). Uniting two axes splits both as far as needed, and
 freezes them where they do not fit together. Every step only takes freedom away, so a step too many is never wrong.
+
+A group norm after a concatenation reshapes segments to groups and channels. Its channels are "cells": they have
+another identity in each segment of the groups. Five and seven channels in groups of four are
+
+    groups    1 of the first part, 1 of both, 1 of the second part
+    channels  4 of the first part, 1 of the first and 3 of the second part, 4 of the second part
+
+Cells only make sense in arrays that also have the axis of their groups; `merge_cells` gives all groups one order.
 """
 
 import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -20,22 +28,69 @@ class Axis:
     size: int
     frozen: str | None = None  # the reason, if all of it is known to be frozen
     tied: bool = False  # whether all entries along it are equal in some array, as in copies and padding
-    kind: Literal["", "blocks", "segments"] = ""
+    kind: Literal["", "blocks", "segments", "cells"] = ""
     parts: "list[Axis]" = field(default_factory=list)
     ends: list[int] = field(default_factory=list)  # where each of its segments ends
+    groups: "Axis | None" = None  # of cells: the axis whose segments have a part each
+    counts: list[int] = field(default_factory=list)  # of cells: the sizes of these segments
     parent: "Axis | None" = None  # the axis that this one was united with
 
 
 def find(axis: Axis) -> Axis:
-    """The representative of all axes united with this one."""
+    """Return the representative of all axes united with this one."""
     while axis.parent is not None:
         axis.parent = axis.parent.parent or axis.parent  # path compression
         axis = axis.parent
     return axis
 
 
+def cells(axis: Axis) -> list[tuple[Axis, Axis]]:
+    """Return each segment of the groups of a cells axis with the axis inside of its groups."""
+    assert axis.groups is not None
+    segments = split_segments(axis.groups, axis.counts, "")
+    assert segments is not None, "groups are made of these segments"
+    return list(zip(segments, axis.parts, strict=True))
+
+
+def groups_of(axis: Axis) -> Axis | None:
+    """Return the axis of the groups of cells; None for any other axis."""
+    return None if axis.groups is None else find(axis.groups)
+
+
+def write_cells(factors: Sequence[Axis]) -> list[Axis]:
+    """Return the factors of a product, in which segments replace groups that their cells follow."""
+    for i, (groups, inner) in enumerate(itertools.pairwise(map(find, factors))):
+        if inner.kind == "cells" and groups_of(inner) is groups:
+            segments = concatenation([product(pair) for pair in cells(inner)])
+            return write_cells([*factors[:i], segments, *factors[i + 2 :]])
+    return list(factors)
+
+
+def merge_cells(axis: Axis, reason: str) -> Axis:
+    """Return an axis that has one identity in all groups, after uniting its cells; any other as it is."""
+    axis = find(axis)
+    if axis.kind != "cells":
+        return axis
+    first, *others = axis.parts
+    axis.kind, axis.parts, axis.parent = "", [], first
+    for other in others:
+        unite(first, other, reason)
+    return merge_cells(first, reason)
+
+
+def _is_inside(axis: Axis, other: Axis) -> bool:
+    """Return whether an axis is one of the cells of the other, or inside of one."""
+    todo = [*other.parts] if other.kind == "cells" else []
+    while todo:
+        part = find(todo.pop())
+        if part is axis:
+            return True
+        todo += part.parts
+    return False
+
+
 def product(axes: Sequence[Axis]) -> Axis:
-    """The axis that is the row-major product of these, as flattening makes it."""
+    """Return the axis that is the row-major product of these, as flattening makes it."""
     axes = [axis for axis in axes if axis.size > 1]
     if len(axes) < 2:
         return axes[0] if axes else Axis(1)
@@ -110,7 +165,10 @@ def unite(a: Axis, b: Axis, reason: str) -> None:
         a, b = map(find, pairs.pop())
         if a is b:
             continue
-        if a.parts and not b.parts:
+        if (cell_pairs := _unite_cells(a, b, reason)) is not None:
+            pairs += cell_pairs
+            continue
+        if (a.parts and not b.parts) or (a.kind == "segments" and b.kind == "blocks"):
             a, b = b, a
         if not a.parts:
             if a.frozen is not None:
@@ -121,9 +179,10 @@ def unite(a: Axis, b: Axis, reason: str) -> None:
                 tie(b)
             a.parent = b
             continue
-        parts_b = flat_parts(b, b.kind)
-        split = split_product if b.kind == "blocks" else split_segments
-        parts_a = split(a, [part.size for part in parts_b], reason)
+        parts_b, parts_a = _split_like(a, b, reason)
+        if parts_a is None and a.kind != b.kind:
+            a, b = find(b), find(a)
+            parts_b, parts_a = _split_like(a, b, reason)
         if parts_a is None:
             freeze(a, reason)
             freeze(b, reason)
@@ -131,6 +190,29 @@ def unite(a: Axis, b: Axis, reason: str) -> None:
         if find(a) is not find(b):
             a.parent = b
         pairs += reversed(list(zip(parts_a, parts_b, strict=True)))
+
+
+def _unite_cells(a: Axis, b: Axis, reason: str) -> list[tuple[Axis, Axis]] | None:
+    """Return the axes to unite in place of two of which one is cells, None if neither is or the other has no parts.
+
+    Cells of the same groups are united one by one; any others are merged.
+    """
+    if "cells" not in (a.kind, b.kind):
+        return None
+    inside = _is_inside(a, b) or _is_inside(b, a)
+    if not inside and not (a.parts and b.parts):
+        return None
+    if not inside and a.kind == b.kind and a.counts == b.counts and groups_of(a) is groups_of(b):
+        a.parent = b
+        return list(zip(a.parts, b.parts, strict=True))
+    return [(merge_cells(a, reason), merge_cells(b, reason))]
+
+
+def _split_like(axis: Axis, other: Axis, reason: str) -> tuple[list[Axis], list[Axis] | None]:
+    """Return the parts of the other axis, and the axis split into parts of their sizes, None if that is impossible."""
+    parts = flat_parts(other, other.kind)
+    split = split_product if other.kind == "blocks" else split_segments
+    return parts, split(axis, [part.size for part in parts], reason)
 
 
 def split_product(axis: Axis, sizes: Sequence[int], reason: str) -> list[Axis] | None:
@@ -142,6 +224,8 @@ def split_product(axis: Axis, sizes: Sequence[int], reason: str) -> list[Axis] |
         missing = size
         while missing > 1:
             head = find(queue.pop(0))
+            if missing % head.size:
+                head = merge_cells(head, reason)
             if head.kind == "blocks":  # split since it was queued
                 queue[:0] = flat_parts(head, "blocks")
                 continue
@@ -165,30 +249,36 @@ def _split_outer(axis: Axis, outer: int, reason: str) -> tuple[Axis, Axis] | Non
     if axis.kind == "":
         axis.kind, axis.parts = "blocks", [Axis(size, axis.frozen, axis.tied) for size in (outer, inner)]
         return axis.parts[0], axis.parts[1]
-    # A concatenation of products is itself a product if all of them have the same inner factor.
+    return _split_across_segments(axis, inner, reason)
+
+
+def _split_across_segments(axis: Axis, inner: int, reason: str) -> tuple[Axis, Axis] | None:
+    """Split segments into groups of `inner` entries and the cells inside them; None if that is impossible."""
+    cuts = _cuts([part.size for part in flat_parts(axis, "segments")], inner)
+    pieces = split_segments(axis, [stop - start for start, stop in itertools.pairwise(cuts)], reason)
+    if pieces is None:
+        return None
     pairs = []
-    for segment in flat_parts(axis, "segments"):
-        pair = None if segment.size % inner else split_product(segment, [segment.size // inner, inner], reason)
+    for _, group in itertools.groupby(zip(cuts, pieces, strict=False), lambda cut: cut[0] // inner):
+        piece = concatenation([piece for _, piece in group])  # whole groups of one segment, or one group of several
+        pair = split_product(piece, [piece.size // inner, inner], reason)
         if pair is None:
             return None
         pairs.append(pair)
-    for _, other in pairs[1:]:
-        unite(pairs[0][1], other, reason)
-    return concatenation([first for first, _ in pairs]), pairs[0][1]
+    groups = concatenation([outer for outer, _ in pairs])
+    counts = [outer.size for outer, _ in pairs]
+    if len(pairs) == 1:
+        return groups, pairs[0][1]
+    return groups, Axis(inner, kind="cells", parts=[part for _, part in pairs], groups=groups, counts=counts)
 
 
 def split_segments(axis: Axis, sizes: Sequence[int], reason: str) -> list[Axis] | None:
     """Splits an axis into segments of these sizes, which follow one another in it; None if that is impossible."""
-    axis = find(axis)
     if len(sizes) == 1:
-        return [axis]
+        return [find(axis)]
+    axis = merge_cells(axis, reason)
     if axis.kind == "blocks":
-        first, *rest = flat_parts(axis, "blocks")
-        inner = axis.size // first.size
-        if any(size % inner for size in sizes):
-            return None
-        outer = split_segments(first, [size // inner for size in sizes], reason)
-        return None if outer is None else [product([part, *rest]) for part in outer]
+        return _cut_blocks(axis, sizes, reason)
     if not axis.parts:
         if axis.frozen is not None:  # no part of it will ever move, so it need not know them
             return [Axis(size, axis.frozen) for size in sizes]
@@ -202,6 +292,33 @@ def split_segments(axis: Axis, sizes: Sequence[int], reason: str) -> list[Axis] 
         segments.append(slice(start, stop))
         start = stop
     return [concatenation(axis.parts[segment]) for segment in segments]
+
+
+def _cut_blocks(axis: Axis, sizes: Sequence[int], reason: str) -> list[Axis] | None:
+    """Split a product into segments; what is inside of its first factor becomes cells, if it is one axis."""
+    first, *rest = write_cells(flat_parts(axis, "blocks"))
+    if not rest:
+        return split_segments(first, sizes, reason)
+    inner = axis.size // first.size
+    if len(rest) == 1 and not rest[0].parts:
+        cuts = _cuts(sizes, inner)
+        counts = [(stop - start) // inner or 1 for start, stop in itertools.pairwise(cuts) if start % inner == 0]
+        if split_segments(first, counts, reason) is None:
+            return None
+        (atom,) = rest
+        atom.kind, atom.groups, atom.counts = "cells", first, counts
+        atom.parts = [Axis(inner, atom.frozen, atom.tied) for _ in counts]
+        return _cut_blocks(axis, sizes, reason)
+    if any(size % inner for size in sizes):
+        return None
+    outer = split_segments(first, [size // inner for size in sizes], reason)
+    return None if outer is None else [product([part, *rest]) for part in outer]
+
+
+def _cuts(sizes: Iterable[int], inner: int) -> list[int]:
+    """Return where segments of these sizes end, and where the groups of `inner` entries begin and end that they cut."""
+    ends = list(itertools.accumulate(sizes, initial=0))
+    return sorted({*ends, *(end // inner * inner for end in ends), *(-(-end // inner) * inner for end in ends)})
 
 
 def _cut(axis: Axis, position: int, reason: str) -> int | None:

@@ -8,30 +8,33 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from mcomb.base import Array, Params, UserError, all_equations, named_leaves, output_shapes, require_whole
-from mcomb.symmetry.spec import Perms, PermutationSpec
+from mcomb.errors import UserError, require_whole
+from mcomb.symmetry.jaxprs import all_equations
+from mcomb.symmetry.spec import Perms, PermutationSpec, require_spec
+from mcomb.trees import Array, Params, named_leaves, output_shapes
 
 
 def check_spec(
-    fn: Callable[..., Any],
-    params: Params,
     spec: PermutationSpec,
+    apply: Callable[..., Any],
+    params: Params,
     *inputs: Any,
     perms: Perms | None = None,
     draws: int = 2,
 ) -> None:
-    """Raises an error unless random permutations, and `perms` if given, leave `fn(params, *inputs)` as it is.
+    """Raises an error unless random permutations, and `perms` if given, leave `apply(params, *inputs)` as it is.
 
     A float output may change by √eps of its largest entry, where eps is that of the coarsest float dtype inside. Some
     of it must be finite and not zero, or any spec would do.
     """
+    require_spec(spec)
     spec.validate(params)
     if perms is not None:
         spec.check_perms(perms)
     require_whole(0, draws=draws)
-    output_shapes(fn, params, *inputs)
-    tolerance = _coarsest_eps(jax.make_jaxpr(fn)(params, *inputs)) ** 0.5
-    run = jax.jit(lambda perms, params, inputs: fn(spec.apply(perms, params), *inputs))
+    output_shapes(apply, params, *inputs)
+    tolerance = _coarsest_eps(jax.make_jaxpr(apply)(params, *inputs)) ** 0.5
+    run = jax.jit(lambda perms, params, inputs: apply(spec.apply(perms, params), *inputs))
     candidates = [spec.random(jax.random.key(draw)) for draw in range(draws)] + ([perms] if perms else [])
     with jax.default_matmul_precision("highest"):
         before = named_leaves(run(spec.identity(), params, inputs))

@@ -16,28 +16,48 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from mcomb.base import Params, leaf_name, named_leaves, output_shapes
-from mcomb.symmetry.axes import Axis, atoms, find, flat_parts
+from mcomb.symmetry.axes import Axis, atoms, cells, find, flat_parts, groups_of, merge_cells, write_cells
 from mcomb.symmetry.interpreter import ArrayAxes, Interpreter, LabelledAxes, stack_of
 from mcomb.symmetry.rules import RULES, SPECIAL_RULES
 from mcomb.symmetry.rules.common import EXPLANATIONS, freeze_everything
 from mcomb.symmetry.rules.equals import equal_along
 from mcomb.symmetry.spec import Blocks, Frozen, Layout, PermutationSpec, Segments
 from mcomb.symmetry.stacks import unite_entries
+from mcomb.trees import Apply, Inputs, Params, leaf_name, named_leaves, output_shapes
 
 BatchAxes = dict[Axis, set[Axis]]
 """For each axis, the axes that its permutation is batched over."""
 
 
-def permutation_spec(fn: Callable[..., Any], params: Params, *inputs: Any) -> PermutationSpec:
-    """All permutations of hidden units that leave `fn(params, *inputs)` as it is, from arrays or their shapes.
+def derive_spec(apply: Apply, params: Params, inputs: Inputs) -> PermutationSpec:
+    """Derive all permutations of hidden units that leave `apply(params, inputs)` unchanged.
 
-    `print(spec)` shows what each permutation acts on, and what is frozen by which operation. A permutation's name
-    is that of the first module it acts on.
+    The symmetries are read off the function's jaxpr. Only shapes and dtypes matter, so arguments may be
+    `jax.ShapeDtypeStruct`s. A permutation is named after the first module that it acts on.
+
+    Args:
+        apply: A function that JAX can trace: Linen, NNX, Equinox, Haiku or plain JAX.
+        params: Parameters: a tree of arrays.
+        inputs: Example inputs: an array or a tree of arrays.
+
+    Returns:
+        The spec. `print(spec)` shows what each permutation acts on, and what is frozen by which operation.
+
+    Raises:
+        UserError: The function cannot be traced with these arguments.
+
+    Examples:
+        >>> spec = mcomb.derive_spec(apply, a, x)
+        >>> print(spec)
     """
+    return derive_from(apply, params, inputs)
+
+
+def derive_from(function: Callable[..., Any], params: Params, *inputs: Any) -> PermutationSpec:
+    """Derive the spec of a function of parameters and any number of inputs."""
     named_leaves(params)
-    output_shapes(fn, params, *inputs)
-    return derive_spec(jax.make_jaxpr(fn)(params, *inputs), params, *inputs)
+    output_shapes(function, params, *inputs)
+    return spec_of_trace(jax.make_jaxpr(function)(params, *inputs), params, *inputs)
 
 
 def infer_axes(traced: core.ClosedJaxpr, params: Params, *inputs: Any) -> tuple[Mapping[str, ArrayAxes], Interpreter]:
@@ -50,6 +70,7 @@ def infer_axes(traced: core.ClosedJaxpr, params: Params, *inputs: Any) -> tuple[
     interp.reason = "the output"
     interp.freeze(itertools.chain.from_iterable(results))
     unite_entries(leaves.values(), interp)
+    _merge_loose_cells(interp.operations, itertools.chain.from_iterable(leaves.values()))
     interp.freeze_ties()
     interp.break_up_groupings(atom for axes in leaves.values() for axis in axes if axis for atom in atoms(axis))
     used = _atoms_in_use(interp.operations)
@@ -57,6 +78,60 @@ def infer_axes(traced: core.ClosedJaxpr, params: Params, *inputs: Any) -> tuple[
     for axis in itertools.chain.from_iterable(leaves.values()):
         interp.freeze(atom for atom in (atoms(axis) if axis is not None else ()) if atom not in used)
     return leaves, interp
+
+
+def _merge_loose_cells(operations: Sequence[Sequence[LabelledAxes]], leaf_axes: Iterable[Axis | None]) -> None:
+    """Give all groups one order of their entries, where an array has the entries without the groups.
+
+    A parameter may only have cells right after their groups: no other layout describes them. Cells that turn out to be
+    one axis are that axis.
+    """
+    own_axes = [axis for axis in leaf_axes if axis is not None]
+    every_axis = [axis for arrays in operations for array in arrays for _, axis in array]
+    if not any(axis.kind == "cells" for axis in _parts([*own_axes, *every_axis])):
+        return
+    loose = {Axis(1)}
+    while loose:
+        for axis in loose:
+            merge_cells(axis, "reshape")
+        written = [factor for axis in own_axes for factor in write_cells(flat_parts(axis, "blocks"))]
+        composites = [part for axis in every_axis for factor in flat_parts(axis, "blocks") for part in factor.parts]
+        loose = {axis for axis in _parts([*written, *composites]) if axis.kind == "cells"}
+        loose |= {
+            axis
+            for axis in _parts(every_axis)
+            if axis.kind == "cells" and len({find(part) for part in axis.parts}) == 1
+        }
+        for arrays in operations:
+            groups: dict[Hashable, list[Hashable]] = {}
+            for array in map(_factors, arrays):
+                for index, inner in array:
+                    if inner.kind == "cells":
+                        found = [other for other, outer in array if outer is groups_of(inner)]
+                        if len(found) != 1 or groups.setdefault(index, found) != found:
+                            loose.add(inner)
+
+
+def _factors(array: LabelledAxes) -> list[tuple[Hashable, Axis]]:
+    """Return the factors of the axes of an array, each with its label and stride."""
+    found: list[tuple[Hashable, Axis]] = []
+    for label, axis in array:
+        stride = 1
+        for factor in reversed(flat_parts(axis, "blocks")):
+            found.append(((label, stride), factor))
+            stride *= factor.size
+    return found
+
+
+def _parts(todo: list[Axis]) -> set[Axis]:
+    """Return axes and all that they consist of; but not what is in cells."""
+    seen: set[Axis] = set()
+    while todo:
+        axis = find(todo.pop())
+        if axis not in seen:
+            seen.add(axis)
+            todo += axis.parts if axis.kind != "cells" else []
+    return seen
 
 
 def _atoms_in_use(operations: Iterable[Iterable[LabelledAxes]]) -> set[Axis]:
@@ -76,7 +151,7 @@ def _atoms_in_use(operations: Iterable[Iterable[LabelledAxes]]) -> set[Axis]:
     return {axis for axis in seen if not axis.parts}
 
 
-def derive_spec(traced: core.ClosedJaxpr, params: Params, *inputs: Any) -> PermutationSpec:
+def spec_of_trace(traced: core.ClosedJaxpr, params: Params, *inputs: Any) -> PermutationSpec:
     """The spec of a function that was traced with these arguments: that of the axes that are still free."""
     leaves, interp = infer_axes(traced, params, *inputs)
     first = _first_places(leaves, interp.first_use)
@@ -189,6 +264,10 @@ def _batch_axes(operations: Sequence[Sequence[LabelledAxes]]) -> BatchAxes:
             factors = [((label, i), factor) for i, factor in enumerate(axis.parts)]
             apart = [[*factors, *others] for _, *others in arrays]
             todo += [_having(factor, apart) for factor, _ in factors]
+        elif axis.kind == "cells":
+            for part, inside in cells(axis):
+                at = {groups_of(axis): part}
+                todo.append([[(label, inside), *((k, at.get(find(o), o)) for k, o in others)] for _, *others in arrays])
         elif axis.frozen is None and axis.size > 1:
             allowed = _agreed([_outer_indices(axis, others) for _, *others in arrays])
             batch_axes[axis] = batch_axes.get(axis, allowed) & allowed
@@ -212,12 +291,9 @@ def _key(arrays: list[LabelledAxes]) -> Hashable:
 def _outer_indices(axis: Axis, others: LabelledAxes) -> dict[Axis, list[Hashable]]:
     """For each atom with an index wherever the axis has one, not just in some segment, its indices in an array."""
     indices: dict[Axis, list[Hashable]] = {}
-    for label, other in others:
-        stride = 1
-        for factor in reversed(flat_parts(other, "blocks")):
-            if not factor.parts and factor.size > 1 and factor is not axis:
-                indices.setdefault(factor, []).append((label, stride))
-            stride *= factor.size
+    for index, factor in _factors(others):
+        if not factor.parts and factor.size > 1 and factor is not axis:
+            indices.setdefault(factor, []).append(index)
     return indices
 
 
@@ -257,7 +333,12 @@ def _part_layout(axis: Axis, names: Mapping[Axis, str]) -> str | int | Blocks | 
     if not axis.parts or axis in names:
         return names.get(axis, axis.size)
     merged: list[Any] = []
-    for part in flat_parts(axis, axis.kind, names.keys()):
+    parts = flat_parts(axis, axis.kind, names.keys())
+    if axis.kind == "blocks":
+        parts = write_cells(parts)
+    if len(parts) == 1:
+        return _part_layout(parts[0], names)
+    for part in parts:
         layout = _part_layout(part, names)
         if merged and isinstance(layout, int) and isinstance(merged[-1], int):
             merged[-1] = merged[-1] * layout if axis.kind == "blocks" else merged[-1] + layout

@@ -15,14 +15,14 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from mcomb.base import Params
-from mcomb.symmetry.axes import Axis, find, split_product, split_segments
+from mcomb.symmetry.axes import Axis, find, flat_parts, split_product, split_segments, write_cells
 from mcomb.symmetry.derive import axis_layout, infer_axes
 from mcomb.symmetry.interpreter import ARGUMENTS, EqnPath, Interpreter, live_equations
 from mcomb.symmetry.rules import RULES
 from mcomb.symmetry.rules.common import split_scan
 from mcomb.symmetry.rules.control import call, inner_jaxpr
 from mcomb.symmetry.spec import Blocks, Layout, PermutationSpec, Segments, axis_names
+from mcomb.trees import Params
 
 PRODUCTS = ("dot_general", "conv_general_dilated")
 
@@ -137,16 +137,19 @@ class Intermediates:
         return run
 
     def tap_together(
-        self, edits: Mapping[ArrayId, Callable[[tuple[Any, ...]], tuple[Any, ...]]]
+        self,
+        edits: Mapping[ArrayId, Callable[[tuple[Any, ...]], tuple[Any, ...]]],
+        instead: Mapping[EqnPath, Callable[..., list[tuple[Any, ...]]]] = MappingProxyType({}),
     ) -> Callable[..., list[Any]]:
         """The function of several tuples of arguments that returns what the traced one does for each of them.
 
         They are evaluated in lockstep: an edit is given an array of all of them, in their order, and may mix them. What
-        is the same array for all is computed once.
+        is the same array for all is computed once. `instead` has functions to call in place of equations; they take
+        the operands and return the results, each a tuple with an array of all of them.
         """
 
         def run(*each: tuple[Any, ...]) -> list[Any]:
-            evaluator = _Lockstep(len(each), edits)
+            evaluator = _Lockstep(len(each), edits, instead)
             consts = list(map(evaluator.constant, self.traced.consts))
             leaves = list(zip(*map(self._leaves, each), strict=True))
             results, _ = evaluator.evaluate(self.traced.jaxpr, consts, leaves, ())
@@ -282,7 +285,7 @@ class _Evaluator:
             eqn_path, operands = (*path, index), list(map(read, eqn.invars))
             inner: dict[ArrayId, Any] = {}
             if eqn_path not in self.entered:
-                results = self.equation(jaxpr, eqn, operands)
+                results = self.equation(jaxpr, eqn, operands, eqn_path)
             elif eqn.primitive.name == "scan":
                 results, inner = self._scan(eqn, operands, eqn_path)
             else:  # a call is inlined: custom derivatives are lost
@@ -310,7 +313,7 @@ class _Evaluator:
         """What stands for a constant of the jaxpr."""
         return value
 
-    def equation(self, jaxpr: core.Jaxpr, eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    def equation(self, jaxpr: core.Jaxpr, eqn: core.JaxprEqn, operands: Sequence[Any], path: EqnPath) -> list[Any]:
         """The results of one equation of a jaxpr."""
         return _evaluate_equation(jaxpr, eqn, operands)
 
@@ -318,16 +321,23 @@ class _Evaluator:
 class _Lockstep(_Evaluator):
     """Evaluates a jaxpr for several lists of arguments at once: a tuple of arrays stands for each array."""
 
-    def __init__(self, count: int, edits: Mapping[ArrayId, Callable[[Any], Any]]) -> None:
+    def __init__(
+        self, count: int, edits: Mapping[ArrayId, Callable[[Any], Any]], instead: Mapping[EqnPath, Callable[..., Any]]
+    ) -> None:
         super().__init__((), edits)
-        self.count = count
+        self.count, self.instead = count, instead
+        self.entered |= {path[:depth] for path in instead for depth in range(len(path))}
 
     def constant(self, value: Any) -> tuple[Any, ...]:
         """The constant, for each of them."""
         return (value,) * self.count
 
-    def equation(self, jaxpr: core.Jaxpr, eqn: core.JaxprEqn, operands: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def equation(
+        self, jaxpr: core.Jaxpr, eqn: core.JaxprEqn, operands: Sequence[tuple[Any, ...]], path: EqnPath
+    ) -> list[Any]:
         """The results of one equation of a jaxpr, of each of them."""
+        if path in self.instead:
+            return self.instead[path](*operands)
         if all(value is values[0] for values in operands for value in values):
             return list(map(self.constant, _evaluate_equation(jaxpr, eqn, [values[0] for values in operands])))
         each = [_evaluate_equation(jaxpr, eqn, [values[i] for values in operands]) for i in range(self.count)]
@@ -386,6 +396,8 @@ class _Lister:
         An entry of a stack has no axis of entries: what is batched over that has no name in it.
         """
         axes, names = self.interp.results[path][index], self.names
+        if any(factor.kind == "cells" for axis in axes if axis for factor in write_cells(flat_parts(axis, "blocks"))):
+            return (None,) * len(axes)  # no layout has these
         layouts = tuple(axis_layout(axis, names) for axis in axes)
         found = {name for layout in layouts for name in axis_names(layout)}
         if all(found.issuperset(self.spec.batched_over.get(name, ())) for name in found):

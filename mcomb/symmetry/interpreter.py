@@ -19,11 +19,9 @@ from mcomb.symmetry.axes import (
     atoms,
     concatenation,
     find,
-    flat_parts,
     freeze,
     mirrored,
     product,
-    split_product,
     tie,
     unite,
 )
@@ -460,25 +458,9 @@ class Interpreter:
         parts = split(axis, sizes, self.reason)
         if parts is None:
             self.explain(self.reason.split()[0], "its parts end where those of a product or a concatenation do not")
-            parts = self._split_inside(axis, sizes) if split is split_product else None
-        if parts is None:
             self.freeze([axis])
             return self.new_axes(sizes, self.reason)
         return tuple(part if part.size > 1 else None for part in parts)
-
-    def _split_inside(self, axis: Axis, sizes: Sequence[int]) -> list[Axis] | None:
-        """The factors of an axis whose segments they cut across: what is common to all of its parts is still free.
-
-        Of 8 and 4 channels in groups of 6 it is two at a time, in one order.
-        """
-        ends = itertools.accumulate(part.size for part in flat_parts(axis, "segments"))
-        if (inner := math.gcd(sizes[-1], *ends)) == 1:
-            return None
-        parts = split_product(axis, [axis.size // inner, inner], self.reason)
-        if parts is None:
-            return None
-        freeze(parts[0], self.reason)
-        return split_product(product([Axis(parts[0].size, self.reason), parts[1]]), sizes, self.reason)
 
     def join(self, axes: Sequence[Axis | None], sizes: Sequence[int]) -> Axis | None:
         """The product of axes; one along which all entries are equal is a free factor."""

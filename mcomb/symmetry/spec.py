@@ -16,9 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, PRNGKeyArray
 
-from mcomb.base import Array, Params, UserError, map_named, named_leaves
+from mcomb.errors import UserError, list_some
+from mcomb.trees import Apply, Array, Inputs, Params, map_named, named_leaves
 
 Perms = dict[str, Int[Array, "..."]]
+DERIVE = "derive the spec from these parameters"
 
 
 @dataclass(frozen=True)
@@ -104,14 +106,18 @@ class PermutationSpec:
                 raise UserError(f"the permutation spec names {name}, which the parameters lack: remove it")
             shape, layouts = np.shape(leaves[name]), self.axes[name]
             if len(shape) != len(layouts):
-                raise UserError(f"the permutation spec gives {name} {len(layouts)} axes, but its shape is {shape}")
+                raise UserError(
+                    f"the permutation spec gives {name} {len(layouts)} axes, but its shape is {shape}: {DERIVE}"
+                )
             for axis, (size, layout) in enumerate(zip(shape, layouts, strict=True)):
                 unknown = [perm for perm in axis_names(layout) if perm not in self.sizes and perm not in self.fixed]
                 if unknown:
                     raise UserError(f"axis {axis} of {name}: the size of permutation {unknown[0]} is not known")
                 if layout is not None and self.length(layout) != size:
-                    whose = f"permutation {layout}" if isinstance(layout, str) else f"its layout {layout}"
-                    raise UserError(f"axis {axis} of {name} has {size} entries, but {whose} has {self.length(layout)}")
+                    whose = f"permutation {layout}" if isinstance(layout, str) else f"its layout {layout!s:.100}"
+                    raise UserError(
+                        f"axis {axis} of {name} has {size} entries, but {whose} has {self.length(layout)}: {DERIVE}"
+                    )
             for (perm, outer), count in self.unclear_batch_axes(name):
                 raise UserError(
                     f"permutation {perm} differs along {outer}, which {name} has {count} times where it must have it "
@@ -141,6 +147,14 @@ class PermutationSpec:
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a permutation's index array."""
         return (*(self.length(outer) for outer in self.batched_over.get(name, ())), self.sizes[name])
+
+    def log10_arrangements(self, *names: str) -> float:
+        """Return the decimal logarithm of how many arrangements these permutations have together, or else all.
+
+        A permutation of two heads has 2, and one of the four dimensions of each head has 24 · 24.
+        """
+        rows = ((math.prod(self.shape(name)[:-1]), self.sizes[name]) for name in names or self.sizes)
+        return sum(count * math.lgamma(size + 1) for count, size in rows) / math.log(10)
 
     def nested_in(self, name: str) -> list[str]:
         """The permutations of what is inside a permutation's units: nested_in("heads") is ["dims"]."""
@@ -186,9 +200,17 @@ class PermutationSpec:
         Arrays that JAX is tracing are known by their shapes alone.
         """
         if not isinstance(perms, Mapping) or perms.keys() != self.sizes.keys():
-            names = ", ".join(perms) if isinstance(perms, Mapping) and perms else "nothing"
-            wanted = ", ".join(self.sizes) or "none"
-            raise UserError(f"permutations are given for {names}, and the spec has {wanted}: give one for each name")
+            wanted = list_some(self.sizes) or "none"
+            if isinstance(perms, Mapping):
+                names = list_some(perms) or "nothing"
+                raise UserError(
+                    f"permutations are given for {names}, and the spec has {wanted}: give one for each name"
+                )
+            kind, inside = type(perms).__name__, getattr(perms, "perms", None)
+            remedy = "give a dict with an index array for each"
+            if inside is not None:
+                remedy = f"give its {'perms' if isinstance(inside, Mapping) else 'perms[i], those of network i'}"
+            raise UserError(f"the permutations {wanted} are given as an object of type {kind}: {remedy}")
         for name, perm in perms.items():
             dtype = getattr(perm, "dtype", None)
             if np.shape(perm) != self.shape(name) or dtype is None or not jnp.issubdtype(dtype, jnp.integer):
@@ -201,9 +223,34 @@ class PermutationSpec:
 
     def apply(self, perms: Perms, params: Params) -> Params:
         """The permuted parameters: the same function, its hidden units in another order."""
-        self.validate(params)
         self.check_perms(perms)
+        self.validate(params)
         return map_named(lambda name, leaf: self.permute_array(perms, self.axes[name], leaf), params)
+
+    def check(
+        self, apply: Apply, params: Params, inputs: Inputs, *, perms: Perms | None = None, draws: int = 2
+    ) -> None:
+        """Check that random permutations leave the function unchanged.
+
+        A float output may change by √eps of its largest entry, where eps is that of the coarsest float dtype inside.
+        Some entry must be finite and not zero.
+
+        Args:
+            apply: The function, called as `apply(params, inputs)`.
+            params: Parameters of a network.
+            inputs: Example inputs.
+            perms: Further permutations to check.
+            draws: Number of random permutations.
+
+        Raises:
+            UserError: The spec does not fit the parameters, or a permutation changes the output.
+
+        Examples:
+            >>> spec.check(apply, b, x)
+        """
+        from mcomb.symmetry.check import check_spec
+
+        check_spec(self, apply, params, inputs, perms=perms, draws=draws)
 
     def identity(self) -> Perms:
         """The permutations that change nothing."""
@@ -234,12 +281,15 @@ class PermutationSpec:
         }
 
     def __str__(self) -> str:
-        """A table: each permutation, its size and what it acts on; then what is frozen and by what."""
+        """Return a table of each permutation, its size, arrangements and axes; then one of what is frozen and why."""
         rows = []
         for name in self.sizes:
             acts_on = [f"{leaf}[{axis}{self._sketch(leaf, axis, name)}]" for leaf, axis in self.axes_of(name)]
             acts_on += [f"(one for each of {outer})" for outer in self.batched_over.get(name, ())]
-            rows.append((name, " × ".join(map(str, self.shape(name))), " ".join(acts_on)))
+            size, count = " × ".join(map(str, self.shape(name))), self.log10_arrangements(name)
+            rows.append((name, size, _power_of_ten(count), " ".join(acts_on)))
+        if len(rows) > 1:
+            rows.append(("in all", "", _power_of_ten(self.log10_arrangements()), ""))
         reasons: dict[str, dict[str, list[str]]] = {}
         for frozen in self.frozen:
             reasons.setdefault(frozen.reason, {}).setdefault(frozen.leaf, []).append(str(frozen.axis))
@@ -247,7 +297,8 @@ class PermutationSpec:
             (reason, " ".join(f"{leaf}[{','.join(axes)}]" for leaf, axes in leaves.items()))
             for reason, leaves in reasons.items()
         ]
-        tables = [_table(("permutation", "size", "acts on"), rows), _table(("frozen by", "axes"), frozen_rows)]
+        head = ("permutation", "size", "arrangements", "acts on")
+        tables = [_table(head, rows), _table(("frozen by", "axes"), frozen_rows)]
         return "\n\n".join(tables if reasons else tables[:1])
 
     def _sketch(self, leaf: str, axis: int, name: str) -> str:
@@ -273,7 +324,9 @@ class PermutationSpec:
         moving = [axis for axis, layout in enumerate(layouts) if any(n in self.sizes for n in axis_names(layout))]
         if not moving:
             return leaf
-        xp: Any = np if all(isinstance(value, np.ndarray) for value in (leaf, *perms.values())) else jnp
+        xp: Any = jnp
+        if isinstance(leaf, np.ndarray) and not any(isinstance(perm, jax.core.Tracer) for perm in perms.values()):
+            xp, perms = np, {name: np.asarray(perm) for name, perm in perms.items()}
         leaf = xp.asarray(leaf)
         positions = np.ogrid[tuple(slice(size) for size in leaf.shape)]
         coordinates = _overlay(map(self._coordinates, layouts, positions))
@@ -388,12 +441,24 @@ def _overlay(each: Iterable[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
     return result
 
 
+def require_spec(spec: Any) -> None:
+    """Raise an error unless it is a permutation spec."""
+    if not isinstance(spec, PermutationSpec):
+        remedy = "derive it with mcomb.derive_spec(apply, params, inputs)"
+        raise UserError(f"the permutation spec is an object of type {type(spec).__name__}: {remedy}")
+
+
 def axis_names(layout: Layout) -> list[str]:
     """The names in a layout, in order."""
     if isinstance(layout, str):
         return [layout]
     inner = layout.factors if isinstance(layout, Blocks) else layout.parts if isinstance(layout, Segments) else ()
     return [name for part in inner for name in axis_names(part)]
+
+
+def _power_of_ten(exponent: float) -> str:
+    """Return a whole number from its logarithm: in full up to a million, and else the next power of ten."""
+    return f"{round(10**exponent):,}" if exponent < 6 else f"10^{round(exponent)}"
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
@@ -405,5 +470,5 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
         start = "".join(f"{cell:{width}}  " for cell, width in zip(first, widths, strict=True))
         wrapped = textwrap.fill(last, max(115, indent + 40), initial_indent=start, subsequent_indent=" " * indent,
                                 break_long_words=False, break_on_hyphens=False)  # fmt: skip
-        lines.append(wrapped.rstrip())
+        lines.append((wrapped or start).rstrip())
     return "\n".join(lines)

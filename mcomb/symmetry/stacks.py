@@ -14,7 +14,7 @@ other axes of entries are united with those of the whole.
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
-from mcomb.symmetry.axes import Axis, atoms, find, flat_parts, freeze, split_product, split_segments, unite
+from mcomb.symmetry.axes import Axis, atoms, find, flat_parts, freeze, merge_cells, split_product, split_segments, unite
 from mcomb.symmetry.interpreter import ArrayAxes, Interpreter, Stack
 
 REASON = "entries that are read one by one"
@@ -30,6 +30,8 @@ class Family:
 
     def parts(self) -> "list[Family]":
         """A family for each factor or segment of the axis, if it is taken apart in some entry."""
+        for axis in (self.whole, *self.entries.values()):
+            merge_cells(axis, REASON)
         composite = next((entry for entry in map(find, self.entries.values()) if entry.parts), None)
         if composite is None:
             return [self]

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from mcomb.lab import cli
-from mcomb.lab.experiment import run
-from mcomb.lab.pairs import pool
-from mcomb.lab.results import SPLITS
-from mcomb.lab.store import Store
+from mcomb.lab.cache.store import Store
+from mcomb.lab.runs.experiment import run
+from mcomb.lab.runs.pairs import pool
+from mcomb.lab.runs.results import SPLITS
 
 # As many images of both splits: one compilation serves both.
 SMALL = ["--setup", "mlp-digits", "--width", "2", "--epochs", "40", "--train-images", "397"]

@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 
 from experiments import decay, linear
-from mcomb.base import UserError
+from mcomb.errors import UserError
 from mcomb.lab import cli
-from mcomb.lab.experiment import run
+from mcomb.lab.runs.experiment import run
 
 FLAGS = ("--setup", "mlp-digits", "--width", "2", "--train-images", "397", "--points", "3")
 RECIPES = ("--decays", "0.002", "--lengths", "6", "3")

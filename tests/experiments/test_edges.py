@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from experiments import edges
-from mcomb.lab.store import Store
+from mcomb.lab.cache.store import Store
 
 
 def test_edges_count_every_weight_once(results, config_of, draws_pairs):

@@ -5,10 +5,10 @@ import pytest
 from numerics import assert_close, assert_equal
 
 from experiments import landscape
-from mcomb.base import UserError
 from mcomb.combination import blend, combine
+from mcomb.errors import UserError
 from mcomb.lab import cli
-from mcomb.lab.results import METRICS, SPLITS
+from mcomb.lab.runs.results import METRICS, SPLITS
 
 FLAGS = ("--grid", "2", "--scatter", "3")
 
@@ -20,7 +20,7 @@ def trees():
     shapes = {"w": (40, 50), "v": (50, 20)}
     a, b = ({name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()} for _ in range(2))
     shares = {name: rng.uniform(0.1, 0.9, shape).astype(np.float32) for name, shape in shapes.items()}
-    return a, b, shares, combine(a, b, {name: 1 - share for name, share in shares.items()})
+    return a, b, shares, combine(a, b, 1 - ({name: 1 - share for name, share in shares.items()}))
 
 
 def at(place, a, b, learned):
@@ -34,7 +34,7 @@ def test_the_networks_the_midpoint_and_the_learned_shares_are_on_the_slice(trees
     assert_close(at((0.5, 0), a, b, learned), combine(a, b, 0.5), roundings=4)
     assert_close(at((0.5, 1), a, b, learned), learned, roundings=4)
     v = {name: 1 - (0.3 + 1.5 * (share - 0.5)) for name, share in shares.items()}
-    assert_close(at((0.3, 1.5), a, b, learned), combine(a, b, v), roundings=8)
+    assert_close(at((0.3, 1.5), a, b, learned), combine(a, b, 1 - (v)), roundings=8)
 
 
 @pytest.mark.parametrize("steps", [2, 3, 6])

@@ -1,14 +1,16 @@
 """`python -m experiments`: all experiments and how far each has come; and what they print if asked."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import experiments
 from experiments import __main__ as everything
-from experiments import schematic
-from mcomb.lab.experiment import main
+from experiments import functional, schematic
+from mcomb.lab.runs.experiment import idle_flags, main
 
 FLAGS = ["--setup", "mlp-digits", "--width", "2"]
 
@@ -23,6 +25,18 @@ def listed(tmp_path, capsys):
         return {entry["name"]: entry for entry in found["experiments"]} | {it["name"]: it for it in found["programs"]}
 
     return of
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [("unifrom", "did you mean python -m experiments.uniform?"), ("xyzzyx", "python -m experiments lists them")],
+)
+def test_unknown_experiments_are_named_with_the_nearest(name, remedy):
+    root = Path(experiments.__path__[0]).parent
+    command = [sys.executable, "-m", f"experiments.{name}", "--setup", "mlp-digits"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: there is no experiment {name}: {remedy}\n"
 
 
 def test_every_experiment_and_program_is_listed_with_a_line(listed, tmp_path):
@@ -65,6 +79,13 @@ def test_flags_that_an_experiment_does_not_take_are_said_to_be_so(listed):
     assert "--lengths" in found["said"]
 
 
+def test_the_list_fits_100_columns(tmp_path, capsys):
+    everything.main([*FLAGS, "--epochs", "3", "--out", str(tmp_path)])
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("not with these flags: --epochs 3" in line for line in lines) == 1
+    assert max(len(line) for line in lines if str(tmp_path) not in line) <= 100
+
+
 def test_a_list_of_experiments_none_of_which_takes_the_flags_is_printed(tmp_path, capsys):
     (tmp_path / "text").write_text("no network")
     everything.main([*FLAGS, *(f"--checkpoint-{x}={tmp_path / 'text'}" for x in "abc"), "--out", str(tmp_path)])
@@ -75,6 +96,17 @@ def test_flags_that_change_nothing_in_an_experiment_are_left_out_of_its_command(
     found = {name: listed("--seed-c", "9", "--test-images", "500")[name]["command"] for name in ("uniform", "triangle")}
     assert ["--seed-c 9" in found[name] for name in ("uniform", "triangle")] == [False, True]
     assert not any("--test-images" in line for line in found.values())
+
+
+def test_temperatures_are_for_experiments_with_curves_alone(listed):
+    found = {name: entry["command"] for name, entry in listed("--temperatures").items() if entry.get("command")}
+    flagged = {name for name, line in found.items() if "--temperatures" in line.split()}
+    assert flagged == {
+        *("uniform", "subcube", "hyperplane", "bernoulli", "stitching", "linear", "centered", "minmax"),
+        *("transitivity", "matchers"),
+    }
+    config = functional.EXPERIMENT.config(setup="mlp-digits", temperatures=True)
+    assert "functional has none of its own" in idle_flags(functional.EXPERIMENT, config)["temperatures"]
 
 
 @pytest.mark.parametrize(
@@ -89,6 +121,44 @@ def test_results_that_a_run_would_not_use_are_not_listed_as_done(listed, tmp_pat
     path = tmp_path / "mlp-digits" / "width-2" / "schematic" / "results.json"
     path.write_text(damage(path.read_text()))
     assert listed()["schematic"]["kind"] == kind
+
+
+@pytest.mark.parametrize(
+    ("made", "asked", "said"),
+    [
+        (["--seed", "3"], [], ["--seed 3"]),
+        ([], ["--seed", "3"], ["--seed 0"]),
+        (["--epochs", "4", "--batch-size", "50"], ["--batch-size", "50"], ["--epochs 4"]),
+        (["--pretrained"], [], ["--pretrained"]),
+        ([], ["--pretrained"], ["no --pretrained"]),
+        (["--seed", "3"], ["--seed", "3"], []),
+        (["--width", "3"], [], []),
+    ],
+)
+def test_runs_with_other_flags_are_named(listed, tmp_path, capsys, made, asked, said):
+    main(schematic.EXPERIMENT, "", [*FLAGS, *made, "--out", str(tmp_path), "--quiet"])
+    found = listed(*asked)
+    assert found["schematic"]["others"] == said
+    assert found["uniform"]["others"] == []
+    everything.main([*FLAGS, *asked, "--out", str(tmp_path)])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("  schematic: ")] == [f"  schematic: {flags}" for flags in said]
+    (line,) = (line for line in lines if line.startswith("schematic "))
+    assert line.endswith("  not run with these flags") is bool(said)
+    assert max(map(len, lines[1 : lines.index("") + 2 + len(everything.EXPERIMENTS)])) <= 100
+
+
+def test_the_nearest_of_several_other_runs_is_first(listed, tmp_path):
+    for flags in (["--seed", "3", "--epochs", "4"], ["--seed", "2"]):
+        main(schematic.EXPERIMENT, "", [*FLAGS, *flags, "--out", str(tmp_path), "--quiet"])
+    assert listed()["schematic"]["others"] == ["--seed 2", "--epochs 4 --seed 3"]
+
+
+def test_damaged_results_of_other_flags_are_no_run(listed, tmp_path):
+    main(schematic.EXPERIMENT, "", [*FLAGS, "--seed", "3", "--out", str(tmp_path), "--quiet"])
+    (path,) = tmp_path.rglob("results.json")
+    path.write_text(path.read_text().replace("MLP", "mlp"))
+    assert listed()["schematic"]["others"] == []
 
 
 def test_other_places_with_results_are_named(tmp_path, capsys):

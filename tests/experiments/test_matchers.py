@@ -1,8 +1,8 @@
 import pytest
 
 from experiments import linear, matchers, uniform
-from mcomb.lab import store as stores
-from mcomb.lab.store import Store
+from mcomb.lab.cache import store as stores
+from mcomb.lab.cache.store import Store
 
 FLAGS = ("--points", "3", "--samples", "2")
 NAMES = ["naive", "weights", "weights best of 2", "activations", "ste"]

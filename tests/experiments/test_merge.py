@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from experiments import merge
-from mcomb.base import UserError
+from mcomb.errors import UserError
 from mcomb.lab import cli
-from mcomb.lab.experiment import over_pairs, reach_verdict, run
-from mcomb.lab.pairs import pool
-from mcomb.lab.results import Rows
-from mcomb.lab.store import Store
+from mcomb.lab.cache.store import Store
+from mcomb.lab.runs.experiment import over_pairs, reach_verdict, run
+from mcomb.lab.runs.pairs import pool
+from mcomb.lab.runs.results import Rows
 
 SMALL = ("--pairs", "1", "--steps", "20", "--candidates", "4", "--test-images", "200")
 

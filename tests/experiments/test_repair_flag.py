@@ -12,9 +12,9 @@ from experiments import robustness
 from experiments.report_page import settings
 from mcomb import PermutationSpec
 from mcomb.lab import cli
-from mcomb.lab.config import command
-from mcomb.lab.experiment import run
-from mcomb.lab.store import Store
+from mcomb.lab.cache.store import Store
+from mcomb.lab.runs.experiment import run
+from mcomb.lab.runs.flags import command
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,12 @@
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
 from experiments import report, schematic
 from mcomb.lab import cli
+from mcomb.lab.runs.state import OtherRun
 
 FLAGS = ["--setup", "mlp-digits", "--width", "2"]
 
@@ -36,6 +38,29 @@ def test_the_report_gathers_what_has_been_run(page, tmp_path):
     assert text.count("data:image/png;base64,") == 2  # and its thumbnail
     commands = re.findall(r"python -m experiments\.(\w+) ", re.sub("<[^>]+>", "", text))
     assert {*commands} == {job.experiment.name for job in report.plan(cli.parse(report.ReportConfig, "", []))}
+
+
+def test_the_report_takes_runs_with_other_flags_and_says_so(page, tmp_path, capsys):
+    config = cli.parse(schematic.EXPERIMENT.config, "", [*FLAGS, "--seed", "3", "--out", str(tmp_path)])
+    report.run(schematic.EXPERIMENT, config)
+    said, text = page()
+    assert "1 experiments in the report; 18 not run yet" in said
+    assert "schematic is of a run with other flags: --seed 3" in said.splitlines()
+    assert "This run has other flags than the page: --seed 3." in text
+    assert "1 was run with other flags than the page" in text
+    report.run(schematic.EXPERIMENT, replace(config, seed=0))
+    said, text = page()
+    assert "other flags" not in said + text
+
+
+def test_a_line_beyond_the_networks_stands_for_no_line_between_them(monkeypatch):
+    config = cli.parse(report.ReportConfig, "", FLAGS)
+    between, beyond = (job for job in report.plan(config) if job.experiment.name == "linear")
+    kept = replace(beyond.config, points=5)
+    monkeypatch.setattr(report, "find_other_runs", lambda *args: [OtherRun(kept, "--points 5")])
+    monkeypatch.setattr(report, "read_results", lambda experiment, own: {"of": own} if own == kept else None)
+    assert report.read_nearest(beyond) == (kept, "--points 5", {"of": kept})
+    assert report.read_nearest(between) == (between.config, "", None)
 
 
 def test_the_report_runs_what_is_missing_if_asked(page, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 from entries import entry, png
 
 from experiments.report_page import STYLE, Missing, duration, number, render
-from mcomb.base import UserError
+from mcomb.errors import UserError
 
 VOID = {"img", "meta"}
 HOSTILE = """<b>"x" & 'y'</b>"""
@@ -152,6 +152,19 @@ def test_the_header_counts_the_verdicts():
     assert "Of 3 experiments, 1 agrees with the paper, 1 does not, 1 has no verdict. 2 are still to run." in text
     assert "mlp-digits at width 32" in text
     assert "No experiment has been run yet." in Page(render("Nothing", [], [])).text("header")
+
+
+def test_networks_that_the_paper_has_not_show_an_effect_or_do_not():
+    entries = [entry(is_papers=False), entry(experiment="bernoulli", is_papers=False, agrees=False)]
+    text = render("Others", entries, [])
+    assert "Of 2 experiments, 1 shows the paper’s effect, 1 does not, 0 have no verdict." in Page(text).text("header")
+    assert [row[:2] for row in rows(text) if row[0] in {"uniform", "bernoulli"}][:2] == [
+        ["uniform", "✓shows"],
+        ["bernoulli", "✗does not show"],
+    ]
+    assert 'class="verdict differs"' not in text
+    both = Page(render("Both", [*entries, entry()], [])).text("header")
+    assert "1 agrees with the paper, 0 do not, 1 shows the paper’s effect, 1 does not, 0 have no verdict." in both
 
 
 def test_verdicts_are_words_and_marks():

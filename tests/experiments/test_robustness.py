@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from experiments import robustness
-from mcomb.base import UserError
+from mcomb.errors import UserError
 from mcomb.lab import cli
-from mcomb.lab.pairs import pool
-from mcomb.lab.results import METRICS, SPLITS
-from mcomb.lab.store import Store
+from mcomb.lab.cache.store import Store
+from mcomb.lab.runs.pairs import pool
+from mcomb.lab.runs.results import METRICS, SPLITS
 
 
 @pytest.mark.slow

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from experiments import bernoulli, centered, hyperplane, linear, minmax, stitching, subcube, uniform
-from mcomb.base import UserError
-from mcomb.lab.results import METRICS
+from mcomb.errors import UserError
+from mcomb.lab.runs.results import METRICS
 
 FEW = ("--points", "3", "--samples", "2")
 
@@ -31,7 +31,7 @@ def test_pairs_are_the_runs_of_their_seeds_and_are_judged_together(results):
     both = results(linear, *FEW[:2], "--pairs", "2", "--seed", "1")
     each = [results(linear, *FEW[:2], "--seed", str(seed)) for seed in (1, 2)]
     assert both["title"] == "MLP on digits, width 2, 2 pairs: the line through A and B"
-    for name in ("models", "curves", "barriers", "recalibrated"):
+    for name in ("models", "curves", "barriers"):
         assert [pair[name] for pair in both["pairs"]] == [one[name] for one in each]
     for variant in ("naive", "aligned"):
         losses = [one["barriers"][variant]["test"]["loss"] for one in each]
@@ -39,7 +39,7 @@ def test_pairs_are_the_runs_of_their_seeds_and_are_judged_together(results):
         assert folded == pytest.approx([min(losses), np.mean(losses), max(losses)])
     agreeing = [one["agrees"] for one in each]
     assert both["agrees"] is (None if None in agreeing else all(agreeing))
-    assert both["finding"].startswith(f"{agreeing.count(True)} of 2 agree with the paper.")
+    assert both["finding"].startswith(f"{agreeing.count(True)} of 2 show the paper's effect.")
 
 
 @pytest.mark.parametrize("flags", [("--pretrained",), ("--checkpoint-b", "somewhere"), ("--seed-a", "0")])

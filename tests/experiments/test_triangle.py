@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from experiments import triangle
-from mcomb.lab.results import METRICS
+from mcomb.lab.runs.results import METRICS
 
 
 def test_the_triangle_has_the_networks_at_its_corners(results, is_score, draws_pairs):

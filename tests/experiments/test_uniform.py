@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from experiments import uniform
-from mcomb.lab import experiment, measure, store
-from mcomb.lab.data import DATA_VARIABLE
+from mcomb.lab.cache import store
+from mcomb.lab.data.datasets import DATA_VARIABLE
+from mcomb.lab.runs import experiment, measure
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--setup", "mlp-digits", "--width", "2", "--points", "3", "--samples", "2", "--train-images", "50"]

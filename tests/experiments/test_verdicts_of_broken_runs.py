@@ -29,11 +29,11 @@ from experiments import (
     uniform,
     width,
 )
-from mcomb.fingerprints import fingerprint
+from mcomb.io.fingerprints import fingerprint
 from mcomb.lab import cli
-from mcomb.lab.experiment import add_verdict, run
-from mcomb.lab.store import Store
-from mcomb.lab.verdicts import why_no_verdict
+from mcomb.lab.cache.store import Store
+from mcomb.lab.runs.experiment import add_verdict, run
+from mcomb.lab.runs.verdicts import why_no_verdict
 from mcomb.matching import MATCHERS
 
 SPLITS, METRICS = ("train", "test"), ("loss", "accuracy")

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from experiments import linear, width
-from mcomb.base import UserError
+from mcomb.errors import UserError
 
 FEW = ("--points", "3", "--samples", "2")
 

@@ -26,6 +26,7 @@ def entry(name=None, place="MLP on digits, width 32", picture=None, **changes):
         "finding": "every mixture worked",
         "agrees": True,
         "is_open": False,
+        "is_papers": True,
         "alt": "loss and accuracy over s",
         "barriers": {
             "naive": {"train": {"loss": 1.41, "accuracy": 0.42}, "test": {"loss": 1.4567, "accuracy": 0.4471}},

@@ -1,8 +1,8 @@
 """The permutation specs of the three models, written by hand, that the derived ones are compared with."""
 
-from mcomb.base import Params
 from mcomb.lab.models import Tiny10
 from mcomb.symmetry.spec import Axes, PermutationSpec
+from mcomb.trees import Params
 
 
 def _dense(name: str, p_in: str | None, p_out: str | None) -> Axes:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mcomb import PermutationSpec, permutation_spec
+from mcomb import PermutationSpec, derive_spec
 
 Shape = jax.ShapeDtypeStruct
 IMAGES = Shape((2, 8, 8, 3), jnp.float32)
@@ -290,4 +290,4 @@ def random_arrays(shapes: Any, seed: int = 0) -> Any:
 
 def spec_of(model: nn.Module, params: Any, images: Any) -> PermutationSpec:
     """The derived spec of a Linen model's parameters."""
-    return permutation_spec(lambda params, images: model.apply({"params": params}, images), params, images)
+    return derive_spec(lambda params, images: model.apply({"params": params}, images), params, images)

@@ -16,10 +16,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mcomb.base import Diverged, UserError
-from mcomb.checkpoint import reading
+from mcomb.errors import Diverged, UserError
+from mcomb.io.checkpoints import reading
 from mcomb.lab import cli
 from mcomb.lab.cli import Flag
+from mcomb.runtime import interrupts
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ def stopping(error):
     [
         (UserError("no such file: give another"), 2, "error: no such file: give another\n"),
         (Diverged("the loss is not a number"), 1, "error: the loss is not a number\n"),
-        (KeyboardInterrupt(), 130, "error: interrupted: the same command goes on from here\n"),
+        (KeyboardInterrupt(), 130, "Interrupted; run the same command to resume.\n"),
     ],
 )
 def test_what_a_person_can_mend_is_one_line_and_an_exit_code(error, code, said, capsys):
@@ -170,12 +171,18 @@ def test_what_the_machine_lacks_is_one_line(error, said, capsys):
     assert line.endswith("and the same command goes on from here")
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """Interrupts of the tests' own process never end it at once, however busy the machine is."""
+    monkeypatch.setattr(interrupts, "PATIENCE", 600.0)
+
+
 def test_a_machine_that_is_taken_away_ends_a_program_like_an_interrupt(capsys):
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as stopped:
         cli.run(lambda: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(30)))
     assert stopped.value.code == 128 + signal.SIGTERM
-    assert capsys.readouterr().err == "error: interrupted: the same command goes on from here\n"
+    assert capsys.readouterr().err == "Interrupted; run the same command to resume.\n"
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -214,7 +221,7 @@ def test_an_interrupt_that_others_turn_into_an_error_of_theirs_is_still_one(numb
     with pytest.raises(SystemExit) as stopped:
         cli.run(read)
     assert stopped.value.code == 128 + number
-    assert capsys.readouterr().err == 2 * "error: interrupted: the same command goes on from here\n"
+    assert capsys.readouterr().err == 2 * "Interrupted; run the same command to resume.\n"
     with pytest.raises(UserError, match="cannot be read"):  # an interrupt of before is forgotten
         reading(tmp_path, lambda: 1 / 0)
 
@@ -267,7 +274,7 @@ def test_an_interrupt_that_python_drops_comes_again(number, too_soon, capsys, mo
     finally:
         gc.callbacks.remove(callback)
     assert stopped.value.code == 128 + number
-    assert capsys.readouterr().err == "error: interrupted: the same command goes on from here\n"
+    assert capsys.readouterr().err == "Interrupted; run the same command to resume.\n"
 
 
 def test_a_bug_keeps_its_traceback():

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from mcomb.lab import figures
 from mcomb.lab.figures import STYLE, save, sweep, wrap
 
 
@@ -25,7 +26,6 @@ def results(samples=2):
         "models": {"A": level, "B": level, "C": level},
         "parameter": {"values": [0.0, 0.25, 0.5], "label": "s: " + "long " * 30},
         "curves": curves,
-        "recalibrated": {"curves": curves},
     }
 
 
@@ -42,6 +42,18 @@ def test_a_sweep_is_a_png_and_a_pdf_of_the_same_bytes_every_time(tmp_path):
         assert first.startswith(magic)
     width, height = struct.unpack(">II", (folders[0] / "uniform.png").read_bytes()[16:24])
     assert (width, height) == (5.6 * 250, 4.5 * 250)
+
+
+@pytest.mark.parametrize("flagged", [False, True])
+def test_sweep_draws_best_temperatures_only_if_measured(flagged, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(figures, "save", lambda figure, folder, name: drawn.append(figure))
+    found = results()
+    sweep(found | ({"at_best_temperature": {"curves": found["curves"]}} if flagged else {}), tmp_path)
+    labels = {panel.get_title(): panel.get_legend_handles_labels()[1] for panel in drawn[0].axes[:2]}
+    tempered = [f"{variant}, best temperature" for variant in found["curves"]]
+    assert [label for label in labels["test"] if "temperature" in label] == (tempered if flagged else [])
+    assert not any("temperature" in label for label in labels["train"])
 
 
 def test_drawing_changes_no_setting_of_the_caller(tmp_path):

@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mcomb import check_spec
-from mcomb.base import all_equations, named_leaves
 from mcomb.lab.models import MLP, ResNet20, Tiny10, classifier
+from mcomb.symmetry.jaxprs import all_equations
+from mcomb.trees import named_leaves
 
 
 def shapes(model, image):
@@ -92,7 +92,7 @@ def test_in_bfloat16_networks_have_float32_parameters_and_logits_and_the_same_sy
     assert {var.aval.dtype.name for eqn in roots for var in eqn.invars} <= {"float32"}
     spec = setup.spec(1, "bfloat16")
     assert spec == setup.spec(1)
-    check_spec(apply, params, spec, pixels)
+    spec.check(apply, params, pixels)
 
 
 def test_layers_are_in_the_order_of_the_forward_pass(network):

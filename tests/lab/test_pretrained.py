@@ -5,10 +5,10 @@ import re
 import pytest
 
 from mcomb import read_checkpoint, score
-from mcomb.fingerprints import fingerprint
-from mcomb.lab.config import Config
+from mcomb.io.fingerprints import fingerprint
+from mcomb.lab.cache.store import PRETRAINED, Store
+from mcomb.lab.runs.flags import Config
 from mcomb.lab.setups import SETUPS
-from mcomb.lab.store import PRETRAINED, Store
 
 FILES = sorted(PRETRAINED.rglob("*.safetensors"))
 FOLDERS = sorted({file.parent for file in FILES})

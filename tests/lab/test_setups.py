@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 from numerics import assert_close
 
-from mcomb import check_spec, match_weights, score
-from mcomb.base import stream
-from mcomb.lab.data import CIFAR10, DIGITS, Dataset, Split, Splits
+from mcomb import score
+from mcomb.keys import stream
+from mcomb.lab.data.datasets import CIFAR10, DIGITS, Dataset, Split, Splits
 from mcomb.lab.models import MLP, ResNet20, Tiny10
 from mcomb.lab.setups import SETUPS
-from mcomb.lab.training import initial_state, train
+from mcomb.lab.training.train import initial_state, train
+from mcomb.matching.weights import match_weights
 
 EACH = [pytest.param(name, marks=pytest.mark.slow if "resnet" in name else ()) for name in SETUPS]
 
@@ -90,7 +91,7 @@ def test_a_dataset_of_seven_classes_is_trained_matched_and_scored(digits):
     assert a["logits"]["bias"].shape == (7,)
     perms = match_weights(spec, a, b).perms
     assert any((perm != np.arange(len(perm))).any() for perm in perms.values())
-    check_spec(apply, b, spec, data.test.images[:50], perms=perms)
+    spec.check(apply, b, data.test.images[:50], perms=perms)
 
 
 @pytest.mark.parametrize("name", EACH)

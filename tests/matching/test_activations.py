@@ -12,10 +12,11 @@ from jax.sharding import PartitionSpec as P
 from numerics import assert_close, assert_equal, inner_product, inner_product_scale
 from zoo import CASES, FEATURES, Shape, random_arrays, spec_of
 
-from mcomb import PermutationSpec, match_activations, match_weights, permutation_spec
-from mcomb.base import UserError
+from mcomb import PermutationSpec, derive_spec
+from mcomb.errors import UserError
 from mcomb.lab.models import MLP
-from mcomb.matching.activations import _compare, correlations, variances
+from mcomb.matching.activations import _compare, correlations, match_activations, variances
+from mcomb.matching.weights import match_weights
 
 
 def add_noise(params, amount, seed=5):
@@ -56,7 +57,7 @@ OTHERS = ("scanned transformer", "decoder with tied embeddings", "mixer")
 def test_a_planted_permutation_of_all_kinds_of_units_is_recovered(name):
     with jax.numpy_rank_promotion("allow"):
         case = CASES[name]()
-        spec = permutation_spec(case.fn, case.params, case.input)
+        spec = derive_spec(case.fn, case.params, case.input)
         inputs = random_arrays(Shape((40, *case.input.shape[1:]), case.input.dtype))
         check_recovered(spec, random_arrays(case.params), case.fn, inputs, batch_size=16)
 
@@ -87,7 +88,7 @@ def test_units_that_are_seen_nowhere_are_matched_by_weights_and_named():
     shapes = {"u": (8, 5), "v": (5, 4), "w": (4, 6), "out": (6, 2)}
     params = random_arrays({name: Shape(shape, jnp.float32) for name, shape in shapes.items()})
     x = random_arrays(FEATURES)
-    spec = permutation_spec(fn, params, x)
+    spec = derive_spec(fn, params, x)
     permuted, expected = planted(spec, params)
     with pytest.warns(UserWarning, match="units of u, w are only inside branches"):
         matching = match_activations(spec, params, permuted, fn, x)
@@ -105,7 +106,7 @@ def test_weights_decide_between_units_that_activations_do_not_tell_apart():
     shapes = {"in": (3, 2), "multiples": (1, 5), "up": (5, 6), "constants": (6,), "out": (5, 2), "down": (6, 2)}
     params = random_arrays({name: Shape(shape, jnp.float32) for name, shape in shapes.items()})
     x = np.random.default_rng(0).standard_normal((40, 3), np.float32)
-    spec = permutation_spec(fn, params, x)
+    spec = derive_spec(fn, params, x)
     assert sorted(spec.sizes.values()) == [5, 6]
     permuted, expected = planted(spec, params)
     with pytest.warns(UserWarning, match="units of up never vary"):
@@ -123,7 +124,7 @@ def test_positions_are_no_activations():
 
     params = random_arrays({"a": Shape((4, 7, 5), jnp.float32), "w": Shape((5, 3), jnp.float32)})
     x = np.random.default_rng(0).standard_normal((64, 4), np.float32)
-    spec = permutation_spec(fn, params, x)
+    spec = derive_spec(fn, params, x)
     permuted, expected = planted(spec, params)
     assert_equal(match_activations(spec, params, permuted, fn, x).perms, expected)
 
@@ -135,7 +136,7 @@ def test_units_inside_a_while_loop_are_matched_by_weights_and_named():
 
     params = random_arrays({"up": Shape((8, 6), jnp.float32), "down": Shape((6, 8), jnp.float32)})
     x = random_arrays(FEATURES)
-    spec = permutation_spec(fn, params, x)
+    spec = derive_spec(fn, params, x)
     permuted, expected = planted(spec, params)
     with pytest.warns(UserWarning, match="units of up are only inside branches, while loops"):
         assert_equal(match_activations(spec, params, permuted, fn, x).perms, expected)
@@ -160,7 +161,7 @@ def test_units_of_rows_that_are_sorted_by_expert_are_matched_by_weights_and_name
         return jnp.tanh(hidden).reshape(len(x), -1, 6).mean(1) @ params["last"]
 
     inputs = np.float32(rng.normal(size=(40, 5, 4)))
-    spec = permutation_spec(apply, params, inputs)
+    spec = derive_spec(apply, params, inputs)
     assert sorted(spec.sizes.values()) == [3, 6, 6]
     permuted, expected = planted(spec, params)
     with pytest.warns(UserWarning, match="units of in are only .* rows that are sorted by group"):
@@ -177,7 +178,7 @@ def test_units_that_do_not_vary_over_single_examples_are_matched_by_weights_and_
         return jnp.tanh((hidden - hidden.mean(0, keepdims=True)) @ params["two"]) @ params["three"]
 
     params, x = random_arrays(DEEP), np.random.default_rng(0).standard_normal((40, 3), np.float32)
-    spec = permutation_spec(fn, params, x)
+    spec = derive_spec(fn, params, x)
     permuted, _ = planted(spec, params)
     for inputs in (x, x[:1]):
         with pytest.warns(UserWarning, match="units of one, two never vary"):
@@ -205,7 +206,7 @@ def test_layers_of_a_stack_are_matched_each_in_its_own_order():
 
     shapes = {"in": (8, 5), "up": (3, 5, 6), "down": (3, 6, 5)}
     params = random_arrays({name: Shape(shape, jnp.float32) for name, shape in shapes.items()})
-    spec = permutation_spec(fn, params, random_arrays(FEATURES))
+    spec = derive_spec(fn, params, random_arrays(FEATURES))
     permuted, expected = planted(spec, params)
     with pytest.warns(UserWarning, match="units of up are only"):
         matching = match_activations(spec, params, permuted, fn, random_arrays(FEATURES))
@@ -228,7 +229,7 @@ DEEP = {"one": Shape((3, 6), jnp.float32), "two": Shape((6, 7), jnp.float32), "t
 @pytest.mark.parametrize("fn", [deep, lambda params, x: jax.jvp(lambda x: deep(params, x), (x,), (x,))[1]])
 def test_functions_with_derivatives_inside_are_matched(fn):
     params, x = random_arrays(DEEP), np.random.default_rng(0).standard_normal((40, 3), np.float32)
-    spec = permutation_spec(fn, params, x)
+    spec = derive_spec(fn, params, x)
     permuted, expected = planted(spec, params)
     assert_equal(match_activations(spec, params, permuted, fn, x).perms, expected)
 
@@ -239,7 +240,7 @@ def test_networks_in_two_dtypes_are_matched():
         return jnp.tanh(hidden.astype(params["two"].dtype) @ params["two"]) @ params["three"]
 
     params, x = random_arrays(DEEP), np.random.default_rng(0).standard_normal((40, 3), np.float32)
-    spec = permutation_spec(fn, params, x)
+    spec = derive_spec(fn, params, x)
     permuted, expected = planted(spec, params)
     halves = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), permuted)
     assert_equal(match_activations(spec, params, halves, fn, x).perms, expected)
@@ -275,7 +276,7 @@ def test_a_network_whose_dtype_changes_the_order_of_what_it_computes_is_refused(
     params = random_arrays({name: Shape(shape, jnp.float32) for name, shape in shapes.items()})
     x, halves = random_arrays(Shape((4, 3), jnp.float32)), params | {"one": params["one"].astype(jnp.bfloat16)}
     with pytest.raises(UserError, match="give both networks in one dtype"):
-        match_activations(permutation_spec(fn, params, x), params, halves, fn, x)
+        match_activations(derive_spec(fn, params, x), params, halves, fn, x)
 
 
 def test_inputs_may_be_a_tree():
@@ -284,7 +285,7 @@ def test_inputs_may_be_a_tree():
 
     rng = np.random.default_rng(0)
     x = {"image": rng.standard_normal((40, 3), np.float32), "more": [rng.standard_normal(40, np.float32)]}
-    spec = permutation_spec(fn, DEEP, x)
+    spec = derive_spec(fn, DEEP, x)
     params = random_arrays(DEEP)
     permuted, expected = planted(spec, params)
     assert match_activations(spec, params, permuted, fn, x).perms["one"].tolist() == expected["one"].tolist()
@@ -304,7 +305,7 @@ def between_shards(params, x, *names):
 
 def test_a_function_may_have_a_shard_map_inside():
     params, x = random_arrays(DEEP), np.random.default_rng(0).standard_normal((40, 3), np.float32)
-    spec = permutation_spec(between_shards, params, x)
+    spec = derive_spec(between_shards, params, x)
     permuted, expected = planted(spec, params)
     with pytest.warns(UserWarning, match="units of two are only inside branches, while loops or a shard_map"):
         assert_equal(match_activations(spec, params, permuted, between_shards, x).perms, expected)
@@ -321,7 +322,7 @@ def test_its_axis_may_have_any_name():
         return jnp.tanh(hidden[: len(x)] @ params["two"]) @ params["three"]
 
     params, x = random_arrays(DEEP), np.random.default_rng(0).standard_normal((40, 3), np.float32)
-    spec = permutation_spec(fn, params, x)
+    spec = derive_spec(fn, params, x)
     permuted, expected = planted(spec, params)
     assert_equal(match_activations(spec, params, permuted, fn, x).perms["two"], expected["two"])
 
@@ -334,7 +335,7 @@ def test_a_shard_map_that_needs_many_examples_is_refused():
     if count == 1:
         pytest.skip("there is one device only")
     params, x = random_arrays(DEEP), np.ones((4 * count, 3), np.float32)
-    spec = permutation_spec(fn, params, x)
+    spec = derive_spec(fn, params, x)
     with pytest.raises(UserError, match="cannot share one example out among devices"):
         match_activations(spec, params, params, fn, x)
 
@@ -420,7 +421,7 @@ def test_one_device_gives_what_all_do(request):
     a, b = random_arrays(case.params, 0), random_arrays(case.params, 1)
     inputs = random_arrays(Shape((7, *case.input.shape[1:]), case.input.dtype))
     with jax.numpy_rank_promotion("allow"):
-        spec = permutation_spec(case.fn, case.params, case.input)
+        spec = derive_spec(case.fn, case.params, case.input)
         expected = correlations(spec, a, b, case.fn, inputs, batch_size=2)
         request.getfixturevalue("one_device")
         one = correlations(spec, a, b, case.fn, inputs, batch_size=2)
@@ -442,7 +443,7 @@ def test_arguments_are_left_alone_and_equal_specs_are_compiled_for_once():
 
 def test_what_cannot_be_matched_is_refused():
     spec, a, b, inputs, _ = layers()
-    with pytest.raises(UserError, match="entries, but permutation"):
+    with pytest.raises(UserError, match=r"bias is \(5,\) in A and \(6,\) in B"):
         match_activations(spec, a, b | {"bias": np.zeros(6, np.float32)}, layer, inputs)
-    with pytest.raises(UserError, match="of bias that are not finite"):
+    with pytest.raises(UserError, match="of bias in network B are not finite"):
         match_activations(spec, a, b | {"bias": np.full(5, np.nan, np.float32)}, layer, inputs)

@@ -8,10 +8,11 @@ import pytest
 from numerics import EPS, assert_close, assert_equal, assert_never_falls, inner_product, inner_product_scale
 from zoo import CASES, random_arrays
 
-from mcomb import PermutationSpec, match_weights, permutation_spec
-from mcomb.base import UserError
+from mcomb import PermutationSpec, derive_spec
+from mcomb.errors import UserError
 from mcomb.matching import many
 from mcomb.matching.many import Alignment, align_many
+from mcomb.matching.weights import match_weights
 
 
 @cache
@@ -19,7 +20,7 @@ def spec_and_params(family):
     with jax.numpy_rank_promotion("allow"):
         case = CASES[family]()
         params = random_arrays(case.params)
-        return permutation_spec(case.fn, params, case.input), params
+        return derive_spec(case.fn, params, case.input), params
 
 
 def noisy_copies(family, count, amount):

@@ -11,8 +11,11 @@ from numerics import assert_close, assert_equal, inner_product, inner_product_sc
 from zoo import CASES, Shape, random_arrays
 
 import mcomb
-from mcomb import match_activations, match_straight_through, match_weights, matching, permutation_spec
-from mcomb.base import UserError
+from mcomb import derive_spec, matching
+from mcomb.errors import UserError
+from mcomb.matching.activations import match_activations
+from mcomb.matching.straight_through import match_straight_through
+from mcomb.matching.weights import match_weights
 
 # How much noise each matcher must bear, relative to the standard deviation of each leaf.
 NOISE = {"weights": 0.3, "activations": 0.01, "ste": 0.1}
@@ -78,7 +81,7 @@ def planted_problem(family):
 
         inputs = inputs[most_certain]
         labels = np.asarray(fn(params, inputs).argmax(1), np.int32)
-        spec = permutation_spec(fn, params, case.input)
+        spec = derive_spec(fn, params, case.input)
     return spec, fn, params, inputs, labels, spec.random(jax.random.key(7))
 
 
@@ -115,7 +118,7 @@ def pair():
     rng = np.random.default_rng(0)
     a, b = ({name: rng.standard_normal(n, np.float32) for name, n in (("in", (4, 6)), ("out", (6, 3)))} for _ in "ab")
     inputs, labels = rng.standard_normal((40, 4), np.float32), rng.integers(0, 3, 40).astype(np.int32)
-    return mcomb.permutation_spec(mlp, a, inputs), a, b, inputs, labels
+    return mcomb.derive_spec(mlp, a, inputs), a, b, inputs, labels
 
 
 def test_weights_need_no_data_and_are_the_default(pair):

@@ -14,12 +14,13 @@ from zoo import spec_of
 
 from benchmarks.programs import Program
 from benchmarks.recovery import grouped_queries, grouped_query_shapes
-from mcomb import Blocks, PermutationSpec, Segments, match_weights, permutation_spec
-from mcomb.base import UserError, named_leaves
+from mcomb import Blocks, PermutationSpec, Segments, derive_spec
+from mcomb.errors import UserError
 from mcomb.matching import weights
-from mcomb.matching.core import inner_product as matching_inner_product
-from mcomb.matching.core import weight_parts
-from mcomb.matching.weights import coordinate_descent, visit_orders
+from mcomb.matching.matching import inner_product as matching_inner_product
+from mcomb.matching.matching import weight_parts
+from mcomb.matching.weights import coordinate_descent, match_weights, visit_orders
+from mcomb.trees import named_leaves
 
 ROUNDINGS = 16  # of the largest possible inner product: what an objective may be off
 
@@ -115,7 +116,7 @@ def test_every_sweep_raises_the_inner_product(problem):
 def test_every_sweep_raises_the_inner_product_for_random_programs(seed):
     program = Program(seed, 8)
     a = program.params()
-    spec = permutation_spec(program, a, program.input)
+    spec = derive_spec(program, a, program.input)
     check_every_sweep(spec, a, add_noise(spec.apply(spec.random(jax.random.key(seed)), a), 1.0))
 
 
@@ -221,8 +222,10 @@ def test_a_permutation_on_both_axes_of_a_leaf_never_lowers_the_objective():
 def test_networks_that_do_not_fit_the_spec_are_refused(problem):
     spec, a = problem
     wide = jax.tree.map(lambda leaf: leaf.repeat(2, axis=-1), a)
-    with pytest.raises(UserError, match="entries, but permutation"):
+    with pytest.raises(UserError, match="the networks to match differ"):
         match_weights(spec, a, wide)
+    with pytest.raises(UserError, match=r"entries, but permutation .* derive the spec from these parameters"):
+        match_weights(spec, wide, wide)
 
 
 def test_weights_that_are_not_numbers_are_refused(problem):
@@ -240,7 +243,7 @@ def test_complex_weights_are_matched_as_pairs_of_reals():
         name: (rng.standard_normal(shape) + 1j * rng.standard_normal(shape)).astype(np.complex64)
         for name, shape in (("in", (3, 6)), ("out", (6, 2)))
     }
-    spec = permutation_spec(fn, a, np.ones((4, 3), np.float32))
+    spec = derive_spec(fn, a, np.ones((4, 3), np.float32))
     planted = spec.random(jax.random.key(1))
     matching = match_weights(spec, a, spec.apply(planted, a))
     assert_equal(matching.perms, spec.invert(planted))
@@ -252,7 +255,7 @@ def test_complex_weights_are_matched_as_pairs_of_reals():
 def test_the_second_restart_undoes_a_permutation_of_grouped_queries(seed):
     rng = np.random.default_rng(seed)
     a = jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape, np.float32), grouped_query_shapes())
-    spec = permutation_spec(grouped_queries, a, np.zeros((2, 5), np.int32))
+    spec = derive_spec(grouped_queries, a, np.zeros((2, 5), np.int32))
     assert {(4,), (4, 4), (4, 8), (8,), (24,)} == {spec.shape(name) for name in spec.sizes}
     planted = spec.random(jax.random.key(seed))
     b = add_noise(spec.apply(planted, a), 0.05)
@@ -264,7 +267,7 @@ def test_the_second_restart_undoes_a_permutation_of_rows_and_columns():
         return x * jnp.trace(jnp.tanh(params))
 
     a = np.random.default_rng(0).standard_normal((20, 20), np.float32)
-    spec = permutation_spec(fn, a, np.ones(3, np.float32))
+    spec = derive_spec(fn, a, np.ones(3, np.float32))
     planted = spec.random(jax.random.key(0))
     b = add_noise(spec.apply(planted, a), 0.001)
     assert_equal(match_weights(spec, a, b, restarts=2).perms, spec.invert(planted))

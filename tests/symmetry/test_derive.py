@@ -14,8 +14,9 @@ from handwritten import mlp_spec, resnet20_spec, tiny10_spec
 from numerics import assert_close
 from zoo import CASES, FEATURES, Shape, random_arrays
 
-from mcomb import PermutationSpec, check_spec, combine, match_weights, permutation_spec
+from mcomb import PermutationSpec, combine, derive_spec
 from mcomb.lab.models import MLP, ResNet20, Tiny10, classifier
+from mcomb.matching.weights import match_weights
 from mcomb.symmetry.derive import derive_spec
 
 
@@ -36,7 +37,7 @@ def up_to_names(spec: PermutationSpec) -> dict[str, tuple[int | None, ...]]:
 def test_every_architecture_has_the_permutations_a_person_would_count(name):
     with jax.numpy_rank_promotion("allow"):
         case = CASES[name]()
-        spec = permutation_spec(case.fn, case.params, case.input)
+        spec = derive_spec(case.fn, case.params, case.input)
         assert index_shapes(spec) == sorted(case.perm_shapes)
 
 
@@ -53,7 +54,7 @@ def test_every_architecture_is_in_the_documents_table():
 def test_derived_specs_are_the_handwritten_ones(model, handwritten, count):
     images = Shape((1, 32, 32, 3), jnp.float32)
     params = jax.eval_shape(model(1, 10).init, jax.random.key(0), images)["params"]
-    spec = permutation_spec(classifier(model(1, 10), (0.1, 0.2, 0.3), (1.0, 2.0, 3.0)), params, images)
+    spec = derive_spec(classifier(model(1, 10), (0.1, 0.2, 0.3), (1.0, 2.0, 3.0)), params, images)
     assert len(spec.sizes) == count
     assert up_to_names(spec) == up_to_names(handwritten(params))
 
@@ -63,7 +64,7 @@ def test_a_spec_is_derived_from_shapes_alone():
     params = jax.eval_shape(ResNet20(32, 10).init, jax.random.key(0), images)["params"]
     fn = classifier(ResNet20(32, 10), (0.1, 0.2, 0.3), (1.0, 2.0, 3.0))
     arrays = len(jax.live_arrays())
-    spec = permutation_spec(fn, params, images)
+    spec = derive_spec(fn, params, images)
     assert len(jax.live_arrays()) - arrays <= 2  # the mean and the deviation of the pixels
     assert max(spec.sizes.values()) == 2048
 
@@ -95,7 +96,7 @@ def test_operations_that_tell_units_apart_freeze_them_and_say_so(primitive):
 
     params = {"up": Shape((8, 6), jnp.float32), "down": Shape((6, 2), jnp.float32)}
     params |= {"i": Shape((), jnp.int32), "k": Shape((1, 1, 3), jnp.float32)}
-    spec = permutation_spec(fn, params, FEATURES)
+    spec = derive_spec(fn, params, FEATURES)
     assert spec.axes["up"] == (None, None)
     reasons = {frozen.reason for frozen in spec.frozen if (frozen.leaf, frozen.axis) == ("up", 1)}
     assert {reason.split(" in ")[0].split(" (")[0] for reason in reasons} == {primitive}
@@ -116,7 +117,7 @@ def test_units_that_a_constants_signs_tell_apart_are_not_exchanged(constant, equ
         hidden = jnp.copysign(x @ params, jnp.imag(constant) if np.iscomplexobj(constant) else constant)
         return (hidden**3).sum(-1)
 
-    spec = permutation_spec(fn, Shape((8, 6), jnp.float32), FEATURES)
+    spec = derive_spec(fn, Shape((8, 6), jnp.float32), FEATURES)
     assert [spec.shape(name) for name in spec.sizes] == [(6,) if equal else (2, 3)]
 
 
@@ -127,7 +128,7 @@ def test_what_is_written_to_a_mutable_array_is_frozen():
         return written[...] @ params["down"]
 
     params = {"up": Shape((8, 6), jnp.float32), "down": Shape((6, 2), jnp.float32)}
-    spec = permutation_spec(fn, params, FEATURES)
+    spec = derive_spec(fn, params, FEATURES)
     assert not spec.sizes
     assert {frozen.reason.split()[0] for frozen in spec.frozen if frozen.axis == 1} >= {"swap"}
 
@@ -138,12 +139,12 @@ def test_printing_freezes_nothing():
         jax.debug.print("{}", hidden)
         return (hidden**3).sum(-1)
 
-    assert len(permutation_spec(fn, Shape((8, 6), jnp.float32), FEATURES).sizes) == 1
+    assert len(derive_spec(fn, Shape((8, 6), jnp.float32), FEATURES).sizes) == 1
 
 
 def test_frozen_axes_name_the_module_they_were_frozen_in():
     case = CASES["VGG"]()
-    spec = permutation_spec(case.fn, case.params, case.input)
+    spec = derive_spec(case.fn, case.params, case.input)
     reasons = {(frozen.leaf, frozen.axis): frozen.reason for frozen in spec.frozen}
     assert reasons["params/conv1/kernel", 0] == "conv_general_dilated (positions of a window) in VGG/conv1"
     assert reasons["params/conv0/kernel", 2] == "input 0"
@@ -151,13 +152,13 @@ def test_frozen_axes_name_the_module_they_were_frozen_in():
 
 
 def test_an_operation_outside_of_modules_is_named_by_its_line():
-    spec = permutation_spec(lambda p, x: jnp.fft.fft(x @ p).real.sum(), Shape((8, 6), jnp.float32), FEATURES)
+    spec = derive_spec(lambda p, x: jnp.fft.fft(x @ p).real.sum(), Shape((8, 6), jnp.float32), FEATURES)
     assert "test_derive.py" in {frozen.reason for frozen in spec.frozen if frozen.axis == 1}.pop()
 
 
 def test_unused_parameters_are_frozen():
     params = {"used": Shape((8, 6), jnp.float32), "unused": Shape((6, 7), jnp.float32)}
-    spec = permutation_spec(lambda p, x: jnp.tanh(x @ p["used"]).sum(-1), params, FEATURES)
+    spec = derive_spec(lambda p, x: jnp.tanh(x @ p["used"]).sum(-1), params, FEATURES)
     assert spec.axes == {"unused": (None, None), "used": (None, "used")}
 
 
@@ -168,9 +169,9 @@ def test_units_inside_heads_are_shared_where_a_parameter_is():
 
     kernel = Shape((8, 2, 4), jnp.float32)
     params = {"q": kernel, "k": kernel, "scale": Shape((4,), jnp.float32), "mix": Shape((2,), jnp.float32)}
-    spec = permutation_spec(fn, params, FEATURES)
+    spec = derive_spec(fn, params, FEATURES)
     assert index_shapes(spec) == [(2,), (4,)]
-    check_spec(fn, random_arrays(params), spec, random_arrays(FEATURES))
+    spec.check(fn, random_arrays(params), random_arrays(FEATURES))
 
 
 def test_heads_that_are_multiplied_with_all_heads_share_the_order_of_their_units():
@@ -178,9 +179,9 @@ def test_heads_that_are_multiplied_with_all_heads_share_the_order_of_their_units
         q = jnp.einsum("btc,chd->bthd", x, params)
         return jnp.exp(jnp.einsum("bthd,btgd->bthg", q, q)).sum((-2, -1))
 
-    spec = permutation_spec(fn, Shape((8, 2, 4), jnp.float32), FEATURES)
+    spec = derive_spec(fn, Shape((8, 2, 4), jnp.float32), FEATURES)
     assert index_shapes(spec) == [(2,), (4,)]
-    check_spec(fn, random_arrays(Shape((8, 2, 4), jnp.float32)), spec, random_arrays(FEATURES))
+    spec.check(fn, random_arrays(Shape((8, 2, 4), jnp.float32)), random_arrays(FEATURES))
 
 
 def test_what_a_scan_carries_is_in_one_order_at_all_steps():
@@ -192,9 +193,9 @@ def test_what_a_scan_carries_is_in_one_order_at_all_steps():
         return jax.lax.scan(step, jnp.zeros(4), params)[1]
 
     params = Shape((3, 8, 4), jnp.float32)
-    spec = permutation_spec(fn, params, FEATURES)
+    spec = derive_spec(fn, params, FEATURES)
     assert index_shapes(spec) == [(4,)]
-    check_spec(fn, random_arrays(params), spec, random_arrays(FEATURES))
+    spec.check(fn, random_arrays(params), random_arrays(FEATURES))
 
 
 def test_what_all_steps_of_a_scan_share_is_in_one_order_at_all_steps():
@@ -206,9 +207,9 @@ def test_what_all_steps_of_a_scan_share_is_in_one_order_at_all_steps():
 
     shapes = {"up": (8, 4), "down": (4, 8), "scales": (3, 1, 1, 8)}
     params = {name: Shape(shape, jnp.float32) for name, shape in shapes.items()}
-    spec = permutation_spec(fn, params, FEATURES)
+    spec = derive_spec(fn, params, FEATURES)
     assert index_shapes(spec) == [(4,)]
-    check_spec(fn, random_arrays(params), spec, random_arrays(FEATURES))
+    spec.check(fn, random_arrays(params), random_arrays(FEATURES))
 
 
 def test_layers_mapped_one_by_one_may_themselves_be_in_any_order():
@@ -216,9 +217,9 @@ def test_layers_mapped_one_by_one_may_themselves_be_in_any_order():
         hidden = jax.lax.map(lambda layer: jnp.tanh(x @ layer).sum(-1), params)
         return hidden.sum(0)
 
-    spec = permutation_spec(fn, Shape((3, 8, 4), jnp.float32), FEATURES)
+    spec = derive_spec(fn, Shape((3, 8, 4), jnp.float32), FEATURES)
     assert index_shapes(spec) == [(3,), (3, 4)]
-    check_spec(fn, random_arrays(Shape((3, 8, 4), jnp.float32)), spec, random_arrays(FEATURES))
+    spec.check(fn, random_arrays(Shape((3, 8, 4), jnp.float32)), random_arrays(FEATURES))
 
 
 def test_a_permutation_is_not_batched_over_a_segment_that_does_not_cover_it():
@@ -226,9 +227,9 @@ def test_a_permutation_is_not_batched_over_a_segment_that_does_not_cover_it():
         return (jnp.tanh(jnp.einsum("btc,chd->bthd", x, params)[:, :, :2]).sum(-1) ** 3).sum(-1)
 
     params = Shape((8, 5, 4), jnp.float32)
-    spec = permutation_spec(fn, params, FEATURES)
+    spec = derive_spec(fn, params, FEATURES)
     assert index_shapes(spec) == [(2,), (4,), (4, 3)]  # the last are not used: each position has an order of its own
-    check_spec(fn, random_arrays(params), spec, random_arrays(FEATURES))
+    spec.check(fn, random_arrays(params), random_arrays(FEATURES))
 
 
 @jax.custom_vjp
@@ -260,16 +261,16 @@ def test_the_jaxprs_inside_equations_are_interpreted(transform):
 
     shapes = {"stem": (8, 6), "up": (6, 4), "down": (4, 6), "head": (6, 2)}
     params = {name: Shape(shape, jnp.float32) for name, shape in shapes.items()}
-    spec = permutation_spec(fn, params, FEATURES)
+    spec = derive_spec(fn, params, FEATURES)
     assert len(spec.sizes) in (2, 3)
     assert spec.axes["up"][0] == "stem"
-    check_spec(fn, random_arrays(params), spec, random_arrays(FEATURES))
+    spec.check(fn, random_arrays(params), random_arrays(FEATURES))
 
 
 def test_a_network_of_ones_own_is_aligned_and_combined():
     case = CASES["transformer encoder"]()
     a = random_arrays(case.params)
-    spec = permutation_spec(case.fn, a, case.input)
+    spec = derive_spec(case.fn, a, case.input)
     b = spec.apply(spec.random(jax.random.key(1)), a)
     aligned = spec.apply(match_weights(spec, a, b).perms, b)
     assert_close(combine(a, aligned, 0.5), a, roundings=1)
@@ -282,10 +283,10 @@ def test_an_outer_axis_that_a_leaf_has_in_a_segment_too_is_none_that_others_are_
         return ((hidden * (scores @ params["mix"]).reshape(hidden.shape)) ** 3).sum((1, 2))
 
     params = {"in": Shape((8, 2, 3), jnp.float32), "mix": Shape((3, 6), jnp.float32)}
-    spec = permutation_spec(fn, params, FEATURES)
+    spec = derive_spec(fn, params, FEATURES)
     spec.validate(params)
     assert index_shapes(spec) == [(2,), (3,)]
-    check_spec(fn, random_arrays(params), spec, random_arrays(FEATURES))
+    spec.check(fn, random_arrays(params), random_arrays(FEATURES))
 
 
 def growing_concatenation(steps):
@@ -365,5 +366,5 @@ def test_what_a_dense_block_costs_grows_with_the_size_of_its_spec():
 
 @pytest.mark.slow
 def test_a_long_recurrence_does_not_exhaust_recursion():
-    assert len(permutation_spec(*recurrence(600)).sizes) == 1
-    assert index_shapes(permutation_spec(*layers_of_a_stack(100))) == [(100, 4)]
+    assert len(derive_spec(*recurrence(600)).sizes) == 1
+    assert index_shapes(derive_spec(*layers_of_a_stack(100))) == [(100, 4)]

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.fuzz import check_matching_and_repair, check_program, distance, steps_of
 from benchmarks.programs import Program
-from mcomb import permutation_spec
+from mcomb import derive_spec
 from mcomb.symmetry import rules
 
 INFINITE, NO_NUMBER = float("inf"), float("nan")
@@ -51,5 +51,5 @@ def test_random_programs_exercise_every_rule(monkeypatch):
             monkeypatch.setitem(table, name, spy(kind, rule))
     for seed in COVERING:
         program = Program(seed, steps_of(seed))
-        permutation_spec(program, program.params(), program.input)
+        derive_spec(program, program.params(), program.input)
     assert not unused, "find programs that need these, or write an operation that does"

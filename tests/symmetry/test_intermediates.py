@@ -13,7 +13,7 @@ from numerics import EPS, assert_close
 from zoo import CASES, FEATURES, Shape, random_arrays, spec_of
 
 from benchmarks.programs import Program
-from mcomb import PermutationSpec, permutation_spec
+from mcomb import PermutationSpec, derive_spec
 from mcomb.lab.models import ResNet20
 from mcomb.symmetry.intermediates import list_intermediates, unit_activations
 
@@ -64,7 +64,7 @@ OF_EVERY_DAY = ("query, key and value in one", "DenseNet", "grouped convolution"
 def test_permuted_networks_of_every_architecture_compute_the_same(name):
     with jax.numpy_rank_promotion("allow"):
         case = CASES[name]()
-        spec = permutation_spec(case.fn, case.params, case.input)
+        spec = derive_spec(case.fn, case.params, case.input)
         active = check(case.fn, spec, random_arrays(case.params), random_arrays(case.input))
         assert list(active) == list(spec.sizes)
         assert all(array.depends_on_inputs for arrays in active.values() for array in arrays)
@@ -75,7 +75,7 @@ def test_permuted_networks_of_every_architecture_compute_the_same(name):
 @given(st.integers(0, 2**32), st.integers(3, 9))
 def test_permuted_random_programs_compute_the_same(seed, steps):
     program = Program(seed, steps)
-    spec = permutation_spec(program, program.params(), program.input)
+    spec = derive_spec(program, program.params(), program.input)
     check(program, spec, program.params(), random_arrays(program.input, seed))
 
 
@@ -128,7 +128,7 @@ def test_a_coarser_spec_may_unite_permutations_and_leave_some_out():
 
 def test_the_activations_of_an_mlp_are_what_its_weights_see():
     params, x = random_arrays(MLP_PARAMS), random_arrays(MLP_INPUT)
-    spec = permutation_spec(mlp, params, x)
+    spec = derive_spec(mlp, params, x)
     first, second = (evaluate(spec, mlp, arrays, params, x)[1] for arrays in activations(spec, mlp, params, x).values())
     hidden = np.maximum(x @ params["w1"] + params["b1"], 0)
     assert_close(first, [hidden], roundings=8)
@@ -136,7 +136,7 @@ def test_the_activations_of_an_mlp_are_what_its_weights_see():
 
 
 def test_arrays_say_what_they_depend_on():
-    spec = permutation_spec(mlp, MLP_PARAMS, MLP_INPUT)
+    spec = derive_spec(mlp, MLP_PARAMS, MLP_INPUT)
     depends = {
         equation.eqn.primitive.name: (result.depends_on_inputs, result.depends_on_params)
         for equation in list_intermediates(spec, mlp, MLP_PARAMS, MLP_INPUT).equations
@@ -153,7 +153,7 @@ def test_units_between_parameters_or_in_branches_are_active_nowhere():
         return jax.lax.cond(x.sum() > 0, lambda x: jnp.tanh(x @ params["w"]).sum(-1), lambda x: x.sum(-1), x)
 
     params = {"u": Shape((8, 3), jnp.float32), "v": Shape((3, 2), jnp.float32), "w": Shape((2, 4), jnp.float32)}
-    spec = permutation_spec(low_rank, params, FEATURES)
+    spec = derive_spec(low_rank, params, FEATURES)
     assert set(spec.sizes.values()) == {2, 3, 4}
     active = activations(spec, low_rank, params, FEATURES)
     assert [spec.sizes[name] for name in active] == [2]
@@ -165,7 +165,7 @@ def test_units_that_are_only_summed_are_found_before_the_sum():
         return jnp.tanh(x @ params).sum(-1)
 
     params = Shape((8, 3), jnp.float32)
-    spec = permutation_spec(summed, params, FEATURES)
+    spec = derive_spec(summed, params, FEATURES)
     (arrays,) = activations(spec, summed, params, FEATURES).values()
     _, (hidden,) = evaluate(spec, summed, arrays, random_arrays(params), random_arrays(FEATURES))
     assert_close(hidden, np.tanh(random_arrays(FEATURES) @ random_arrays(params)), roundings=8)
@@ -184,7 +184,7 @@ def test_arrays_inside_scans_come_with_all_their_steps():
 
     params = random_arrays({"up": Shape((3, 8, 4), jnp.float32), "down": Shape((3, 4, 8), jnp.float32)})
     x = random_arrays(FEATURES)
-    spec = permutation_spec(nested, params, x)
+    spec = derive_spec(nested, params, x)
     (arrays,) = activations(spec, nested, params, x).values()
     result, (hidden,) = evaluate(spec, nested, arrays, params, x)
     expected = np.zeros((3, 2, 2, 5, 4), np.float32)
@@ -198,7 +198,7 @@ def test_arrays_inside_scans_come_with_all_their_steps():
 
 def test_edits_are_seen_by_everything_after_them():
     params, x = random_arrays(MLP_PARAMS), random_arrays(MLP_INPUT)
-    intermediates = list_intermediates(permutation_spec(mlp, params, x), mlp, params, x)
+    intermediates = list_intermediates(derive_spec(mlp, params, x), mlp, params, x)
     (biased,) = (e.results[0].id for e in intermediates.equations if e.eqn.primitive.name == "add")
     scale = np.array([[1.0, -2.0, 0.5, 3.0]], np.float32)
     result, values = jax.jit(intermediates.tap([biased], {biased: lambda value: value * scale}))(params, x)
@@ -212,7 +212,7 @@ def test_edits_are_seen_by_everything_after_them():
 def test_a_function_with_intermediates_can_be_mapped_sharded_and_differentiated():
     mesh = Mesh(np.array(jax.local_devices()), "device")
     params, x = random_arrays(MLP_PARAMS), random_arrays(Shape((2 * mesh.size, 6, 5), jnp.float32))
-    spec = permutation_spec(mlp, params, x[0])
+    spec = derive_spec(mlp, params, x[0])
     (array,) = next(iter(activations(spec, mlp, params, x[0]).values()))
     fn = list_intermediates(spec, mlp, params, x[0]).tap([array.id])
     one_by_one = jax.jit(fn)
@@ -233,7 +233,7 @@ def test_a_function_with_intermediates_can_be_mapped_sharded_and_differentiated(
 
 def test_arguments_of_another_shape_or_dtype_than_those_traced_are_refused():
     params, x = random_arrays(MLP_PARAMS), random_arrays(MLP_INPUT)
-    tapped = list_intermediates(permutation_spec(mlp, params, x), mlp, params, x).tap(())
+    tapped = list_intermediates(derive_spec(mlp, params, x), mlp, params, x).tap(())
     for other in (x[:3], x.astype(np.float16)):
         with pytest.raises(ValueError, match=r"where f(loat)?32\[6,5\] was traced"):
             tapped(params, other)

@@ -14,7 +14,8 @@ from flax import nnx
 from numerics import assert_equal
 from zoo import Shape, random_arrays
 
-from mcomb import check_spec, match_weights, permutation_spec
+from mcomb import derive_spec
+from mcomb.matching.weights import match_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of the packages
 
@@ -445,11 +446,10 @@ def diffusion_transformer() -> Model:
 
 def diffusion_unet() -> Model:
     """Norms of two groups: the residual stream, the last one, and the inner layer of each of five blocks."""
-    # The output of the second to last block has no norm: (4,). A person counts another (4,), of the convolution after
-    # it, which is concatenated with the first residual stream and normed: the first group of the norm is all of the
-    # one, the second all of the other. But the groups that an axis is cut into are alike, so that both move alike.
+    # The output of the second to last block has no norm: (4,). The convolution after it is concatenated with the first
+    # residual stream and normed: the first group of the norm is all of the one, the second all of the other.
     options = {"emb_features": 8, "feature_depths": (4,), "attention_configs": (None,), "num_res_blocks": 1}
-    return diffusion("simple_unet", "Unet", [(8,), (8,), *(7 * [(2,), (2, 2)]), (4,)], norm_groups=2, **options)
+    return diffusion("simple_unet", "Unet", [(8,), (8,), *(7 * [(2,), (2, 2)]), (4,), (4,)], norm_groups=2, **options)
 
 
 MODELS: dict[str, Callable[[], Model]] = {
@@ -507,10 +507,10 @@ def add_noise(params: Any) -> Any:
 def test_a_public_model_has_the_freedom_that_a_person_counts_and_what_is_planted_is_found(name):
     with jax.numpy_rank_promotion("allow"):
         model = MODELS[name]()
-        spec = permutation_spec(model.fn, model.params, *model.inputs)
+        spec = derive_spec(model.fn, model.params, *model.inputs)
         assert sorted(spec.shape(name) for name in spec.sizes) == sorted(model.free), str(spec)
         params = random_arrays(model.params)
-        check_spec(model.fn, params, spec, *map(random_arrays, model.inputs))
+        check_spec(spec, model.fn, params, *map(random_arrays, model.inputs))
         planted = spec.random(jax.random.key(1))
         found = match_weights(spec, params, add_noise(spec.apply(planted, params)), restarts=2)
         assert_equal(found.perms, spec.invert(planted))

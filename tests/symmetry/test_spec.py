@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from numerics import assert_close, assert_equal, inner_product, inner_product_scale
 from zoo import CASES, random_arrays, spec_of
 
-from mcomb import Blocks, PermutationSpec, Segments, check_spec, match_weights, permutation_spec
-from mcomb.base import UserError, named_leaves
+from mcomb import Blocks, PermutationSpec, Segments, derive_spec
+from mcomb.errors import UserError
+from mcomb.matching.weights import match_weights
+from mcomb.trees import named_leaves
 
 # Three layers of attention in a stack, as a scan has them: each has its order of heads, each head of dimensions.
 ATTENTION = PermutationSpec(
@@ -184,10 +186,10 @@ MLP = {
 
 def test_the_check_passes_a_sound_spec_and_names_the_output_that_another_changes():
     x = np.arange(12, dtype=np.float32).reshape(4, 3)
-    check_spec(mlp, MLP, permutation_spec(mlp, MLP, x), x)
+    check_spec(mlp, MLP, derive_spec(mlp, MLP, x), x)
     wrong = PermutationSpec.from_axes(MLP, {"up": (None, "P"), "bias": (None,), "down": ("P", None)})
     with pytest.raises(UserError, match=r"output logits differs by .* where its largest entry is"):
-        check_spec(mlp, MLP, wrong, x)
+        wrong.check(mlp, MLP, x)
 
 
 def test_the_check_compares_infinities_and_random_keys():
@@ -199,42 +201,42 @@ def test_the_check_compares_infinities_and_random_keys():
         return jnp.where((x @ params)[:, 0] > 0, jnp.inf, 0.0), jax.random.key(params[0, 0].astype(int))
 
     params, x = np.arange(12, dtype=np.float32).reshape(3, 4), np.array([[1, 1, 1], [-1, -1, -1]], np.float32)
-    check_spec(fn, params, permutation_spec(fn, params, x), x)
+    check_spec(fn, params, derive_spec(fn, params, x), x)
     spec = PermutationSpec.from_axes(params, {"": (None, "P")})
     swapped = {"P": np.array([1, 0, 2, 3])}
     with pytest.raises(UserError, match="output 1 differs"):
-        check_spec(order_decides, params, spec, x, perms=swapped, draws=0)
+        spec.check(order_decides, params, x, perms=swapped, draws=0)
     with pytest.raises(UserError, match="output 0 differs where it is not finite"):
-        check_spec(order_decides, params - 5.5, spec, x, perms={"P": np.array([3, 1, 2, 0])}, draws=0)
+        spec.check(order_decides, params - 5.5, x, perms={"P": np.array([3, 1, 2, 0])}, draws=0)
 
 
 def test_leaves_of_one_name_are_refused():
     params = {"a/b": np.ones(2, np.float32), "a": {"b": np.ones(2, np.float32)}}
     with pytest.raises(UserError, match="two leaves of the tree have the name a/b"):
-        permutation_spec(lambda p, x: x * p["a"]["b"].sum(), params, np.ones(2, np.float32))
+        derive_spec(lambda p, x: x * p["a"]["b"].sum(), params, np.ones(2, np.float32))
 
 
 def test_the_check_tests_the_given_permutations_too():
     x = np.ones((4, 3), np.float32)
     wrong = PermutationSpec.from_axes(MLP, {"up": (None, "P"), "bias": (None,), "down": ("P", None)})
     with pytest.raises(UserError, match="another function"):
-        check_spec(mlp, MLP, wrong, x, perms={"P": np.arange(6)[::-1]}, draws=0)
-    check_spec(mlp, MLP, wrong, x, perms=wrong.identity(), draws=0)
+        wrong.check(mlp, MLP, x, perms={"P": np.arange(6)[::-1]}, draws=0)
+    wrong.check(mlp, MLP, x, perms=wrong.identity(), draws=0)
 
 
 @pytest.mark.parametrize("name", ["NNX", "Equinox", "decoder with tied embeddings"])
 def test_the_check_takes_the_trees_of_every_library(name):
     with jax.numpy_rank_promotion("allow"):
         case = CASES[name]()
-        spec = permutation_spec(case.fn, case.params, case.input)
-        check_spec(case.fn, random_arrays(case.params), spec, random_arrays(case.input))
+        spec = derive_spec(case.fn, case.params, case.input)
+        spec.check(case.fn, random_arrays(case.params), random_arrays(case.input))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_the_check_allows_for_the_precision_of_the_parameters(dtype):
     params = {name: jnp.asarray(leaf, dtype) for name, leaf in MLP.items()}
     x = jax.random.normal(jax.random.key(0), (4, 3), dtype)
-    check_spec(mlp, params, permutation_spec(mlp, params, x), x)
+    check_spec(mlp, params, derive_spec(mlp, params, x), x)
 
 
 @pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit])
@@ -248,17 +250,18 @@ def test_the_check_allows_for_the_precision_inside(wrap):
         name: rng.standard_normal(shape, np.float32) for name, shape in {"up": (9, 300), "down": (300, 2)}.items()
     }
     x = rng.standard_normal((4, 9), np.float32)
-    check_spec(fn, params, permutation_spec(fn, params, x), x)
+    check_spec(fn, params, derive_spec(fn, params, x), x)
 
 
 def test_the_table_shows_permutations_and_what_is_frozen():
     case = CASES["VGG"]()
-    spec = permutation_spec(case.fn, case.params, case.input)
+    spec = derive_spec(case.fn, case.params, case.input)
     assert str(spec).splitlines() == [
-        "permutation   size  acts on",
-        "params/conv0  4     params/conv0/bias[0] params/conv0/kernel[3] params/conv1/kernel[2]",
-        "params/conv1  5     params/conv1/bias[0] params/conv1/kernel[3] params/dense/kernel[0: 4×·]",
-        "params/dense  7     params/dense/bias[0] params/dense/kernel[1] params/head/kernel[0]",
+        "permutation   size  arrangements  acts on",
+        "params/conv0  4     24            params/conv0/bias[0] params/conv0/kernel[3] params/conv1/kernel[2]",
+        "params/conv1  5     120           params/conv1/bias[0] params/conv1/kernel[3] params/dense/kernel[0: 4×·]",
+        "params/dense  7     5,040         params/dense/bias[0] params/dense/kernel[1] params/head/kernel[0]",
+        "in all              10^7",
         "",
         "frozen by                                                  axes",
         "conv_general_dilated (positions of a window) in VGG/conv0  params/conv0/kernel[0,1]",
@@ -285,7 +288,7 @@ def test_matching_undoes_a_permutation_of_every_kind(name):
     with jax.numpy_rank_promotion("allow"):
         case = CASES[name]()
         a = random_arrays(case.params)
-        spec = permutation_spec(case.fn, a, case.input)
+        spec = derive_spec(case.fn, a, case.input)
     b = spec.apply(spec.random(jax.random.key(1)), a)
     matching = match_weights(spec, a, b)
     assert_equal(spec.compose(matching.perms, spec.random(jax.random.key(1))), spec.identity())

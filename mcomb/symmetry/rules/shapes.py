@@ -69,7 +69,8 @@ def _reshape(
     for joined, new in groups:
         before = {*atoms(joined)} if joined is not None else set()
         inside = [i for i, place in enumerate(reshape.order) if new.start <= place < new.stop]
-        if not before.issuperset(atom for i in inside if (one := result[i]) is not None for atom in atoms(one)):
+        after = {atom for i in inside if (one := result[i]) is not None for atom in atoms(one) if atom.size > 1}
+        if not before.issuperset(after):
             # It could not be split. Its new axes, frozen like the old ones, are others: nothing is batched over them.
             others = tuple(None if i in inside else one for i, one in enumerate(result))
             interp.record([(others, range(len(others)))])

@@ -1,0 +1,1 @@
+"""Measure networks and their combinations."""

@@ -1,0 +1,209 @@
+"""What networks are measured by, defined once for training, matching and evaluation.
+
+An *objective*, a loss or a metric, is a function of the output and the label of one example that returns a sum and a
+count. Both are added up over all examples, and the result is their quotient: so padding that is not counted changes
+nothing, and a long example weighs more than a short one. Outputs and labels may be arrays or trees of arrays.
+
+    def absolute_error(output, target):
+        return jnp.abs(output - target).sum(), output.size
+"""
+
+from collections.abc import Callable, Hashable, Mapping
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Bool, Float, Int
+
+from mcomb.errors import UserError, brief, list_some, require_positive
+from mcomb.trees import Array, Labels, at_least_float32, output_shapes
+
+Objective = Callable[[Any, Any], tuple[Any, Any]]
+"""A function (output, label) of one example that returns a sum and a count."""
+
+
+def cross_entropy(logits: Array, labels: Array) -> tuple[Array, Array]:
+    """Return the cross-entropy of logits with class indices: the loss of a classifier or a language model.
+
+    Args:
+        logits: Logits of one example, of shape (..., classes).
+        labels: Class indices of shape (...): one for a classifier, one at each position for a language model. At a
+            position, a negative index is padding and does not count.
+
+    Returns:
+        The sum over positions, and their number. The perplexity is the exponential of the mean.
+
+    Examples:
+        >>> mcomb.cross_entropy(jnp.zeros(4), jnp.array(2))[0]  # log 4
+        Array(1.3862944, dtype=float32)
+    """
+    _require_an_index_each(logits, labels)
+    is_real = labels >= 0
+    losses = optax.softmax_cross_entropy_with_integer_labels(at_least_float32(logits), jnp.where(is_real, labels, 0))
+    return jnp.sum(losses, where=is_real), jnp.sum(is_real)
+
+
+def accuracy(logits: Array, labels: Array) -> tuple[Array, Array]:
+    """Return how many labels have the largest logit, and the number of labels; negative labels do not count.
+
+    Args:
+        logits: Logits of one example, of shape (..., classes).
+        labels: Class indices of shape (...).
+
+    Returns:
+        The number of correct predictions and the number of labels.
+
+    Examples:
+        >>> correct, count = mcomb.accuracy(jnp.array([0.1, 0.9]), jnp.array(1))
+    """
+    _require_an_index_each(logits, labels)
+    return jnp.sum((predict(logits) == labels) & (labels >= 0)), jnp.sum(labels >= 0)
+
+
+def predicted(logits: Array, labels: Array) -> tuple[Array, int]:
+    """Return the predicted class at each position: an objective whose sums are read example by example."""
+    return predict(logits), 1
+
+
+AGREES_WITH = ("A only", "B only", "both", "neither")
+
+
+def agreement(logits: Array, label: Mapping[str, Array]) -> tuple[Array, Array]:
+    """Count with which of two networks a prediction agrees, and whether it is correct.
+
+    Args:
+        logits: Logits of one example, of shape (..., classes).
+        label: `"label"` has the class indices, `"predicted"` the predictions of networks A and B, of shape (2, ...).
+
+    Returns:
+        Counts of shape (4, 2): rows are AGREES_WITH, columns are correct and wrong. And the number of labels.
+    """
+    own, (of_a, of_b) = predict(logits), label["predicted"]
+    is_a, is_b = ((own == other) & (own >= 0) for other in (of_a, of_b))
+    agrees_with = jnp.where(is_a, jnp.where(is_b, 2, 0), jnp.where(is_b, 1, 3))
+    cell = jax.nn.one_hot(2 * agrees_with + (own != label["label"]), 8)
+    is_real = label["label"] >= 0
+    counts = jnp.sum(cell, axis=tuple(range(cell.ndim - 1)), where=is_real[..., None])
+    return counts.reshape(4, 2), jnp.sum(is_real)
+
+
+@cache
+def tempered_cross_entropy(temperatures: tuple[float, ...]) -> Objective:
+    """Return the objective that measures the cross-entropy with logits divided by each of several temperatures.
+
+    Args:
+        temperatures: The temperatures.
+
+    Returns:
+        An objective whose mean has one entry for each temperature.
+
+    Examples:
+        >>> metrics = {"tempered": mcomb.tempered_cross_entropy((0.5, 1.0, 2.0))}
+    """
+    require_positive(**{f"temperature {i}": value for i, value in enumerate(temperatures)})
+
+    def objective(logits: Array, labels: Array) -> tuple[Array, Array]:
+        sums = jax.vmap(lambda temperature: cross_entropy(logits / temperature, labels)[0])(jnp.array(temperatures))
+        return sums, jnp.sum(labels >= 0)
+
+    return objective
+
+
+@cache
+def on_label(objective: Objective) -> Objective:
+    """Return the objective for labels that are dicts, applied to the entry `"label"`."""
+    return lambda output, label: objective(output, label["label"])
+
+
+def is_classifier(outputs: Any, labels: Labels) -> bool:
+    """Return whether labels are class indices, one for the logits at each position."""
+    shape, of_labels = getattr(outputs, "shape", None), getattr(labels, "shape", None)
+    if not shape or of_labels is None or len(shape) < 2:
+        return False
+    return shape[1:-1] == of_labels[1:] and bool(jnp.issubdtype(labels.dtype, jnp.integer))
+
+
+def squared_error(output: Array, target: Array) -> tuple[Array, int]:
+    """The squared differences of all entries from those of the target."""
+    if _shape(output) != _shape(target):
+        raise UserError(
+            f"the function returns {_shape(output)} for an example, whose label is {_shape(target)}: "
+            "give both one shape"
+        )
+    return jnp.sum(jnp.square(at_least_float32(output - target))), jnp.size(output)
+
+
+def predict(logits: Float[Array, "... classes"]) -> Int[Array, "..."]:
+    """The label of the largest logit, and -1 where that is infinite or not a number: no label is predicted there."""
+    return jnp.where(jnp.isfinite(logits.max(-1)), logits.argmax(-1), -1)
+
+
+def add_up(objective: Objective, outputs: Any, labels: Labels, is_real: Bool[Array, "n"]) -> tuple[Array, Array]:
+    """The sum and the count of an objective over the real examples of a batch; whatever the others give is left out."""
+
+    def add(values: Array) -> Array:
+        values = at_least_float32(values)
+        return jnp.sum(values, axis=0, where=is_real.reshape(-1, *[1] * (values.ndim - 1)))
+
+    total, count = jax.vmap(objective)(outputs, labels)
+    return add(total), add(count)
+
+
+def check_objectives(objectives: Mapping[str, Objective], outputs: Any, labels: Labels, rows: int) -> None:
+    """Raises an error unless objectives, by name, take such outputs and labels and return a sum and a count.
+
+    The outputs are those of the first `rows` examples; only their shapes and dtypes matter.
+    """
+    shapes = [leaf.shape for leaf in jax.tree.leaves(outputs)]
+    if not shapes or any(shape[:1] != (rows,) for shape in shapes):
+        said = list_some(shapes) or "no array"
+        raise UserError(f"the function returns {said} for {rows} examples: let their axis come first in each array")
+    for name, objective in objectives.items():
+        what = "The loss" if name == "loss" else f"The metric {brief(name)}"
+        if not callable(objective) or not isinstance(objective, Hashable):
+            raise UserError(f"{what} is {brief(objective)}: give a function of the output and the label of an example")
+        found = output_shapes(jax.vmap(objective), outputs, jax.tree.map(lambda leaf: leaf[:rows], labels))
+        returned = [(leaf.shape[1:], leaf.dtype) for leaf in jax.tree.leaves(found)]
+        are_numbers = len(returned) == 2 and all(_is_real(dtype) for _, dtype in returned)
+        shapes_fit = are_numbers and returned[1][0] in ((), returned[0][0]) and (name != "loss" or returned[0][0] == ())
+        if not isinstance(found, tuple) or len(found) != 2 or not shapes_fit:
+            said = list_some([f"{dtype} of shape {shape}" for shape, dtype in returned]) or "nothing"
+            raise UserError(f"{what} returns {said} for an example: return two numbers, a sum and a count.")
+        if objective in (cross_entropy, accuracy):
+            _check_range(labels, outputs.shape[-1], padded=outputs.ndim > 2)
+
+
+def _check_range(labels: Array, classes: int, padded: bool) -> None:
+    """Raises an error if a label is no index of a class: it would be taken for another, or for none."""
+    values = np.asarray(labels)
+    least, largest = int(values.min()), int(values.max())
+    if (least < 0 and not padded) or largest >= classes:
+        raise UserError(f"there are labels from {least} to {largest} and {classes} logits: give labels from 0 on")
+
+
+def _require_an_index_each(logits: Array, labels: Array) -> None:
+    """Raises an error unless the labels of an example are integers, one for the logits at each position."""
+    if 0 in (_shape(logits) or (0,))[-1:]:
+        raise UserError(f"the function returns {_shape(logits)} for an example, no logits: let it return one or more")
+    if _shape(labels) != _shape(logits)[:-1] or not jnp.issubdtype(jnp.result_type(labels), jnp.integer):
+        kind = f"dtype {jnp.result_type(labels)} and shape {_shape(labels)}"
+        raise UserError(
+            f"the function returns {_shape(logits)} for an example, whose labels are of {kind}: give an index of a "
+            "logit for each but the last axis, or another loss"
+        )
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    """The shape of an array; an error for a tree of them."""
+    if value is None:
+        raise UserError("there are no labels, and the loss or a metric needs them: give labels, or a loss without")
+    if not hasattr(value, "shape"):
+        raise UserError(f"outputs or labels are a {type(value).__name__}: give arrays, or a loss that takes this")
+    return value.shape
+
+
+def _is_real(dtype: Any) -> bool:
+    return any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_))

@@ -1,0 +1,190 @@
+"""Sweep a parameter, draw combinations of networks at each of its values, and measure them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Float
+
+from mcomb.combination import Distribution, Draw, as_draw
+from mcomb.errors import UserError, require_whole
+from mcomb.evaluation.evaluate import Metrics, evaluate, list_objectives, measure_examples, score
+from mcomb.evaluation.objectives import Objective, agreement, cross_entropy, on_label, predicted
+from mcomb.evaluation.plotting import plot_sweeps
+from mcomb.evaluation.repair import repaired
+from mcomb.io.paths import AnyPath
+from mcomb.keys import stream
+from mcomb.runtime.batching import BATCH
+from mcomb.runtime.progress import progress_bar
+from mcomb.symmetry.derive import derive_spec
+from mcomb.symmetry.spec import PermutationSpec
+from mcomb.trees import Apply, Inputs, Labels, Params, from_lists
+
+SILENCE = 3.0  # seconds before a sweep shows its progress
+
+
+class Barrier(NamedTuple):
+    """The paper's empirical barriers: how much worse the worst combination is than the mean of the networks."""
+
+    loss: float
+    accuracy: float | None = None  # of classifiers
+
+
+@dataclass(frozen=True, repr=False)
+class Sweep:
+    """Combinations of networks along a parameter, measured.
+
+    `sweep.loss` is `sweep.values["loss"]`, and so is every other metric.
+
+    Attributes:
+        parameter: The name of the parameter.
+        points: Its p values.
+        values: The mean of each objective by name: arrays of shape (p, samples, ...).
+        ends: The metrics of each network by itself.
+    """
+
+    parameter: str
+    points: np.ndarray
+    values: Mapping[str, np.ndarray]
+    ends: tuple[Metrics, ...]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name not in self.values:
+            raise AttributeError(f"There is no metric {name!r}, only {', '.join(self.values)}.")
+        return self.values[name]
+
+    def __repr__(self) -> str:
+        points, samples = self.values["loss"].shape[:2]
+        size = f"{points} values of {self.parameter}, {samples} combination{'s' * (samples > 1)} each"
+        barriers = ", ".join(f"{m} barrier {x:.4f}" for m, x in self.barrier._asdict().items() if x is not None)
+        return f"Sweep({size}: {barriers})"
+
+    @property
+    def barrier(self) -> Barrier:
+        """How much worse the worst combination is than the mean of the networks, in loss and accuracy."""
+        ends = {
+            name: float(np.mean([end.values[name] for end in self.ends]))
+            for name in self.values
+            if name in ("loss", "accuracy")
+        }
+        loss = float(self.values["loss"].max()) - ends["loss"]
+        if "accuracy" not in ends:
+            return Barrier(loss)
+        return Barrier(loss, ends["accuracy"] - float(self.values["accuracy"].min()))
+
+    def plot(self, path: str | AnyPath, *, naive: "Sweep | None" = None, title: str = "") -> None:
+        """Draw loss and accuracy along the sweep: mean, range and each combination, beside the networks' own levels.
+
+        Args:
+            path: The file to write; its ending (.png, .pdf, .svg) chooses the format.
+            naive: The same sweep without alignment, drawn beside this one.
+            title: A title.
+
+        Examples:
+            >>> sweep.plot("uniform.png")
+        """
+        plot_sweeps(path, {"aligned": self} if naive is None else {"naive": naive, "aligned": self}, title)
+
+
+def sweep(
+    apply: Apply,
+    networks: tuple[Params, ...],
+    inputs: Inputs,
+    labels: Labels,
+    draw: Distribution | Draw,
+    *,
+    points: int | Any = 25,
+    samples: int | None = None,
+    loss: Objective = cross_entropy,
+    metrics: Mapping[str, Objective] | None = None,
+    repair: bool = False,
+    spec: PermutationSpec | None = None,
+    statistics_from: Inputs | None = None,
+    seed: int = 0,
+    batch_size: int = BATCH,
+    vmap_size: int | None = None,
+) -> Sweep:
+    """Sweep a parameter, draw combinations of the networks at each of its values, and measure them.
+
+    Combinations are drawn and measured by the hundred in compiled calls, on all devices.
+
+    Args:
+        apply: The function that all networks belong to, called as `apply(params, inputs)`.
+        networks: Parameters of the networks: A and B for a distribution.
+        inputs: Inputs with examples along the first axis.
+        labels: Labels with examples along the first axis.
+        draw: A distribution of shares (`mcomb.uniform`, `mcomb.linear`, ...), or a function `(key, point, *networks)`
+            that returns the parameters of a combination.
+        points: The number of values across the distribution's range, or an array of values. A function needs the array.
+        samples: The number of combinations at each value; by default 10, and 1 where nothing is random.
+        loss: The loss: a function of one example's output and label that returns a sum and a count.
+        metrics: Further objectives by name. By default, `accuracy` where the labels are class indices.
+        repair: Shift and rescale the hidden units of each combination (REPAIR), with statistics of the inputs.
+        spec: The symmetries of the network, which `repair` needs; derived by default.
+        statistics_from: Inputs on which to estimate the running statistics (BatchNorm) of each combination.
+        seed: Seed of the draws.
+        batch_size: Number of inputs that a device takes at once.
+        vmap_size: Number of combinations that a device takes at once; chosen by default.
+
+    Returns:
+        The sweep: `.loss` and `.accuracy` of shape (points, samples), `.barrier`, and `.plot(path)`. For two
+        classifiers, `.agreement` has the fraction of labels on which a combination agrees with A only, B only, both
+        or neither, and whether it is correct: an array of shape (points, samples, 4, 2).
+
+    Raises:
+        UserError: The networks, the data, the points and the objectives do not fit together.
+
+    Examples:
+        >>> sweep = mcomb.sweep(apply, (a, aligned.params), x, y, mcomb.uniform, points=5, samples=2)
+        >>> sweep.barrier.accuracy
+    """
+    values, labels = _points(draw, points), from_lists(labels)
+    as_draw(draw, len(networks))
+    is_random = not isinstance(draw, Distribution) or draw.is_random
+    samples = (10 if is_random else 1) if samples is None else samples
+    require_whole(samples=samples, batch_size=batch_size)
+    how: Any = {"loss": loss, "metrics": metrics, "batch_size": batch_size}
+    ends = tuple(score(apply, network, inputs, labels, **how) for network in networks)
+    objectives = dict(list_objectives(apply, networks[0], inputs, labels, **how))
+    loss = objectives.pop("loss")
+    if "accuracy" in objectives and len(networks) == 2:
+        only = (("predicted", predicted),)
+        of_ends = [measure_examples(apply, network, inputs, labels, only)["predicted"][0] for network in networks]
+        labels = {"label": labels, "predicted": np.stack(of_ends, axis=1)}
+        loss, objectives = on_label(loss), {name: on_label(own) for name, own in objectives.items()}
+        objectives["agreement"] = agreement
+    repaired_draw = draw
+    if repair:
+        spec = derive_spec(apply, networks[0], inputs) if spec is None else spec
+        apply, repaired_draw, networks = repaired(apply, networks, inputs, draw, spec=spec, batch_size=batch_size)
+    rows = np.repeat(values, samples, axis=0)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(stream(seed, "sweep"), np.arange(len(rows)))
+    with progress_bar(len(rows), "net", "evaluating", delay=SILENCE) as bar:
+        found = evaluate(
+            *(apply, networks, inputs, labels, repaired_draw, rows, keys),
+            loss=loss,
+            metrics=objectives,
+            statistics_from=statistics_from,
+            batch_size=batch_size,
+            vmap_size=vmap_size,
+            report=lambda metrics: bar.update(len(metrics.loss)),
+        )
+    shape = len(values), samples
+    of_points = {name: value.reshape(*shape, *value.shape[1:]) for name, value in found.values.items()}
+    parameter = draw.parameter if isinstance(draw, Distribution) else "point"
+    return Sweep(parameter, values, of_points, ends)
+
+
+def _points(draw: Distribution | Draw, points: Any) -> Float[np.ndarray, "p ..."]:
+    """Return the values of the parameter, within its limits."""
+    if np.ndim(points) == 0:
+        require_whole(2, points=points)
+        if not isinstance(draw, Distribution):
+            raise UserError(f"A function has no range for {points} points: pass an array of values as points.")
+        return np.linspace(draw.low, draw.high, points, dtype=np.float32)
+    values = np.asarray(points, np.float32)
+    if isinstance(draw, Distribution):
+        draw.check(values)
+    return values

@@ -1,0 +1,1 @@
+"""Cache trained networks and matchings."""

@@ -1,0 +1,48 @@
+"""Random affine maps of training images, on the device and inside the compiled step."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float32, PRNGKeyArray, Shaped
+
+from mcomb.keys import unrolled
+from mcomb.trees import Array
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """The ranges of one random affine map per image; the default is no change."""
+
+    scale: tuple[float, float] = (1.0, 1.0)
+    rotation: float = 0.0  # degrees either way
+    flip: bool = False
+    shift: int = 0  # whole pixels either way
+
+
+def augment(key: PRNGKeyArray, images: Shaped[Array, "n h w c"], how: Augmentation) -> Float32[Array, "n h w c"]:
+    """Each image under a random map of its own: resize, crop, flip and rotation in one bilinear resampling."""
+    return jax.vmap(partial(_augment_one, how=how))(jax.random.split(unrolled(key), len(images)), images)
+
+
+def _augment_one(key: PRNGKeyArray, image: Shaped[Array, "h w c"], how: Augmentation) -> Float32[Array, "h w c"]:
+    height, width, _ = image.shape
+    k_scale, k_crop, k_flip, k_rotation, k_shift = jax.random.split(key, 5)
+    size = jnp.array([height, width], jnp.float32)
+    scale = jax.random.uniform(k_scale, minval=how.scale[0], maxval=how.scale[1])
+    # A crop of the resized image: its centre may lie anywhere that leaves no more border than the resize made.
+    crop = jax.random.uniform(k_crop, (2,), minval=-0.5, maxval=0.5) * jnp.abs(scale - 1) * size
+    mirror = jnp.where(how.flip & jax.random.bernoulli(k_flip), -1.0, 1.0)
+    angle = jnp.deg2rad(how.rotation) * jax.random.uniform(k_rotation, minval=-1.0)
+    shift = jax.random.randint(k_shift, (2,), -how.shift, how.shift + 1)
+
+    # Where in the source each target pixel lies: undo the maps, last one first, about the image's centre.
+    centre = (size - 1) / 2
+    y = jnp.arange(height)[:, None] - centre[0] - shift[0]
+    x = jnp.arange(width)[None, :] - centre[1] - shift[1]
+    sin, cos = jnp.sin(angle), jnp.cos(angle)
+    source_y = (cos * y - sin * x + crop[0]) / scale + centre[0]
+    source_x = (mirror * (sin * y + cos * x) + crop[1]) / scale + centre[1]
+    sample = partial(jax.scipy.ndimage.map_coordinates, coordinates=[source_y, source_x], order=1)
+    return jax.vmap(sample, in_axes=-1, out_axes=-1)(image.astype(jnp.float32))

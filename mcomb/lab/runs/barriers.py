@@ -1,0 +1,29 @@
+"""Barriers: how much worse than two networks the worst of their combinations is (the paper's section 3)."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from mcomb.lab.runs.results import METRICS, SPLITS, Results
+
+
+def barrier(metric: str, values: Any, a: float, b: float) -> float:
+    """The empirical barrier of a sample (the paper's section 3): its worst network against the mean of A and B."""
+    return float(np.max(values)) - (a + b) / 2 if metric == "loss" else (a + b) / 2 - float(np.min(values))
+
+
+def barriers(ends: Iterable[Mapping[str, Any]], curves: Mapping[str, Any], between: Any = ...) -> Results:
+    """The barriers of every curve between two networks' scores, for each split and metric.
+
+    `between` picks the points of a curve that count.
+    """
+    first, last = ends
+
+    def of_curve(curve: Mapping[str, Any], split: str, metric: str) -> float:
+        return barrier(metric, np.array(curve[split][metric])[between], first[split][metric], last[split][metric])
+
+    return {
+        variant: {split: {metric: of_curve(curve, split, metric) for metric in METRICS} for split in SPLITS}
+        for variant, curve in curves.items()
+    }

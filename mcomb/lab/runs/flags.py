@@ -1,0 +1,170 @@
+"""The flags of the experiments, and what follows from the flags alone."""
+
+import dataclasses
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from mcomb.errors import UserError
+from mcomb.io.paths import AnyPath
+from mcomb.keys import LARGEST_SEED
+from mcomb.lab.cli import Flag, Output, flags, is_installed_command
+from mcomb.lab.data.splits import Subset
+from mcomb.lab.setups import SETUPS, WIDEST
+from mcomb.lab.training.train import Recipe
+from mcomb.matching.matchers import MATCHERS
+
+C = TypeVar("C", bound="Config")
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class TrainingConfig(Output):
+    """The flags of a training."""
+
+    setup: Annotated[str, Flag("model, dataset and recipe", choices=SETUPS.keys())] = "resnet20-cifar10"
+    width: Annotated[int, Flag("width multiplier: the first layer has 16·N units", 1, WIDEST)] = 32
+    epochs: Annotated[int | None, Flag("training epochs; 0 leaves networks untrained [setup]", at_least=0)] = None
+    batch_size: Annotated[int | None, Flag("training images in a batch [setup]", at_least=1)] = None
+    learning_rate: Annotated[float | None, Flag("peak learning rate [setup]", at_least=0)] = None
+    weight_decay: Annotated[float | None, Flag("weight decay [setup]", at_least=0)] = None
+    dtype: Annotated[str, Flag("what networks compute in; their parameters are float32", choices=DTYPES)] = "float32"
+    checkpoint_every: Annotated[int | None, Flag("epochs between checkpoints [setup]", at_least=1, identity=False)] = (
+        None
+    )
+    data_dir: Annotated[
+        Path | None, Flag("CIFAR-10's archive or folder (default: $MCOMB_DATA_DIR, else downloaded)", identity=False)
+    ] = None
+    out: Annotated[AnyPath, Flag("root folder of all runs, or gs://BUCKET/FOLDER", identity=False)] = Path("runs")
+    steps_per_call: Annotated[
+        int | None, Flag("training steps in one compiled call (default: automatic)", at_least=1, identity=False)
+    ] = None
+    plan: Annotated[bool, Flag("only list what would be done, with operations, memory and disk", identity=False)] = (
+        False
+    )
+    distributed: Annotated[
+        bool, Flag("run together with the processes of this SLURM job, TPU pod, …", identity=False)
+    ] = False
+    coordinator: Annotated[str | None, Flag("HOST:PORT of process 0, to run together with others", identity=False)] = (
+        None
+    )
+    processes: Annotated[int | None, Flag("how many processes run together", at_least=1, identity=False)] = None
+    process: Annotated[int | None, Flag("which of them this is, from 0 on", at_least=0, identity=False)] = None
+
+
+@dataclass(frozen=True)
+class Config(TrainingConfig):
+    """The flags that every experiment has."""
+
+    matcher: Annotated[str, Flag("how units are matched", choices=MATCHERS.keys())] = "weights"
+    train_images: Annotated[int | None, Flag("train images to evaluate on (default: all)", at_least=1)] = None
+    test_images: Annotated[int | None, Flag("test images to evaluate on (default: all)", at_least=1)] = None
+    seed: Annotated[int, Flag("root seed N; networks A, B, C have seeds 3N, 3N+1, 3N+2", 0, LARGEST_SEED // 3 - 1)] = 0
+    seed_a: Annotated[int | None, Flag("seed of network A (default: from --seed)", 0, LARGEST_SEED)] = None
+    seed_b: Annotated[int | None, Flag("seed of network B (default: from --seed)", 0, LARGEST_SEED)] = None
+    seed_c: Annotated[int | None, Flag("seed of network C (default: from --seed)", 0, LARGEST_SEED)] = None
+    checkpoint_a: Annotated[AnyPath | None, Flag("orbax folder or safetensors file of network A")] = None
+    checkpoint_b: Annotated[AnyPath | None, Flag("orbax folder or safetensors file of network B")] = None
+    checkpoint_c: Annotated[AnyPath | None, Flag("orbax folder or safetensors file of network C")] = None
+    pairs: Annotated[int, Flag("independent pairs or triples, of --seed and the seeds after it", 1, 1000)] = 1
+    pretrained: Annotated[bool, Flag("take the networks that come with the repository instead of training")] = False
+    vmap_size: Annotated[
+        int | None, Flag("combinations side by side on a device (default: automatic)", at_least=1, identity=False)
+    ] = None
+
+    def images_of(self, letter: str) -> Subset | None:
+        """The train images of network A, B or C; None if they are all."""
+        return None
+
+
+@dataclass(frozen=True)
+class CombinationConfig(Config):
+    """The flags of an experiment that measures combinations."""
+
+    repair: Annotated[bool, Flag("shift and rescale the units of each combination (REPAIR)")] = False
+
+
+@dataclass(frozen=True)
+class CurveConfig(CombinationConfig):
+    """The flags of an experiment that measures curves of combinations between networks."""
+
+    temperatures: Annotated[
+        bool, Flag("also show test losses at the best softmax temperature of each network, as a control")
+    ] = False
+
+    def __post_init__(self) -> None:
+        if self.temperatures and self.test_images == 1:
+            raise UserError("--temperatures fits on one half of the test images: give --test-images 2 or more")
+
+
+@dataclass(frozen=True)
+class LineConfig(CurveConfig):
+    """The flags of a sweep with one network at each value."""
+
+    points: Annotated[int, Flag("values of the sweep's parameter, end points included", at_least=2)] = 25
+
+
+@dataclass(frozen=True)
+class SweepConfig(LineConfig):
+    """The flags of a sweep that samples networks at each value."""
+
+    samples: Annotated[int, Flag("combinations drawn at each value", at_least=1)] = 5
+
+
+RECIPE_FLAGS = ("epochs", "batch_size", "learning_rate", "weight_decay")  # they name a network
+PROCESS_FLAGS = ("distributed", "coordinator", "processes", "process")  # who runs it, each with its own
+YOUNGER_FLAGS = ("temperatures",)  # kept results may be older: the flags are no part of an identity unless set
+CHECKPOINT_FLAGS = ("checkpoint_a", "checkpoint_b", "checkpoint_c")  # results know networks by their fingerprints
+
+
+def recipe(config: TrainingConfig) -> Recipe:
+    """The setup's recipe with whatever the flags change in it."""
+    chosen = {name: getattr(config, name) for name in (*RECIPE_FLAGS, "checkpoint_every")}
+    return dataclasses.replace(
+        SETUPS[config.setup].recipe, **{name: value for name, value in chosen.items() if value is not None}
+    )
+
+
+def recipe_dict(config: TrainingConfig) -> dict[str, Any]:
+    """What of the recipe changes the network."""
+    return {name: value for name, value in dataclasses.asdict(recipe(config)).items() if name != "checkpoint_every"}
+
+
+def identity_flags(config: TrainingConfig) -> list[str]:
+    """The flags that change a result, and with it the name of its folder."""
+    return [name for name, flag in flags(type(config)).items() if flag.identity]
+
+
+def command(name: str, config: TrainingConfig) -> str:
+    """The command line that gives a config, whatever prints and runs it, in a clone or wherever mcomb is installed."""
+    words = ["mcomb", name] if is_installed_command() else ["python", "-m", f"experiments.{name}"]
+    for field in dataclasses.fields(config):
+        if getattr(config, field.name) != field.default and field.name not in (*vars(Output()), *PROCESS_FLAGS):
+            words += flag_words(config, field.name)
+    return shlex.join(words)
+
+
+def flag_words(config: TrainingConfig, name: str) -> list[str]:
+    """Return a flag and its values as the words of a command line."""
+    value = getattr(config, name)
+    parts = value if isinstance(value, tuple) else () if value is True else (value,)
+    return ["--" + name.replace("_", "-"), *map(str, parts)]
+
+
+def differing_flags(config: TrainingConfig, other: TrainingConfig) -> list[str]:
+    """Return the flags that give `config` where those of `other` would not, each as on a command line."""
+    found = []
+    for name in identity_flags(config):
+        value = getattr(config, name)
+        if value == getattr(other, name, value):
+            continue
+        flag = "--" + name.replace("_", "-")
+        found.append(f"no {flag}" if value is None or value is False else shlex.join(flag_words(config, name)))
+    return found
+
+
+def convert_config(config: Config, to: type[C], **changes: Any) -> C:
+    """A config of another experiment with the flags that both have, and then the changes."""
+    names = {field.name for field in dataclasses.fields(to)} & {field.name for field in dataclasses.fields(config)}
+    return to(**{name: getattr(config, name) for name in names} | changes)

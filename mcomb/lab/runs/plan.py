@@ -1,0 +1,174 @@
+"""What a run would do: its steps, and the operations, memory and disk of each, before any of them is made.
+
+Everything follows from the shapes alone: nothing is compiled, timed or read but what is kept already. Floating-point
+operations are those of the network on one image as XLA counts them, and three times as many for a gradient. A plan says
+nothing of time: a training says so itself once it has begun.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mcomb.io.paths import AnyPath
+from mcomb.lab.cache.store import MATCHING_IMAGES, Store, Training, device_share
+from mcomb.lab.runs.measure import REPAIR_IMAGES
+from mcomb.lab.runs.results import columns, readable_bytes
+from mcomb.matching.straight_through import BATCH_SIZE, STEPS
+from mcomb.runtime.batching import BATCH
+from mcomb.trees import named_leaves
+
+GRADIENT = 3  # times the operations of the network itself
+SWEEPS = 2  # of weight matching, counted in full ones: after the first, only what has moved is counted anew
+# What programs hold at once of the arrays inside a network, by their own account (benchmarks.account):
+LIVE, COMPARED = 4, 8  # evaluation and activation matching, as much as so many of the largest array
+KEPT = 0.25  # a gradient, this part of all arrays
+DTYPE_BYTES = 4.0
+IN_ALL = "in all"
+
+
+class Job(NamedTuple):
+    """What one experiment needs: networks to train, matchings by name, and combinations to evaluate."""
+
+    name: str
+    store: Store
+    trainings: Sequence[Training]
+    given: Sequence[str] = ()  # the names of the networks that are not trained
+    matchings: Mapping[str, tuple[str, int]] = {}  # the matcher and its restarts
+    combinations: int = 0  # on each split
+    kept: bool = False  # whether its results are there
+
+
+class Step(NamedTuple):
+    """One thing to do: its floating-point operations, and the bytes that it takes in memory and on disk.
+
+    Memory is that of each accelerator, or of all devices of a CPU together.
+    """
+
+    what: str
+    state: str
+    flop: float = 0.0
+    memory: float = 0.0
+    disk: float = 0.0
+
+
+class Work(NamedTuple):
+    """What follows from a setup's shapes at one width."""
+
+    parameters: int
+    flop: float  # of the network on one image
+    activations: float  # bytes of all arrays inside the network on one image
+    largest: float  # bytes of the largest of them
+    matching_flop: float  # of one sweep of weight matching
+
+
+def work_of(store: Store) -> Work:
+    """What a network of the store costs, from its shapes."""
+    shapes, apply = store.setup.shapes(store.config.width), store.apply
+    image = jax.ShapeDtypeStruct((1, *store.setup.dataset.image), jnp.uint8)
+    sizes = {name: leaf.size for name, leaf in named_leaves(shapes).items()}
+    equations = jax.make_jaxpr(apply)(shapes, image).jaxpr.eqns
+    inside = [out.aval.size * out.aval.dtype.itemsize for eqn in equations for out in eqn.outvars]
+    cost: Any = jax.jit(apply).lower(shapes, image).cost_analysis()
+    return Work(
+        parameters=sum(sizes.values()),
+        flop=float(cost["flops"]),
+        activations=float(sum(inside)),
+        largest=float(max(inside)),
+        matching_flop=2.0
+        * sum(sizes[leaf] * size for perm, size in store.spec.sizes.items() for leaf, _ in store.spec.axes_of(perm)),
+    )
+
+
+def plan_steps(jobs: Iterable[Job]) -> list[Step]:
+    """Return the steps of some jobs, each once."""
+    steps: dict[tuple[AnyPath, str], Step] = {}
+    known: dict[AnyPath, Work] = {}
+    for job in jobs:
+        home = job.store.home
+        if not job.trainings and not job.given:
+            continue
+        if home not in known:
+            known[home] = work_of(job.store)
+        for part in (_training, _matching, _evaluation):
+            steps |= {(home, step.what): step for step in part(job, known[home])}
+    several = len(known) > 1
+    return [
+        step._replace(what=f"{home.name}: {step.what}" if several else step.what) for (home, _), step in steps.items()
+    ]
+
+
+def _copies(devices: int) -> int:
+    """Return how many copies of an array that devices hold are in the same memory."""
+    return devices if jax.default_backend() == "cpu" else 1
+
+
+def _training(job: Job, work: Work) -> Iterator[Step]:
+    store, recipe, size = job.store, job.store.recipe, DTYPE_BYTES * work.parameters
+    for name in job.given:
+        yield Step(f"read {name}", "given")
+    for training in job.trainings:
+        name, done = store.trained_so_far(training)
+        there = store.setup.dataset.images[0]
+        there = training.images.expected_count(there) if training.images else there
+        images = (recipe.epochs - done) * (there // recipe.batch_size) * recipe.batch_size
+        if not images:
+            yield Step(f"train {name}", "kept")
+            continue
+        state = f"from epoch {done} of {recipe.epochs}" if done else f"{recipe.epochs} epochs"
+        devices = device_share(len(job.trainings))
+        # Weights, momentum and gradient; and the state that training begins with. There are two checkpoints.
+        each = 3 * size + recipe.batch_size / devices * KEPT * work.activations
+        memory = _copies(devices) * each + 2 * size + there * math.prod(store.setup.dataset.image)
+        yield Step(f"train {name}", state, GRADIENT * work.flop * images, memory, 4 * size)
+
+
+def _matching(job: Job, work: Work) -> Iterator[Step]:
+    store, size, devices = job.store, DTYPE_BYTES * work.parameters, len(jax.devices())
+    for name, (matcher, restarts) in job.matchings.items():
+        b, a = (store.network_name(letter) for letter in (name[0], name.split()[2][0]))
+        what = f"match {b} to {a} by {matcher}" + (f", {restarts} restarts" if restarts > 1 else "")
+        if store.matching_path(a, b, matcher, restarts).is_file():
+            yield Step(what, "kept")
+            continue
+        flop, memory = SWEEPS * work.matching_flop * restarts, 4 * size
+        if matcher == "activations":
+            flop = 2 * work.flop * min(MATCHING_IMAGES, store.setup.dataset.images[0])
+            memory = 2 * size + _copies(devices) * 2 * BATCH * COMPARED * work.largest
+        elif matcher == "ste":
+            flop = STEPS * (flop + BATCH_SIZE * GRADIENT * work.flop)
+            memory = 2 * size + _copies(devices) * (4 * size + BATCH_SIZE / devices * KEPT * work.activations)
+        yield Step(what, "", flop, memory)
+
+
+def _evaluation(job: Job, work: Work) -> Iterator[Step]:
+    if not job.combinations:
+        return
+    config, repair = job.store.config, getattr(job.store.config, "repair", False)
+    what = f"evaluate {job.combinations:,} combinations, {job.store.folder(job.name).name}"
+    if job.kept:
+        yield Step(what, "kept")
+        return
+    counts = zip((config.train_images, config.test_images), job.store.setup.dataset.images, strict=True)
+    images = sum(min(asked or there, there) + (REPAIR_IMAGES if repair else 0) for asked, there in counts)
+    size = DTYPE_BYTES * work.parameters
+    each = size + min(BATCH, images) * LIVE * work.largest  # a combination, and what is computed of it
+    memory = (len(job.trainings) + len(job.given) + 1) * size + _copies(len(jax.devices())) * each
+    yield Step(what, f"{images:,} images each", work.flop * images * job.combinations, memory)
+
+
+def table(steps: list[Step]) -> str:
+    """Return the steps for a person to read, and what they come to together."""
+    rows: list[tuple[str, ...]] = [("", "", "TFLOP", "memory", "disk")]
+    for step in (*steps, total(steps)):
+        numbers = (f"{step.flop / 1e12:.3g}", *(readable_bytes(count) if count else "" for count in step[3:]))
+        rows.append((step.what, step.state, *(numbers if step.flop or step.what == IN_ALL else ("",) * 3)))
+    return columns(rows)
+
+
+def total(steps: list[Step]) -> Step:
+    """Return what some steps come to: the memory of the one that needs most, and the sum of everything else."""
+    flop, disk = (sum(getattr(step, name) for step in steps) for name in ("flop", "disk"))
+    return Step(IN_ALL, "", flop, max((step.memory for step in steps), default=0.0), disk)

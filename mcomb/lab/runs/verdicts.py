@@ -1,0 +1,151 @@
+"""Verdicts: whether results show what the paper found. A run that went wrong must not earn one.
+
+Only results of the paper's own networks can agree with it; of other networks a verdict says whether the effect shows.
+
+A verdict is only given on networks that are trained and matched (`why_no_verdict`). A barrier is then judged relative
+to how much better than guessing the networks are (`cost`): a drop of 0.1 in accuracy is small for networks at 0.95, but
+it is everything for networks at 0.2 where guessing has 0.1. An experiment with a claim of its own has its thresholds in
+its own `judge`.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import scipy  # its `stats`, which are slow to import, are once they are needed
+
+from mcomb.lab.runs.results import METRICS, Results
+
+Barrier = Mapping[str, float]  # loss and accuracy
+
+LIMITS = {"loss": 0.25, "accuracy": 0.15}  # of the advantage over guessing: a combination that loses less works
+NEAR_PAPER = 1.5  # times the paper's barrier, and lower ones, agree with it
+CLEARLY_LESS = 0.5  # times another barrier
+CONFIDENCE = 0.99
+
+
+WORDS = {True: "agrees with the paper", False: "does not agree with the paper", None: "no verdict"}
+OTHER_WORDS = {  # of networks that the paper does not have
+    True: "shows the paper's effect",
+    False: "does not show the paper's effect",
+    None: "no verdict",
+}
+OPEN_WORDS = {True: "yes", False: "no", None: "no verdict"}  # where the claim is a question that the paper leaves open
+
+
+class Verdict(NamedTuple):
+    """Whether results show what the paper found, None if they cannot tell, and a sentence that says why.
+
+    Of a question that the paper leaves open, `agrees` is the answer.
+    """
+
+    agrees: bool | None
+    finding: str
+
+
+def verdict_words(agrees: bool | None, is_open: bool, is_papers: bool) -> str:
+    """Return a verdict in words; `is_papers` says whether the paper has these networks."""
+    return (OPEN_WORDS if is_open else WORDS if is_papers else OTHER_WORDS)[agrees]
+
+
+def verdict_colour(agrees: bool | None, is_papers: bool) -> str:
+    """Return the colour of a verdict: red only for results that contradict the paper."""
+    return "green" if agrees else "red" if agrees is False and is_papers else "yellow"
+
+
+def why_no_verdict(results: Results) -> str | None:
+    """Why nothing can be concluded from the networks: hardly trained, or not matched. None if all is well."""
+    for name, by_split in results.get("models", {}).items():
+        guess, reached = results["guessing"]["test"], by_split["test"]["accuracy"]
+        if not reached >= trained_accuracy(guess):
+            images = "1 image" if guess["images"] == 1 else f"{guess['images']:,} images"
+            is_few = reached >= trained_accuracy({**guess, "images": math.inf})
+            return (
+                f"No verdict: network {name} hardly beats guessing. It has a test accuracy of {reached:.1%} on "
+                f"{images}; guessing the commonest label has {guess['accuracy']:.1%}: "
+                f"{'measure on more images' if is_few else 'train longer'}."
+            )
+    for name, product in results.get("inner_products", {}).items():
+        if not product["aligned"] > product["naive"]:
+            return f"No verdict: the matching of {name} brings their weights no closer than they were."
+    return None
+
+
+def trained_accuracy(guess: Mapping[str, int | float]) -> float:
+    """The accuracy from which on a network clearly beats guessing.
+
+    That is a tenth of the way from guessing to no error at all, and five standard errors more.
+    """
+    chance = guess["accuracy"]
+    return chance + 0.1 * (1 - chance) + 5 * math.sqrt(chance * (1 - chance) / guess["images"])
+
+
+def cost(results: Results, barrier: Barrier, split: str = "test") -> dict[str, float]:
+    """The part of the networks' mean advantage over guessing that a barrier takes away, for each metric."""
+    guess = results["guessing"][split]
+    level = {m: np.mean([by_split[split][m] for by_split in results["models"].values()]) for m in METRICS}
+    advantage = {
+        "loss": max(guess["loss"] - level["loss"], 0.1 * guess["loss"]),  # accurate networks may have a high loss
+        "accuracy": level["accuracy"] - guess["accuracy"],
+    }
+    return {m: float(barrier[m] / advantage[m]) for m in METRICS}
+
+
+def works(results: Results, barrier: Barrier, limits: Barrier = LIMITS, split: str = "test") -> bool:
+    """Whether a barrier costs little, in loss and in accuracy; one that is not a number does not."""
+    part = cost(results, barrier, split)
+    return all(part[m] <= limits[m] for m in METRICS)
+
+
+def clearly_less(barrier: Barrier, other: Barrier) -> bool:
+    """Whether a barrier is at most half of another, in loss and in accuracy."""
+    return all(barrier[m] <= CLEARLY_LESS * other[m] for m in METRICS)
+
+
+def judge_sweep(results: Results, limits: Barrier = LIMITS, variant: str = "aligned") -> Verdict:
+    """Whether every aligned combination works, and clearly better than naive ones, on the test set.
+
+    Where the paper has barriers for this setup and width, working means barriers like the paper's.
+    """
+    aligned, naive = (results["barriers"][name]["test"] for name in (variant, "naive"))
+    paper = results.get("paper")
+    if paper and paper["width"] == results["config"]["width"]:
+        good = all(aligned[m] <= NEAR_PAPER * paper[m] for m in METRICS)
+        beside = f" The paper's barriers at this width are {paper['loss']:.3f} and {paper['accuracy']:.1%}."
+    else:
+        good, part = works(results, aligned, limits), cost(results, aligned)
+        beside = (
+            f" Aligned, that is {part['loss']:.0%} of the lead over guessing in loss and {part['accuracy']:.0%} in "
+            f"accuracy; up to {limits['loss']:.0%} and {limits['accuracy']:.0%} count as working."
+        )
+    a, b = results["ends"]
+    return Verdict(
+        good and clearly_less(aligned, naive),
+        f"Aligned, the worst combination has a test loss {aligned['loss']:.3f} above the mean of {a} and {b} and loses "
+        f"{aligned['accuracy']:.1%} of test accuracy; naive, {naive['loss']:.3f} and {naive['accuracy']:.1%}.{beside}",
+    )
+
+
+def falls(values: Iterable[float]) -> bool:
+    """Whether values clearly go down: the last is at most half of the first, and most pairs are in order."""
+    series = list(values)
+    return bool(
+        series[-1] <= CLEARLY_LESS * series[0] and scipy.stats.kendalltau(range(len(series)), series).statistic < -0.5
+    )
+
+
+def rate_is_above(count: int, total: int, least: float) -> bool | None:
+    """Whether a rate observed as `count` of `total` is above `least`; None if so few cannot tell."""
+    interval = scipy.stats.binomtest(count, total).proportion_ci(CONFIDENCE)
+    return True if interval.low > least else False if interval.high < least else None
+
+
+def same_distribution(x: Any, y: Any, tolerance: float = 0.05) -> tuple[bool, float]:
+    """Whether two samples are distributed alike, and the Kolmogorov–Smirnov distance between them.
+
+    Up to `tolerance`, and what samples of these sizes differ by chance.
+    """
+    distance = float(scipy.stats.ks_2samp(x, y, method="asymp").statistic)
+    by_chance = math.sqrt(-math.log((1 - CONFIDENCE) / 2) / 2 * (1 / len(x) + 1 / len(y)))
+    return distance <= tolerance + by_chance, distance

@@ -1,0 +1,166 @@
+"""Checkpoints of a training in progress: saved as it goes, restored to resume it."""
+
+import errno
+import json
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from mcomb.errors import UserError, first_words
+from mcomb.io.checkpoints import fingerprint_entry, read_checkpoint, reading, restore_tree, saved_steps, system_error
+from mcomb.io.fingerprints import fingerprint
+from mcomb.io.paths import AnyPath, absolute, remove_folder, seal, unseal
+from mcomb.lab.cache import versions
+from mcomb.lab.runs.results import environment
+from mcomb.runtime.devices import describe_devices
+from mcomb.runtime.processes import are_several, is_first
+from mcomb.runtime.progress import warn
+from mcomb.runtime.training_loop import State
+from mcomb.trees import Params
+
+
+class TrainingCheckpoints:
+    """The two newest checkpoints of one training: `folder/<epoch>/{params,optimizer,config}`.
+
+    A training that was stopped within an epoch has another one, `folder/stopped/<step>`. The config has what the
+    training was made from, which must not change, and a record of how it was trained. The record and the arrays have
+    fingerprints; where the newest checkpoint is damaged, the one before it is restored.
+    """
+
+    def __init__(self, folder: AnyPath, made_from: Mapping[str, Any]):
+        """Opens a training's folder; one that was made from something else is an error."""
+        self.folder, self.made_from = folder, json.loads(json.dumps(made_from))
+        self.records: dict[AnyPath, dict[str, Any]] = {}  # of whole checkpoints, the newest first
+        self.problems: dict[AnyPath, UserError] = {}  # of damaged ones
+        self.devices: list[str] = []  # all numbers and kinds of devices that it was trained on, such as `2 × cpu`
+        for place in [parent / str(n) for parent in (folder, folder / "stopped") for n in saved_steps(parent)]:
+            try:
+                self.records[place] = reading(place, partial(_read_record, place))
+            except UserError as problem:
+                self.problems[place] = problem
+        self.records = dict(sorted(self.records.items(), key=lambda item: -item[1]["step"]))
+        if self.problems and not self.records:
+            raise next(iter(self.problems.values()))
+        for record in self.records.values():
+            self._require_same_origin(record)
+        if self.records:
+            self.devices = next(iter(self.records.values())).get("devices", [])
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch of the newest checkpoint; None if there is none, or if that is within an epoch."""
+        newest = next(iter(self.records), None)
+        return int(newest.name) if newest and newest.parent == self.folder else None
+
+    @property
+    def step(self) -> int:
+        """The step of the newest checkpoint; 0 if there is none."""
+        return next((record["step"] for record in self.records.values()), 0)
+
+    @property
+    def device_count(self) -> int | None:
+        """The number of devices that it was trained on last; None before the first checkpoint."""
+        return int(self.devices[-1].split()[0]) if self.devices else None
+
+    def _require_same_origin(self, record: Mapping[str, Any]) -> None:
+        version = record.get("version", 1)
+        if version != versions.TRAINING:
+            raise UserError(
+                f"{self.folder} was trained by version {version} of the training code, and this is version "
+                f"{versions.TRAINING}: move it away or give another --out"
+            )
+        for name, value in self.made_from.items():
+            if record.get(name) != value:
+                raise UserError(
+                    f"{self.folder} was trained with {name} = {record.get(name)}, not {value}: "
+                    "move it away or give another --out"
+                )
+
+    def save(self, epoch: int | None, state: State, mesh: Mesh | None = None) -> None:
+        """Writes the state after an epoch (None: within one) on a mesh, atomically; then drops all but the last two."""
+        devices = describe_devices(mesh)
+        self.devices = [*(other for other in self.devices if other != devices), devices]
+        record = {
+            "step": int(state.step),
+            "version": versions.TRAINING,
+            "devices": self.devices,
+            "environment": environment(),
+            "optimizer": fingerprint(state.optimizer),
+        }
+        folder, number = (self.folder / "stopped", int(state.step)) if epoch is None else (self.folder, epoch)
+        try:
+            import orbax.checkpoint as ocp  # it takes half a second, for which no bar should wait
+
+            options = ocp.CheckpointManagerOptions(
+                max_to_keep=2, enable_async_checkpointing=False, cleanup_tmp_directories=True
+            )
+            with ocp.CheckpointManager(absolute(folder), options=options) as manager:
+                manager.save(
+                    number,
+                    args=ocp.args.Composite(
+                        params=ocp.args.StandardSave(state.params),
+                        optimizer=ocp.args.StandardSave(state.optimizer),
+                        config=ocp.args.JsonSave(seal(self.made_from | record, str(folder))),
+                    ),
+                    custom_metadata=fingerprint_entry(state.params),
+                )
+        except Exception as error:  # orbax has many kinds of them
+            if are_several():  # another process may be the reason
+                raise
+            problem = f"checkpoint {folder / str(number)} cannot be written ({first_words(error)})"
+            remedy = "make room there" if system_error(error) in (errno.ENOSPC, errno.EDQUOT) else "mend that"
+            raise UserError(f"{problem}: {remedy}, and the same command goes on") from error
+        if epoch is not None and is_first():
+            remove_folder(self.folder / "stopped")
+
+    def read_params(self, target: Params) -> Params | None:
+        """The newest checkpoint's parameters; None if they are damaged, but there is an older checkpoint."""
+        try:
+            return read_checkpoint(next(iter(self.records)), target)
+        except UserError:
+            if len(self.records) == 1:
+                raise
+            return None
+
+    def restore(self, target: State) -> State:
+        """The newest state that is whole, in the structure of `target`; newer, damaged ones are set aside."""
+        for place, record in self.records.items():
+            try:
+                state = self._restore(place, record, target)
+            except UserError as error:
+                self.problems[place] = error
+                continue
+            if is_first():
+                self._set_aside_newer(place)
+            return state
+        raise next(iter(self.problems.values()))
+
+    def _set_aside_newer(self, than: AnyPath) -> None:
+        """Renames damaged checkpoints, which otherwise would be in the way of those to come."""
+        for place, problem in self.problems.items():
+            if place.parent == than.parent and int(place.name) < int(than.name):
+                continue  # its removal, once it was old, was interrupted
+            aside = place.with_name(f"damaged-{place.name}")
+            remove_folder(aside)
+            place.rename(aside)  # in a store: object by object
+            what = str(problem).rpartition(": ")[0]
+            warn(f"{what}: it is now {aside.name}, and training goes on from {than}")
+
+    def _restore(self, place: AnyPath, record: Mapping[str, Any], target: State) -> State:
+        params = read_checkpoint(place, target.params)
+        optimizer = reading(place, lambda: restore_tree(place / "optimizer", target.optimizer))
+        if record.get("optimizer", found := fingerprint(optimizer)) != found:
+            raise UserError(f"checkpoint {place} has another optimizer state than was written: move it away")
+        return State(params, optimizer, jnp.array(record["step"], jnp.int32))
+
+
+def _read_record(place: AnyPath) -> dict[str, Any]:
+    """A checkpoint's record; those from before records had digests are taken as they are."""
+    text = (place / "config" / "metadata").read_text()
+    record = unseal(text) or json.loads(text)
+    if "digest" in record:
+        raise ValueError("its record is not what was written")
+    return record | {"step": int(record["step"])}

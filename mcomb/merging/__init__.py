@@ -1,0 +1,1 @@
+"""Merge several networks into one."""

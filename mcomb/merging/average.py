@@ -1,0 +1,43 @@
+"""Weighted averages of networks."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mcomb.errors import UserError
+from mcomb.evaluation.batch_statistics import estimate_statistics
+from mcomb.trees import (
+    Apply,
+    Inputs,
+    Params,
+    at_least_float32,
+    is_inexact,
+    require_alike,
+    require_finite,
+)
+
+
+def weighted_sum(leaves: Sequence[Any], weights: Sequence[Any]) -> Any:
+    """Return the weighted sum of one leaf of each network, or the first network's leaf if it is not a float."""
+    if not is_inexact(leaves[0]):
+        return leaves[0]
+    total = sum(weight * at_least_float32(leaf) for weight, leaf in zip(weights, leaves, strict=True))
+    return jnp.asarray(total, jnp.result_type(leaves[0]))
+
+
+def require_networks(networks: Sequence[Params]) -> None:
+    """Raise an error unless there are two or more networks of the same names and shapes, all finite."""
+    if not isinstance(networks, Sequence) or len(networks) < 2:
+        raise UserError("Merging needs two or more networks: pass a tuple of parameter trees.")
+    for i, network in enumerate(networks):
+        require_alike("the networks to merge", networks[0], network, ("network 0", f"network {i}"))
+        require_finite(f"network {i}", network)
+
+
+def average_networks(apply: Apply, networks: Sequence[Params], inputs: Inputs) -> Params:
+    """Return the mean of all weights, with running statistics estimated on the inputs."""
+    here = jax.device_get(tuple(networks))  # they may be on different devices
+    mean = jax.tree.map(lambda *leaves: weighted_sum(leaves, [1 / len(leaves)] * len(leaves)), *here)
+    return estimate_statistics(apply, mean, inputs)

@@ -1,0 +1,318 @@
+"""Gradient descent that keeps what is best on held-out data, and ends when that gets no better.
+
+Whatever is learnt here, shares of networks or their weights, is learnt in the same way: with Adam, on all examples but
+the last tenth, whose loss is looked at twenty times on the way.
+"""
+
+import hashlib
+import io
+import re
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.extend import core
+from jaxtyping import Float, Int32, PRNGKeyArray
+
+from mcomb.errors import Diverged, UserError, require_positive, require_whole
+from mcomb.evaluation.batch_statistics import estimate_statistics, normalise_by_batch, statistics_of
+from mcomb.evaluation.evaluate import score
+from mcomb.evaluation.objectives import Objective, add_up, check_objectives, cross_entropy
+from mcomb.io.fingerprints import fingerprint
+from mcomb.io.paths import AnyPath, as_path, atomic
+from mcomb.keys import stream
+from mcomb.runtime.devices import replicate
+from mcomb.runtime.processes import from_first
+from mcomb.runtime.progress import progress_bar, warn
+from mcomb.runtime.training_loop import Loss, State, fit, initial_state, shuffled_rows, steps_per_call
+from mcomb.symmetry.jaxprs import all_equations, inner_jaxprs
+from mcomb.trees import (
+    Apply,
+    Array,
+    Inputs,
+    Labels,
+    Params,
+    at_least_float32,
+    count_examples,
+    from_lists,
+    in_dtype_of,
+    is_inexact,
+    keep_non_floats,
+    map_named,
+    named_leaves,
+    output_shapes,
+)
+
+CHECKS = 20  # how often in a descent the held-out loss is looked at
+PATIENCE = 5  # looks without a better one, after which it ends
+
+
+@runtime_checkable
+class Learnt(Hashable, Protocol):
+    """What numbers mean that are learnt: a network, made of them and of networks that stay as they are.
+
+    It should be equal to another one of the same meaning: then it is compiled only once.
+    """
+
+    def combine(self, numbers: Any, networks: Any, /) -> Params:
+        """The network with these numbers."""
+        ...
+
+
+class Descent(NamedTuple):
+    """The numbers with the least loss on held-out data, the network that they give, and all losses.
+
+    These are of the start, and then of every few steps.
+    """
+
+    numbers: Any
+    params: Params
+    losses: tuple[float, ...]
+
+
+def descend(
+    learnt: Learnt,
+    numbers: Any,
+    networks: Sequence[Params],
+    apply: Apply,
+    inputs: Inputs,
+    labels: Labels,
+    *,
+    loss: Objective,
+    steps: int,
+    batch_size: int,
+    learning_rate: float,
+    seed: int,
+    keep: AnyPath | str | None,
+    describe: str,
+) -> Descent:
+    """The best of the numbers that gradient descent comes by, starting from those given.
+
+    Running statistics are those of each minibatch on the way; where the loss is looked at, and in the result, they are
+    estimated on all examples that are learnt from. How far it has come is kept, after each look, in the file `keep`.
+    The same call goes on from there; a file of another call, or a damaged one, is not used.
+    """
+    labels = from_lists(labels)
+    require_whole(steps=steps, batch_size=batch_size)
+    require_positive(learning_rate=learning_rate)
+    count = check_data(apply, networks[0], inputs, labels, loss)
+    if count < 2:
+        raise UserError(f"{count} examples are too few, for some are held out: give at least two")
+    train_count = count - max(1, count // 10)
+    given = replicate((tuple(networks), inputs, labels))
+    held_out = jax.tree.map(lambda x: x[train_count:], given[1:])
+    train_inputs = jax.tree.map(lambda x: x[:train_count], inputs)
+    has_statistics = bool(statistics_of(apply, networks[0], train_inputs))
+    optimizer, compiled_combine = _adam(float(learning_rate)), jax.jit(learnt.combine)
+    size, every = min(batch_size, train_count), max(1, steps // CHECKS)
+
+    def finish(combined: Params) -> Params:
+        return estimate_statistics(apply, combined, train_inputs) if has_statistics else combined
+
+    def look(numbers: Any) -> float:
+        try:
+            return score(apply, finish(compiled_combine(numbers, given[0])), *held_out, loss=loss).loss
+        except Diverged as error:
+            raise Diverged(
+                "the held-out loss of a combination is infinite or not a number: look for such inputs"
+            ) from error
+
+    start = initial_state(numbers, optimizer)
+    kept = _Kept(None, "")
+    if keep is not None:
+        call = [learnt, *_code_of(apply, loss, networks[0], inputs, labels), steps, batch_size, learning_rate, seed]
+        call += map(fingerprint, (numbers, networks, inputs, labels))
+        kept = _Kept(as_path(keep), hashlib.blake2b(repr(call).encode()).hexdigest())
+    state, best, losses = kept.read(start) or (start, jax.device_get(numbers), [look(numbers)])
+    done = int(state.step)
+    step_loss = _loss(_by_batch(apply), loss, learnt, size) if has_statistics else _loss(apply, loss, learnt)
+    per_call = steps_per_call(networks[0], every)
+    calls = ((rows, given) for rows in _minibatches(steps, every, per_call, train_count, size, seed, done))
+    fitting = fit(step_loss, state, calls, optimizer, stream(seed), network=networks[0])
+    with progress_bar(steps, "step", describe, done) as bar:
+        while done < steps and min(losses[-PATIENCE:]) <= min(losses):
+            state, step_losses, _ = next(fitting)
+            done += len(step_losses)
+            bar.update(len(step_losses))
+            if done % every and done < steps:
+                continue
+            losses.append(look(state.params))
+            if losses[-1] == min(losses):
+                best = jax.device_get(state.params)
+            kept.write(state, best, losses)
+            bar.set_postfix(loss=f"{step_losses.mean():.4f}", best=f"{min(losses):.4f}", refresh=False)
+    params = finish(compiled_combine(best, given[0]))
+    return Descent(best, keep_non_floats(params, networks[0]), tuple(losses))
+
+
+def _minibatches(
+    steps: int, every: int, per_call: int, count: int, size: int, seed: int, done: int
+) -> Iterator[Int32[np.ndarray, "n b"]]:
+    """Minibatches after the first `done`, as many as one compiled call should step through, up to the next look."""
+    epoch, step, rows = 0, 0, np.zeros((0, size), np.int32)
+    while step < steps:
+        together = min(per_call, every - step % every, steps - step)
+        while len(rows) < together:
+            rows = np.concatenate([rows, shuffled_rows(seed, epoch, count, size)])
+            epoch += 1
+        now, rows = np.split(rows, [together])
+        if step >= done:
+            yield now
+        step += together
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """The weights of a network themselves, by name: what fine-tuning learns."""
+
+    def combine(self, numbers: Mapping[str, Array], networks: Sequence[Params]) -> Params:
+        return map_named(lambda name, leaf: in_dtype_of(leaf, numbers.get(name, leaf)), networks[0])
+
+
+class FineTuned(NamedTuple):
+    """A network after fine-tuning.
+
+    Attributes:
+        params: The parameters with the lowest held-out loss.
+        loss: Their held-out loss.
+        losses: The held-out losses at the start and then at regular intervals.
+    """
+
+    params: Params
+    loss: float
+    losses: tuple[float, ...]
+
+
+def fine_tune(
+    apply: Apply,
+    params: Params,
+    inputs: Inputs,
+    labels: Labels,
+    *,
+    loss: Objective = cross_entropy,
+    steps: int = 400,
+    batch_size: int = 100,
+    learning_rate: float = 1e-3,
+    seed: int = 0,
+    keep: AnyPath | str | None = None,
+) -> FineTuned:
+    """Train a network with Adam, hold out the last tenth of the data, and keep the best parameters.
+
+    Args:
+        apply: The function, called as `apply(params, inputs)`.
+        params: Parameters to start from.
+        inputs: Inputs with examples along the first axis.
+        labels: Labels with examples along the first axis.
+        loss: The loss: a function of one example's output and label that returns a sum and a count.
+        steps: Number of gradient steps. Training stops early when a quarter of them has not lowered the held-out loss.
+        batch_size: Number of examples in a minibatch.
+        learning_rate: Learning rate of Adam.
+        seed: Seed of the minibatches.
+        keep: A file in which to keep the progress, so that the same call resumes.
+
+    Returns:
+        The trained parameters and the held-out losses.
+
+    Raises:
+        UserError: The function, the data and the loss do not fit together.
+        Diverged: The held-out loss is not finite.
+
+    Examples:
+        >>> a = mcomb.fine_tune(apply, start, x, y, steps=200).params
+    """
+    # Half precision would round steps away.
+    numbers = {name: at_least_float32(leaf) for name, leaf in named_leaves(params).items() if is_inexact(leaf)}
+    how: Any = {"loss": loss, "steps": steps, "batch_size": batch_size, "learning_rate": learning_rate, "seed": seed}
+    found = descend(_Weights(), numbers, [params], apply, inputs, labels, **how, keep=keep, describe="fine-tuning")
+    return FineTuned(found.params, min(found.losses), found.losses)
+
+
+def check_data(apply: Apply, params: Params, inputs: Inputs, labels: Labels, loss: Objective) -> int:
+    """The number of examples; an error unless function, inputs, labels and loss fit together."""
+    count = count_examples(inputs, labels)
+    check_objectives({"loss": loss}, output_shapes(apply, params, inputs), labels, count)
+    return count
+
+
+class _Kept(NamedTuple):
+    """A file with the state of a descent, the best numbers and the losses so far; nothing, if it has no path."""
+
+    path: AnyPath | None
+    call: str  # what it is the state of
+
+    def write(self, state: State, best: Any, losses: Sequence[float]) -> None:
+        if self.path is None:
+            return
+        leaves = {f"leaf {i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves((state, best)))}
+        from_first(self._write, leaves | {"losses": np.array(losses), "call": np.array(self.call)})
+
+    def _write(self, arrays: Mapping[str, np.ndarray]) -> None:
+        assert self.path is not None
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic(self.path) as temporary, temporary.open("wb") as file:
+            np.savez(file, **dict(arrays))  # type: ignore[arg-type]
+
+    def read(self, like: State) -> tuple[State, Any, list[float]] | None:
+        arrays = from_first(self._read)
+        if arrays is None:
+            return None
+        leaves, structure = jax.tree.flatten((like, like.params))
+        # NumPy's files do not know bfloat16: it is read as two bytes without a meaning.
+        read = [arrays[f"leaf {i}"].view(jnp.result_type(leaf)) for i, leaf in enumerate(leaves)]
+        state, best = jax.tree.unflatten(structure, read)
+        return state, best, arrays["losses"].tolist()
+
+    def _read(self) -> dict[str, np.ndarray] | None:
+        if self.path is None or not self.path.is_file():
+            return None
+        try:
+            with np.load(io.BytesIO(self.path.read_bytes())) as file:
+                arrays = dict(file)
+        except Exception as error:  # a damaged zip file makes for any kind of error
+            warn(f"{self.path} cannot be read ({type(error).__name__}): learning anew")
+            return None
+        return arrays if arrays.get("call") == self.call else None
+
+
+def _code_of(apply: Apply, loss: Objective, params: Params, inputs: Inputs, labels: Labels) -> tuple[str, str]:
+    """What the function and the loss compute, whatever they are called; the same in every process.
+
+    A jaxpr does not print its constants, nor those of functions that are compiled inside it.
+    """
+    traced = jax.make_jaxpr(lambda *args: jax.vmap(loss)(apply(*args[:2]), args[2]))(params, inputs, labels)
+    jaxprs = [traced, *(inner for eqn in all_equations(traced) for inner in inner_jaxprs(eqn))]
+    constants = [value for jaxpr in jaxprs if isinstance(jaxpr, core.ClosedJaxpr) for value in jaxpr.consts]
+    return re.sub(r"0x[0-9a-f]+", "", str(traced)), fingerprint(constants)
+
+
+@cache  # the same function for the same arguments, so that it is compiled only once
+def _loss(apply: Apply, objective: Objective, learnt: Learnt, size: int | None = None) -> Loss:
+    """The loss of the network on a minibatch, as a function of the numbers that are learnt.
+
+    With a `size` of the minibatch, whatever it is padded with is cut off: it would count in the batch's statistics.
+    """
+
+    def loss(numbers: Any, rows: Int32[Array, "b"], given: Any, key: PRNGKeyArray) -> tuple[Float[Array, ""], None]:
+        networks, inputs, labels = given
+        rows = rows[:size]
+        x, y = jax.tree.map(lambda leaf: leaf[rows], (inputs, labels))
+        total, count = add_up(objective, apply(learnt.combine(numbers, networks), x), y, rows >= 0)
+        return total / jnp.where(count == 0, 1, count), None
+
+    return loss
+
+
+@cache
+def _by_batch(apply: Apply) -> Apply:
+    """The function that takes the running statistics of each batch."""
+    return lambda params, inputs: normalise_by_batch(apply, params, inputs)[0]
+
+
+@cache
+def _adam(learning_rate: float) -> optax.GradientTransformation:
+    return optax.adam(learning_rate)

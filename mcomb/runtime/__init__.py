@@ -1,0 +1,1 @@
+"""Devices, processes, interrupts, progress and the training loop."""

@@ -1,0 +1,140 @@
+"""Batches of examples and of combinations that fit into memory."""
+
+import contextlib
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mcomb.errors import UserError, require_whole
+from mcomb.runtime.processes import from_first
+from mcomb.trees import Array, count_examples
+
+BATCH = 200  # how many images a device takes at once, unless memory is too small
+LEAST_IMAGES = 8  # fewer at once would hardly need less memory
+MEMORY_VARIABLE = "MCOMB_MEMORY_GB"  # of the environment: how much memory to use
+
+
+def in_batches(batch_size: int, tree: Any) -> Any:
+    """A tree of arrays of n rows, each reshaped into batches; the last batch is padded with zeros.
+
+    in_batches(2, [x]) with x = [1, 2, 3] is [[[1, 2], [3, 0]]].
+    """
+
+    def reshape(x: Array) -> Array:
+        count = -(-len(x) // batch_size)  # said, for of rows without entries it could not be found
+        pad = count * batch_size - len(x)
+        return jnp.pad(x, ((0, pad), *((0, 0),) * (x.ndim - 1))).reshape(count, batch_size, *x.shape[1:])
+
+    return jax.tree.map(reshape, tree)
+
+
+def equal_batches(tree: Any, batch_size: int) -> Any:
+    """A tree of arrays of n rows, each reshaped into equal batches of at most that many; a few rows are left out.
+
+    equal_batches(x, 2) with x = [1, 2, 3] is [[1], [2]], and with batch_size=3 it is [[1, 2, 3]].
+    """
+    require_whole(batch_size=batch_size)
+    examples = count_examples(tree)
+    count = -(-examples // batch_size)
+    size = examples // count
+    return jax.tree.map(lambda x: jnp.asarray(x)[: count * size].reshape(count, size, *x.shape[1:]), tree)
+
+
+class Sizes(NamedTuple):
+    """How many combinations and how many images of each a device takes at once."""
+
+    combinations: int
+    images: int
+
+    def __str__(self) -> str:
+        many = f"{self.combinations} combinations" if self.combinations > 1 else "one combination"
+        return f"{many} on {self.images} images at once"
+
+    def smaller(self, part: float = 0.5) -> "Sizes":
+        """Fewer combinations, at most this part of them; then, of one combination, half of the images."""
+        if self.combinations > 1:
+            return self._replace(combinations=max(1, int(self.combinations * min(part, 0.5))))
+        return self._replace(images=-(-self.images // 2)) if self.images > LEAST_IMAGES else self
+
+
+def compile_to_fit(lower: Callable[[Sizes], jax.stages.Lowered], sizes: Sizes) -> tuple[Sizes, jax.stages.Compiled]:
+    """A compiled program that fits into the devices' free memory by its own account, and its sizes, at most those."""
+    free = from_first(free_memory)
+    while True:
+        try:
+            program = lower(sizes).compile()
+        except jax.errors.JaxRuntimeError as error:  # some compilers refuse what does not fit
+            if not is_out_of_memory(error) or sizes.smaller() == sizes:
+                raise
+            sizes = sizes.smaller()
+            continue
+        analysis = program.memory_analysis()
+        needed = analysis.temp_size_in_bytes + analysis.output_size_in_bytes if analysis else 0
+        if needed <= free or sizes.smaller() == sizes:
+            return sizes, program
+        sizes = sizes.smaller(free / needed)
+
+
+def is_out_of_memory(error: jax.errors.JaxRuntimeError) -> bool:
+    """Whether memory was too small for a program."""
+    return "RESOURCE_EXHAUSTED" in str(error)
+
+
+def free_memory() -> float:
+    """Return the bytes that each local device may still take; infinite where nobody knows.
+
+    That is four fifths of the free memory, of which the devices of a CPU share the host's. The environment variable
+    MCOMB_MEMORY_GB sets it instead: gigabytes for each accelerator, or for all devices of a CPU together.
+    """
+    devices = jax.local_devices()
+    on_cpu = devices[0].platform == "cpu"
+    if chosen := os.environ.get(MEMORY_VARIABLE):
+        try:
+            free = 1e9 * float(chosen)
+        except ValueError:
+            raise UserError(f"{MEMORY_VARIABLE}={chosen} is not a number: give gigabytes, such as 16") from None
+    elif on_cpu:
+        free = 0.8 * min(_free_on_host(), _left_by_cgroups())
+    else:
+        stats = devices[0].memory_stats() or {}
+        free = 0.8 * (stats["bytes_limit"] - stats["bytes_in_use"]) if "bytes_limit" in stats else math.inf
+    return free / len(devices) if on_cpu else free
+
+
+def _free_on_host() -> float:
+    try:
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        return 1024.0 * int(lines["MemAvailable"].split()[0])
+    except OSError:  # not on Linux: all there is
+        known = hasattr(os, "sysconf") and {"SC_PAGE_SIZE", "SC_PHYS_PAGES"} <= os.sysconf_names.keys()
+        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) if known else math.inf
+
+
+def _left_by_cgroups(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float:
+    """Return what the limits of this process's container leave, counting file caches, which the kernel drops, as free.
+
+    A limit may be set for any of the groups around this process. A container often sees its own as the root.
+    """
+    left = math.inf
+    try:
+        groups = [line.split(":", 2)[1:] for line in proc.read_text().splitlines()]
+    except OSError:  # not on Linux
+        return left
+    for kinds, path in groups:
+        names = {"": ("memory.max", "memory.current", "inactive_file")}
+        names["memory"] = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        if kinds not in names:
+            continue
+        limit, used, cached = names[kinds]
+        own = Path(path.lstrip("/"))
+        for folder in (root / kinds / group for group in (own, *own.parents)):
+            with contextlib.suppress(OSError, ValueError, KeyError):  # no such group, or a limit of "max"
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                taken = int((folder / used).read_text()) - int(stat[cached])
+                left = min(left, float(int((folder / limit).read_text()) - taken))
+    return max(left, 0.0)

@@ -1,0 +1,150 @@
+"""Device meshes, replication and sharding."""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mcomb.errors import UserError
+from mcomb.symmetry.jaxprs import all_equations
+
+AXIS = "mcomb_device"  # the name of the mesh's only axis, which is nobody else's
+COMBINATIONS, IMAGES = "mcomb_combinations", "mcomb_images"  # the axes of the mesh of evaluation
+
+
+def device_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The one-dimensional mesh of some devices, by default of all."""
+    return Mesh(np.array(jax.devices() if devices is None else devices), AXIS)
+
+
+def two_axis_mesh(combinations: int) -> Mesh:
+    """The mesh of all devices, shared out among combinations, and among images where these are fewer."""
+    devices = np.array(jax.devices())
+    return Mesh(devices.reshape(mesh_shape(combinations, devices.size)), (COMBINATIONS, IMAGES))
+
+
+def mesh_shape(combinations: int, devices: int) -> tuple[int, int]:
+    """How many combinations are evaluated side by side, and in how many parts the images of each.
+
+    On eight devices, eight combinations or more have the shape (8, 1), three (2, 4), and one (1, 8).
+    """
+    rows = max(n for n in range(1, devices + 1) if devices % n == 0 and (n <= combinations or n == 1))
+    return rows, devices // rows
+
+
+def replicate(tree: Any, mesh: Mesh | None = None) -> Any:
+    """The tree with every array replicated on a mesh, by default on all devices; what is there is not copied.
+
+    Processes that share the mesh all have to call it, with the same values.
+    """
+    return share_out(tree, mesh or device_mesh(), PartitionSpec())
+
+
+def share_out(tree: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
+    """The tree with every array on a mesh, divided as the spec says.
+
+    The devices that a CPU is split into share what is replicated on them: there is one copy of it in memory.
+    """
+    sharding = NamedSharding(mesh, spec)
+    if sharding.is_fully_addressable:
+        in_memory = mesh.devices.flat[0].platform == "cpu"
+        return jax.device_put(jax.tree.map(_as_numpy, tree) if in_memory else tree, sharding)
+
+    def put(leaf: Any) -> jax.Array:
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            return jax.device_put(leaf, sharding)
+        if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(put(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
+        array = np.asarray(leaf, jnp.result_type(leaf))
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+    return jax.tree.map(put, tree)
+
+
+def _as_numpy(leaf: Any) -> Any:
+    """An array on one device of a CPU as NumPy's, in the same memory, which all devices can read; others as they are.
+
+    An array of NumPy's own is copied first, unless nobody can write to it, as to what `jax.device_get` returns, and it
+    begins at a multiple of 64 bytes: devices read nothing else.
+    """
+    if isinstance(leaf, jax.Array) and (len(leaf.devices()) > 1 or jnp.issubdtype(leaf.dtype, jax.dtypes.extended)):
+        return leaf
+    is_constant = isinstance(leaf, np.ndarray) and leaf.flags.c_contiguous and not leaf.flags.writeable
+    if is_constant and leaf.ctypes.data % 64 == 0 and leaf.dtype == jnp.result_type(leaf):
+        return leaf
+    if isinstance(leaf, jax.Array):
+        return np.asarray(leaf)
+    values = np.asarray(leaf, jnp.result_type(leaf))
+    memory = np.empty(values.nbytes + 64, np.uint8)  # jnp.asarray would compile a program for each shape
+    own = memory[-memory.ctypes.data % 64 :][: values.nbytes].view(values.dtype).reshape(values.shape)
+    own[...] = values
+    own.flags.writeable = False
+    return own
+
+
+def on_each_device(
+    function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, jaxpr: core.ClosedJaxpr
+) -> Callable[..., Any]:
+    """The function as `jax.shard_map` maps it, which must not be nested: `jaxpr` is what the function will call.
+
+    If that has a `shard_map` inside, the function is called once for all devices: it keeps them busy by itself.
+    """
+    for eqn in all_equations(jaxpr):
+        if eqn.primitive.name == "shard_map":
+            own = eqn.params["mesh"]
+            if isinstance(own, Mesh) and {*own.devices.flat} != {*mesh.devices.flat}:
+                raise UserError(
+                    f"the function has a shard_map over {own.size} of {mesh.size} devices: give it a mesh of all "
+                    "devices, or let JAX see fewer of them"
+                )
+            for name in mesh.axis_names:
+                function = jax.vmap(function, None, axis_name=name, axis_size=1)
+            return lambda *args: jax.tree.map(lambda result: result[(0,) * len(mesh.axis_names)], function(*args))
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def meshes_of(size: int) -> list[Mesh]:
+    """Meshes of `size` devices each that share none, as many as there are devices for."""
+    devices = jax.devices()
+    return [device_mesh(devices[i : i + size]) for i in range(0, len(devices) - size + 1, size)]
+
+
+def use_a_device_per_core(at_most: int = 8) -> None:
+    """Splits the CPU into devices, one for each core, unless JAX has started or their number is chosen already.
+
+    Programs on several devices keep cores busier than one program does by splitting its operations. Each device holds
+    copies of its own, so there are not more than a few: they share the cores that are left over.
+    """
+    by_config = jax.config.jax_num_cpu_devices > 0  # type: ignore[attr-defined]
+    if not by_config and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        with contextlib.suppress(RuntimeError):  # JAX has started
+            jax.config.update("jax_num_cpu_devices", min(cores, at_most))
+
+
+def matrix_rate(mesh: Mesh, size: int = 4096) -> float:
+    """Return how many floating-point operations a second the products of large matrices reach on a mesh.
+
+    One device of a CPU uses all cores of its host.
+    """
+    matrix, seconds = jax.device_put(jnp.ones((size, size)), mesh.local_devices[0]), []
+    multiply = jax.jit(jnp.matmul)
+    for _ in range(3):  # the first one compiles
+        start = time.monotonic()
+        multiply(matrix, matrix).block_until_ready()
+        seconds.append(time.monotonic() - start)
+    alike = mesh.size // (len(mesh.local_devices) if jax.default_backend() == "cpu" else 1)
+    return alike * 2 * size**3 / min(seconds)
+
+
+def describe_devices(mesh: Mesh | None = None) -> str:
+    """The number and kind of a mesh's devices, by default of all, such as `2 × cpu`."""
+    devices = (mesh or device_mesh()).devices
+    return f"{len(devices)} × {devices[0].device_kind}"

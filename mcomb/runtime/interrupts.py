@@ -1,0 +1,103 @@
+"""Ctrl-C and SIGTERM: requests to end the program, which are never lost and never wait for long.
+
+Python raises KeyboardInterrupt in the main thread, once that is back from whatever C++ code it runs: XLA may compile or
+compute for minutes. A second thread therefore ends the program if the main thread does not. Other packages may turn the
+exception into an error of their own, such as one about a file that is fine.
+"""
+
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Event, Thread
+from typing import NoReturn
+
+PATIENCE = 3.0  # seconds for the main thread to end the program
+SAVING_PATIENCE = 60.0  # seconds, if a training has steps to save
+
+_asked: list[int] = []  # the signals that have come
+_unsaved: list[Event] = []  # set by work that would be lost
+
+
+@contextmanager
+def interruptible(end_now: Callable[[int], object]) -> Iterator[None]:
+    """Raise KeyboardInterrupt on SIGTERM, and on Ctrl-C where it would end the program anyway.
+
+    Args:
+        end_now: Called with the signal's number, from another thread, if the program has not ended in time. It must
+            end the process.
+    """
+    ignored = signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    numbers = [signal.SIGTERM] if ignored else [signal.SIGTERM, signal.SIGINT]
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    watcher = Thread(target=_watch, args=(reader, end_now), daemon=True)
+    watcher.start()
+    before = {number: signal.signal(number, _interrupt) for number in numbers}
+    wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        writer.close()  # which ends the watcher
+        watcher.join()
+        reader.close()
+        _asked.clear()
+
+
+def _interrupt(number: int, frame: object) -> NoReturn:
+    _asked.append(number)
+    raise KeyboardInterrupt(number)
+
+
+def _watch(signals: socket.socket, end_now: Callable[[int], object]) -> None:
+    """Wait for a signal, which Python's handler in C writes to the socket at once, and then for the program's end."""
+    while (received := signals.recv(1)) and received[0] not in (signal.SIGINT, signal.SIGTERM):
+        pass
+    if not received:
+        return
+    start, told = time.monotonic(), False
+    signals.settimeout(0.5)
+    while time.monotonic() - start < (SAVING_PATIENCE if _is_unsaved() else PATIENCE):
+        try:
+            again = signals.recv(1)
+        except TimeoutError:
+            again = None
+        if again == b"":
+            return
+        if again and told:  # an impatient person; Python may repeat a lost signal at once
+            break
+        if not told and _is_unsaved() and time.monotonic() - start > 1:
+            print("Interrupted: saving after the current step; interrupt again to end now.", file=sys.stderr)
+            told = True
+    end_now(received[0])
+
+
+def _is_unsaved() -> bool:
+    return any(event.is_set() for event in _unsaved)
+
+
+@contextmanager
+def unsaved() -> Iterator[Event]:
+    """Yield an event to set once there is work to save, so that an interrupt leaves time for it."""
+    event = Event()
+    _unsaved.append(event)
+    try:
+        yield event
+    finally:
+        _unsaved.remove(event)
+
+
+def interrupted_by() -> int | None:
+    """Return the signal that has asked the program to end, if one has."""
+    return _asked[-1] if _asked else None
+
+
+def raise_again() -> None:
+    """Raise the interrupt that came before, because a later failure may be its consequence."""
+    if number := interrupted_by():
+        raise KeyboardInterrupt(number)

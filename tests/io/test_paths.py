@@ -1,0 +1,101 @@
+"""Files are whole or not there."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from mcomb.errors import UserError
+from mcomb.io.paths import as_path, atomic, in_store, make_writable, read_json, write_json
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    target = tmp_path / "x.json"
+    target.write_text("old")
+
+    def fail_half_way():
+        with atomic(target) as temporary:
+            temporary.write_text("half")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail_half_way()
+    assert target.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [target]
+    with atomic(target) as temporary:
+        temporary.write_text("new")
+        assert target.read_text() == "old"
+    assert target.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_json_that_cannot_be_written_leaves_the_old_file(tmp_path):
+    target = tmp_path / "x.json"
+    value = {"a": [1, 2.5, None, "é"], "b": {"c": 1e-300}}
+    write_json(target, value)
+    assert json.loads(target.read_text()).items() > value.items()
+    with pytest.raises(TypeError):
+        write_json(target, {"a": object()})
+    assert read_json(target) == value
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_json_is_read_only_as_it_was_written(tmp_path):
+    target = tmp_path / "x.json"
+    assert read_json(target) is None
+    write_json(target, {"a": {2: [0.1, (1, 2)], 10: "x"}})  # keys that JSON makes strings of
+    assert read_json(target) == {"a": {"2": [0.1, [1, 2]], "10": "x"}}
+    text = target.read_text()
+    for other in ("", "{}", "[]", "1", "null", "[" * 100_000, text[:-3], text.replace("0.1", "0.2"), text + "x"):
+        target.write_text(other)
+        assert read_json(target) is None
+
+
+def test_a_folder_is_made_with_those_above_it_and_nothing_in_it(tmp_path):
+    assert make_writable(tmp_path / "a" / "b") == tmp_path / "a" / "b"
+    assert make_writable(tmp_path / "a" / "b").is_dir()
+    assert not list((tmp_path / "a" / "b").iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cannot write to .*file/runs .*: give another --out"):
+        make_writable(tmp_path / "file" / "runs")
+
+
+def test_a_path_without_a_scheme_is_local_and_one_that_nobody_knows_is_refused():
+    for text in ("runs", "/a/b", "a:b", "gs:/b", "."):
+        assert as_path(text) == as_path(Path(text)) == Path(text)
+        assert not in_store(as_path(text))
+    with pytest.raises(UserError, match=r"^ftp://host/runs is nothing that can be written to: give a folder, or gs://"):
+        as_path("ftp://host/runs")
+
+
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [
+        ("", "a path is empty: give a folder or a file"),
+        ("gs://", "gs:// names no bucket: give gs://BUCKET/FOLDER"),
+        ("gs:///runs", "gs:///runs names no bucket"),
+        ("s3://", "s3:// names no bucket: give s3://BUCKET/FOLDER"),
+        ("runs/" + "x" * 256, "x… has more than 255 bytes: give a shorter one"),
+        ("ä" * 128, "ä… has more than 255 bytes"),
+    ],
+)
+def test_an_address_that_is_none_is_refused(address, problem):
+    with pytest.raises(UserError, match=problem):
+        as_path(address)
+
+
+def test_an_address_in_a_store_stays_as_it_is_or_says_what_to_install():
+    if find_spec("gcsfs") or find_spec("tensorflow"):
+        path = as_path("gs://bucket/runs") / "x"
+        assert in_store(path)
+        assert str(path) == "gs://bucket/runs/x"
+        assert as_path(path) == path
+    else:
+        with pytest.raises(UserError, match=r"^gs://bucket/runs cannot be reached from here \(.*install gcsfs.*\): do"):
+            as_path("gs://bucket/runs")

@@ -1,0 +1,117 @@
+"""Other people's names and layouts of weights become a function's own, and back."""
+
+import jax
+import numpy as np
+import pytest
+
+from mcomb import read_checkpoint
+from mcomb.errors import UserError
+from mcomb.io.checkpoints import write_checkpoint
+from mcomb.io.pytorch_names import TABLES, Row, read_table, to_ours, to_theirs
+from mcomb.lab.setups import SETUPS
+from mcomb.trees import named_leaves
+
+
+def theirs():
+    rng = np.random.default_rng(0)
+    shapes = {"body.0.weight": (5, 3), "body.0.bias": (5,), "stem.conv.weight": (4, 3, 2, 2), "norm.weight": (4,)}
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def test_pytorchs_layouts_become_flaxs_and_back():
+    found = theirs()
+    ours = to_ours(TABLES["pytorch"], found)
+    assert {name: leaf.shape for name, leaf in ours.items()} == {
+        "body/0/kernel": (3, 5),
+        "body/0/bias": (5,),
+        "stem/conv/kernel": (2, 2, 3, 4),
+        "norm/scale": (4,),
+    }
+    np.testing.assert_array_equal(ours["stem/conv/kernel"][1, 0, 2, 3], found["stem.conv.weight"][3, 2, 1, 0])
+    back = to_theirs(TABLES["pytorch"], ours, found)
+    assert back.keys() == found.keys()
+    for name in found:
+        np.testing.assert_array_equal(back[name], found[name])
+
+
+@pytest.mark.slow
+def test_git_re_basins_names_of_a_resnet_are_all_that_ours_has(tmp_path):
+    ours = named_leaves(SETUPS["resnet20-cifar10"].init(1, 0))
+
+    def their_name(name):
+        first, *rest = name.split("/")
+        if first.startswith("block"):
+            group, block = map(int, first.removeprefix("block").split("_"))
+            short = {"shortcut_conv": "shortcut/layers_0", "shortcut_norm": "shortcut/layers_1"}
+            return "/".join([f"blockgroup{group}/blocks_{block - 1}", short.get(rest[0], rest[0]), rest[1]])
+        return "/".join([{"conv0": "conv1", "norm0": "norm1", "logits": "dense"}[first], *rest])
+
+    tree = {}
+    for name, leaf in ours.items():
+        *modules, last = their_name(name).split("/")
+        inner = tree
+        for module in modules:
+            inner = inner.setdefault(module, {})
+        inner[last] = leaf
+    write_checkpoint(tmp_path / "theirs.msgpack", {"params": tree})
+    shapes = SETUPS["resnet20-cifar10"].shapes(1)
+    found = named_leaves(read_checkpoint(tmp_path / "theirs.msgpack", shapes, names=TABLES["git-re-basin"]))
+    assert found.keys() == ours.keys()
+    for name in ours:
+        np.testing.assert_array_equal(found[name], ours[name])
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "npz", "msgpack", "orbax"])
+def test_a_tree_is_read_as_it_was_written_in_every_format(tmp_path, ending):
+    tree = SETUPS["mlp-digits"].init(1, 0)
+    write_checkpoint(tmp_path / f"network.{ending}", tree)
+    found = read_checkpoint(tmp_path / f"network.{ending}")
+    assert jax.tree.structure(found) == jax.tree.structure(tree)
+    jax.tree.map(np.testing.assert_array_equal, found, tree)
+
+
+@pytest.mark.parametrize("ending", ["npz", "msgpack"])
+def test_a_file_that_is_none_is_one_clear_error(tmp_path, ending):
+    path = tmp_path / f"network.{ending}"
+    with pytest.raises(UserError, match="there is no file"):
+        read_checkpoint(path)
+    path.write_bytes(b"nothing of the kind")
+    with pytest.raises(UserError, match="cannot be read"):
+        read_checkpoint(path)
+
+
+def test_a_name_that_fits_no_row_and_two_that_become_one_are_errors():
+    with pytest.raises(UserError, match="in_proj_weight"):
+        to_ours(TABLES["pytorch"], {"attention.in_proj_weight": np.zeros((3, 3))})
+    with pytest.raises(UserError, match="both become"):
+        to_ours([Row(".*", "same")], {"one": np.zeros(2), "two": np.zeros(2)})
+
+
+def test_a_table_is_read_from_a_file(tmp_path):
+    path = tmp_path / "names.txt"
+    path.write_text("# ours\nfc(\\d)\\.weight dense\\1/kernel 1,0\n\nfc(\\d)\\.bias dense\\1/bias\n")
+    ours = to_ours(read_table(str(path)), {"fc2.weight": np.zeros((4, 3)), "fc2.bias": np.zeros(4)})
+    assert {name: leaf.shape for name, leaf in ours.items()} == {"dense2/kernel": (3, 4), "dense2/bias": (4,)}
+    for wrong in ("only-a-pattern", "a( b", "a b 1,x"):
+        path.write_text(wrong)
+        with pytest.raises(UserError, match="line 1"):
+            read_table(str(path))
+    path.write_text("words\\.weight words/embedding\nunused -\npytorch\n")
+    found = {"words.weight": np.zeros((7, 3)), "head.weight": np.zeros((7, 3)), "unused": np.zeros(2)}
+    ours = to_ours(read_table(str(path)), found)
+    assert {name: leaf.shape for name, leaf in ours.items()} == {"words/embedding": (7, 3), "head/kernel": (3, 7)}
+    with pytest.raises(UserError, match="there are no names nowhere"):
+        read_table("nowhere")
+
+
+def test_a_table_that_is_no_text_is_an_error(tmp_path):
+    path = tmp_path / "names.bin"
+    path.write_bytes(bytes(range(128, 256)))
+    with pytest.raises(UserError, match=r"names\.bin is no text .*: give a table of names"):
+        read_table(str(path))
+
+
+@pytest.mark.parametrize("name", [r"w\7", r"w\q", r"w\g<no>"])
+def test_a_name_that_cannot_be_made_of_the_pattern_is_an_error(name):
+    with pytest.raises(UserError, match=r"the table's name w\\.* cannot be made of layer1 \(.*\): mend the table"):
+        to_ours([Row(r"layer(\d)", name)], {"layer1": np.zeros(2)})

@@ -1,0 +1,570 @@
+"""What is kept on disk: networks and matchings, each made once, and only what is whole is used."""
+
+import dataclasses
+import io
+import shutil
+import time
+from pathlib import Path
+from threading import Event
+
+import jax
+import numpy as np
+import pytest
+from numerics import assert_equal
+
+from experiments.linear import LinearConfig
+from experiments.width import WidthConfig
+from mcomb import write_checkpoint
+from mcomb.errors import Diverged, UserError
+from mcomb.io.fingerprints import fingerprint
+from mcomb.lab.cache import store as stores
+from mcomb.lab.cache.store import NotKeptError, Store, Training
+from mcomb.lab.runs.flags import Config, SweepConfig
+from mcomb.lab.setups import SETUPS
+from mcomb.lab.training.train import Stopped, compile_training
+from mcomb.lab.training.train import train as training
+from mcomb.matching.matching import Matching
+from mcomb.matching.weights import match_weights
+from mcomb.runtime.batching import MEMORY_VARIABLE
+from mcomb.runtime.devices import device_mesh
+
+CONFIG = Config(setup="mlp-digits", width=1, epochs=4)
+RECIPE = SETUPS["mlp-digits"].recipe
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """A folder with networks A and B and their matching, never changed."""
+    out = tmp_path_factory.mktemp("kept")
+    store = Store(dataclasses.replace(CONFIG, out=out))
+    store.matching(*store.networks("AB").values(), "weights")
+    return out
+
+
+@pytest.fixture
+def store(kept, tmp_path):
+    """A store of a copy of that folder."""
+    shutil.copytree(kept, tmp_path / "runs")
+    return Store(dataclasses.replace(CONFIG, out=tmp_path / "runs"))
+
+
+@pytest.fixture
+def no_work(monkeypatch):
+    """Training and matching fail the test."""
+    for name in ("train", "match", "match_weights"):
+        monkeypatch.setattr(stores, name, lambda *args, **options: pytest.fail("work was repeated"))
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (Config(), "uniform"),
+        (
+            SweepConfig(train_images=50, epochs=60, points=3, samples=2),
+            "uniform,epochs=60,train-images=50,points=3,samples=2",
+        ),
+        (SweepConfig(batch_size=100, learning_rate=0.1), "uniform"),  # what the recipe says anyway
+        (SweepConfig(learning_rate=0.05, weight_decay=0.0), "uniform,learning-rate=0.05,weight-decay=0"),
+        (SweepConfig(seed=1, seed_b=0, matcher="ste", repair=True), "uniform,matcher=ste,seed=1,seed-b=0,repair"),
+        (SweepConfig(out=Path("x"), data_dir=Path("y"), vmap_size=3, steps_per_call=2, checkpoint_every=1), "uniform"),
+        (LinearConfig(range=(-1.0, 2.0), dtype="bfloat16"), "uniform,dtype=bfloat16,range=-1..2"),
+        (WidthConfig(widths=(2, 1)), "uniform,widths=2..1"),
+    ],
+)
+def test_a_folders_name_has_the_flags_that_change_its_results(config, name):
+    config = dataclasses.replace(config, setup="mlp-digits", width=2)
+    assert Store(config).folder("uniform") == config.out / "mlp-digits" / "width-2" / name
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({}, "seed-0 seed-1 seed-2"),
+        ({"seed": 2}, "seed-6 seed-7 seed-8"),
+        ({"seed": 2, "seed_a": 0, "seed_c": 9}, "seed-0 seed-7 seed-9"),
+        ({"epochs": 3, "weight_decay": 0.5}, "seed-0,epochs=3,weight-decay=0.5 seed-1,epochs=3,weight-decay=0.5"),
+        ({"epochs": 3, "dtype": "bfloat16"}, "seed-0,epochs=3,dtype=bfloat16 seed-1,epochs=3,dtype=bfloat16"),
+        ({"epochs": RECIPE.epochs, "checkpoint_every": 2, "matcher": "ste"}, "seed-0 seed-1 seed-2"),
+    ],
+)
+def test_networks_are_named_by_their_seeds_and_whatever_changes_them(changes, names, tmp_path):
+    store = Store(Config(setup="mlp-digits", width=1, out=tmp_path / "runs", **changes), make=False)
+    for letter, name in zip("ABC", names.split(), strict=False):
+        with pytest.raises(NotKeptError, match=f"^{name}$"):
+            store.networks(letter)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_matching_is_named_by_the_dtype_where_its_matcher_computes_something():
+    plain, other = (Store(dataclasses.replace(CONFIG, dtype=dtype)) for dtype in ("float32", "bfloat16"))
+    assert other.matching_path("A", "B", "weights") == plain.matching_path("A", "B", "weights")
+    assert plain.matching_path("A", "B", "ste").name == "B-to-A,matcher=ste.npz"
+    assert other.matching_path("A", "B", "ste").name == "B-to-A,matcher=ste,dtype=bfloat16.npz"
+
+
+def test_the_name_of_a_matching_is_never_too_long_for_a_file():
+    store, long = Store(CONFIG), ",".join(f"option-{i}=0.001" for i in range(12))
+    paths = [
+        store.matching_path(f"seed-0,{long}", f"seed-{i},{long}", "ste", restarts=restarts).name
+        for i in (1, 2)
+        for restarts in (1, 2)
+    ]
+    assert len({*paths}) == 4
+    assert max(map(len, paths)) < 200
+
+
+@pytest.mark.slow
+def test_a_network_that_is_trained_in_bfloat16_is_another_one_and_says_so(tmp_path):
+    stores = [Store(dataclasses.replace(CONFIG, epochs=1, out=tmp_path, dtype=d)) for d in ("float32", "bfloat16")]
+    plain, other = (store.networks("A")["A"] for store in stores)
+    assert plain.fingerprint != other.fingerprint
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(other.params)} == {"float32"}
+    difference = np.abs(plain.params["dense2"]["kernel"] - other.params["dense2"]["kernel"]).max()
+    assert 0 < difference < 0.1 * np.abs(plain.params["dense2"]["kernel"]).max()
+    other_folder = tmp_path / "mlp-digits" / "width-1" / "networks" / other.name
+    shutil.rmtree(other_folder)
+    other_folder.with_name(plain.name).rename(other_folder)
+    with pytest.raises(UserError, match="was trained with dtype = None, not bfloat16"):
+        Store(stores[1].config).networks("A")
+
+
+def test_what_is_kept_is_read_and_not_made_again(store, no_work, capsys):
+    for make in (True, False):
+        again = Store(store.config, make=make)
+        a, b = again.networks("AB").values()
+        assert (a.name, b.name) == ("seed-0,epochs=4", "seed-1,epochs=4")
+        assert a.fingerprint == fingerprint(a.params) != b.fingerprint
+        found = again.matching(a, b, "weights")
+        assert found.seconds > 0
+        assert found.fingerprint == fingerprint(found.matching.perms)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_matching_is_read_as_it_was_found(tmp_path):
+    store = Store(dataclasses.replace(CONFIG, epochs=0, out=tmp_path))
+    a, b = store.networks("AB").values()
+    for matcher, restarts in (("weights", 1), ("weights", 3), ("activations", 1)):
+        found, again = (store.matching(a, b, matcher, restarts) for _ in range(2))
+        for field in dataclasses.fields(Matching):
+            assert_equal(getattr(again.matching, field.name), getattr(found.matching, field.name))
+        assert (again.seconds, again.fingerprint) == (found.seconds, found.fingerprint)
+    pair = "seed-1,epochs=0-to-seed-0,epochs=0"
+    kept = {path.name for path in store.home.glob("matchings/*.npz")}
+    assert kept == {f"{pair}.npz", f"{pair},restarts=3.npz", f"{pair},matcher=activations.npz"}
+
+
+@pytest.mark.parametrize("matcher", ["weights", "activations"])
+def test_every_process_goes_on_with_the_matching_of_the_first(matcher, tmp_path, monkeypatch):
+    store = Store(dataclasses.replace(CONFIG, epochs=0, out=tmp_path))
+    a, b = store.networks("AB").values()
+    shared = []
+
+    def from_first(make, *args, **options):
+        shared.append(make(*args, **options))
+        return shared[-1]
+
+    monkeypatch.setattr(stores, "from_first", from_first)
+    assert store.matching(a, b, matcher) is shared[-1]
+
+
+def test_data_that_differ_between_processes_are_found_out_when_they_are_loaded(monkeypatch):
+    compared = {}
+    monkeypatch.setattr(stores, "require_agreement", compared.__setitem__)
+    stores.load_data.cache_clear()
+    _, found = stores.load_data("mlp-digits", None)
+    assert compared == {"images": found}
+
+
+def matching_file(store):
+    (path,) = store.home.glob("matchings/*.npz")
+    return path
+
+
+def as_npy(content):
+    buffer = io.BytesIO()
+    np.save(buffer, np.arange(3))
+    return buffer.getvalue()
+
+
+def with_a_wrong_directory(content):
+    """One bit of the zip file's directory is wrong: it says that a member is encrypted."""
+    at = content.index(b"PK\x01\x02") + 8
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: b"",
+        lambda content: content[:100],
+        lambda content: content[: len(content) // 2],
+        lambda content: content[:-1],
+        lambda content: b"not a matching",
+        lambda content: bytes(range(256)) * 9,
+        lambda content: content.replace(b"NUMPY", b"NUMBY"),
+        with_a_wrong_directory,
+        as_npy,
+    ],
+    ids=["empty", "a start", "half", "but one", "text", "garbage", "a header", "a directory", "an array"],
+)
+def test_a_matching_file_that_is_not_whole_is_said_to_be_so_in_one_line_and_matched_anew(store, damage, capsys):
+    a, b, path = *store.networks("AB").values(), matching_file(store)
+    before = store.matching(a, b, "weights")
+    path.write_bytes(damage(path.read_bytes()))
+    after = store.matching(a, b, "weights")
+    assert after.fingerprint == before.fingerprint
+    lines = capsys.readouterr().err.splitlines()
+    assert [line for line in lines if str(path) in line] == [line for line in lines if "matching anew" in line]
+    assert len([line for line in lines if line.startswith(f"{path} cannot be read (")]) == 1
+    assert len(lines) == 2  # that, and that it is matching
+    assert store.matching(a, b, "weights").matching.trace == before.matching.trace
+    assert capsys.readouterr().err == ""
+
+
+def test_a_matching_file_with_a_wrong_byte_is_read_as_it_was_or_not_at_all(store, capsys):
+    path = matching_file(store)
+    whole = path.read_bytes()
+    with np.load(path) as file:
+        made_from = file["made_from"].tolist()
+    expected = stores._read_matching(path, made_from, store.spec)
+    read = 0
+    for at in range(0, len(whole), 11):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
+        if found := stores._read_matching(path, made_from, store.spec):
+            read += 1
+            assert_equal(dataclasses.asdict(found), dataclasses.asdict(expected))
+    assert read < len(whole) / 11
+    assert all("anew" in line for line in capsys.readouterr().err.splitlines())
+
+
+def change_kept(path, **changes):
+    with np.load(path) as file:
+        content = dict(file) | changes
+    np.savez(path, **{name: value for name, value in content.items() if value is not None})
+
+
+OTHER = "was made from other networks or data, or by another version: matching anew"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"made_from": ["x", "y", "version 1"]}, OTHER),
+        ({"seconds": None}, "is of an older version: matching anew"),
+        ({"perms/dense2": None}, "is of an older version: matching anew"),
+    ],
+)
+def test_a_matching_of_something_else_is_said_to_be_so_in_one_line_and_matched_anew(changes, said, store, capsys):
+    a, b, path = *store.networks("AB").values(), matching_file(store)
+    before = store.matching(a, b, "weights")
+    change_kept(path, **changes)
+    assert store.matching(a, b, "weights").fingerprint == before.fingerprint
+    assert capsys.readouterr().err.splitlines().count(f"{path} {said}") == 1
+
+
+def test_only_a_matcher_that_sees_data_matches_anew_when_they_change(store, monkeypatch, capsys):
+    a, b = store.networks("AB").values()
+    for matcher in ("weights", "activations"):
+        store.matching(a, b, matcher)
+    data = store.data
+    monkeypatch.setattr(stores, "load_data", lambda setup, data_dir: (data, "another fingerprint"))
+    capsys.readouterr()
+    for matcher, anew in (("weights", 0), ("activations", 1), ("activations", 0)):
+        store.matching(a, b, matcher)
+        assert capsys.readouterr().err.count(OTHER) == anew
+
+
+def test_a_matching_that_is_none_is_refused_before_it_is_used(store):
+    b = store.networks("B")["B"]
+    perms = {name: np.arange(size) for name, size in store.spec.sizes.items()}
+    assert_equal(store.permute(b, Matching(perms, 0.0, ())), b.params)
+    twice = perms | {"dense1": np.zeros_like(perms["dense1"])}
+    with pytest.raises(UserError, match="permutation dense1 does not have each index"):
+        store.permute(b, Matching(twice, 0.0, ()))
+
+
+def stopping(train):
+    """A training that is interrupted after the second epoch of seed 0."""
+
+    def train_two(apply, state, data, recipe, seed, **options):
+        for item in train(apply, state, data, recipe, seed, **options):
+            yield item
+            if seed == 0 and item[0] == 2:
+                raise KeyboardInterrupt
+
+    return train_two
+
+
+@pytest.mark.slow
+def test_a_training_that_was_stopped_goes_on_and_ends_as_if_it_had_not_been(store, tmp_path, monkeypatch):
+    config = dataclasses.replace(store.config, out=tmp_path / "stopped", checkpoint_every=1)
+    real = stores.train
+
+    monkeypatch.setattr(stores, "train", stopping(real))
+    with pytest.raises(KeyboardInterrupt):
+        Store(config).networks("AB")
+    (folder,) = (tmp_path / "stopped").rglob("seed-0,epochs=4")
+    assert {path.name for path in folder.iterdir()} == {"1", "2"}
+    monkeypatch.setattr(stores, "train", real)
+    assert Store(config).networks("AB")["A"].fingerprint == store.networks("A")["A"].fingerprint
+
+
+class StopsAfter(Event):
+    """An event that is set after it was asked for so many times."""
+
+    def __init__(self, times):
+        super().__init__()
+        self.left = times
+
+    def is_set(self):
+        self.left -= 1
+        return self.left < 0
+
+
+@pytest.mark.slow
+def test_a_training_that_was_stopped_within_an_epoch_goes_on_from_there(tmp_path, monkeypatch):
+    """An epoch has 14 steps: it is stopped after 20, and 15 steps later again."""
+    config = dataclasses.replace(CONFIG, steps_per_call=1, out=tmp_path / "stopped")
+    whole = Store(dataclasses.replace(config, out=tmp_path / "whole")).networks("A")["A"]
+    (folder,) = (tmp_path / "whole").rglob("seed-0*/")
+    folder = tmp_path / "stopped" / folder.relative_to(tmp_path / "whole")
+    real = stores.train
+    for steps, total in ((20, 20), (15, 35)):
+        with monkeypatch.context() as patch:
+            event = StopsAfter(steps)
+            patch.setattr(stores, "train", lambda *args, event=event, **how: real(*args, **how | {"stop": event}))
+            with pytest.raises(Stopped):
+                Store(config).networks("A")
+        assert max(int(path.name) for path in (folder / "stopped").iterdir()) == total
+    assert Store(config).networks("A")["A"].fingerprint == whole.fingerprint
+    assert not (folder / "stopped").exists()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_given_network_with_a_weight_that_is_not_finite_is_refused_by_name(value, store, tmp_path):
+    params = store.setup.init(1, seed=0)
+    params["dense2"]["kernel"] = params["dense2"]["kernel"].at[0, 0].set(value)
+    write_checkpoint(tmp_path / "mine.safetensors", params)
+    given = Store(dataclasses.replace(store.config, checkpoint_a=tmp_path / "mine.safetensors"))
+    with pytest.raises(UserError, match=r"1 of 256 entries of dense2/kernel in .*mine\.safetensors are not finite"):
+        given.networks("A")
+
+
+@pytest.mark.parametrize("name", ["net/d/..", "...safetensors", "-", "a,seed=1", "é" * 60, "x" * 200], ids=range(6))
+def test_whatever_a_given_network_is_called_its_results_stay_below_the_output_folder(name, tmp_path):
+    place, out = tmp_path / "given" / name, tmp_path / "out"
+    (tmp_path / "given").mkdir()
+    network = SETUPS["mlp-digits"].init(1, seed=0)
+    write_checkpoint(tmp_path / "given" / name.removesuffix("/d/.."), network)
+    given = Store(dataclasses.replace(CONFIG, out=out, checkpoint_a=place, checkpoint_b=place))
+    folder = given.folder("uniform").resolve()
+    assert folder.parent == given.home.resolve()
+    folder.mkdir(parents=True)  # its name is not too long
+    a, b = given.networks("AB").values()
+    given.matching(a, b, "weights")
+    assert len(list(given.home.glob("matchings/*.npz"))) == len(list(tmp_path.rglob("*.npz"))) == 1
+
+
+def devices_of(store, seed):
+    return store._checkpoints(Training(seed)).devices
+
+
+def train(store, *seeds):
+    """The networks of some seeds, by seed."""
+    return {one.seed: network for one, network in store.train_networks([Training(seed) for seed in seeds]).items()}
+
+
+@pytest.mark.slow
+def test_a_network_does_not_depend_on_who_is_trained_beside_it(tmp_path):
+    config = Config(setup="mlp-digits", width=1, epochs=2, out=tmp_path / "two")
+    three = Store(dataclasses.replace(config, out=tmp_path / "three"))
+    two = Store(config)
+    count = len(jax.local_devices())
+    for seeds in ((0, 1), (1, 0)):  # the second time there is nothing left to train
+        networks = train(two, *seeds)
+        assert list(networks) == list(seeds)
+    others = train(three, 2, 1, 0)
+    assert [devices_of(two, seed) for seed in (0, 1)] == [[f"{max(1, count // 2)} × cpu"]] * 2
+    assert [devices_of(three, seed) for seed in (0, 1, 2)] == [[f"{max(1, count // 3)} × cpu"]] * 3
+    if count // 2 == count // 3 or count < 3:
+        for seed in (0, 1):
+            assert_equal(networks[seed].params, others[seed].params)
+
+
+@pytest.mark.slow
+def test_a_training_that_is_gone_on_with_alone_keeps_the_devices_it_had_beside_others(tmp_path, monkeypatch):
+    config = Config(setup="mlp-digits", width=1, epochs=4, checkpoint_every=1, out=tmp_path / "stopped")
+    real, whole = stores.train, train(Store(dataclasses.replace(config, out=tmp_path / "whole")), 0, 1)
+
+    monkeypatch.setattr(stores, "train", stopping(real))
+    with pytest.raises(KeyboardInterrupt):
+        train(Store(config), 0, 1)
+    monkeypatch.setattr(stores, "train", real)
+    both = [Training(0), Training(1)]
+    assert Store(config)._unfinished(both) == both
+    assert_equal(train(Store(config), 0)[0].params, whole[0].params)
+    assert_equal(train(Store(config), 0, 1)[1].params, whole[1].params)
+
+
+def needed(config, devices):
+    """The gigabytes that a training needs on so many devices, by the account of its compiled step."""
+    store, mesh = Store(config), device_mesh(jax.devices()[:devices])
+    shapes = store.setup.shapes(config.width)
+    return compile_training(store.apply, shapes, store.data.train, store.recipe, mesh).memory / 1e9
+
+
+def test_networks_train_in_turn_where_memory_is_small(kept, tmp_path, monkeypatch, capsys):
+    config = dataclasses.replace(CONFIG, out=tmp_path)
+    share = max(1, len(jax.devices()) // 2)
+    monkeypatch.setenv(MEMORY_VARIABLE, str(1.5 * needed(config, share)))
+    networks = Store(config).networks("AB")
+    said = capsys.readouterr().err
+    assert said.count("waits for memory: it needs") == (len(jax.devices()) > 1)
+    _, second = (line.split(":")[0] for line in said.splitlines() if "100%" in line)
+    assert f"{second} waits for memory" in said or len(jax.devices()) == 1
+    before = Store(dataclasses.replace(config, out=kept)).networks("AB")
+    assert [networks[x].fingerprint for x in "AB"] == [before[x].fingerprint for x in "AB"]
+
+
+@pytest.mark.skipif(len(jax.devices()) == 1, reason="there is one device")
+def test_a_network_trains_on_one_device_where_memory_is_small(tmp_path, monkeypatch, capsys):
+    config = dataclasses.replace(CONFIG, out=tmp_path)
+    least, most = needed(config, 1), needed(config, len(jax.devices()))
+    assert least < most
+    monkeypatch.setenv(MEMORY_VARIABLE, str((least + most) / 2))
+    store = Store(config)
+    store.networks("A")
+    assert devices_of(store, 0) == ["1 × cpu"]
+    assert "uses 1 × cpu to fit into" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("width", "memory"), [(1, "0.0001"), (20_000, "8")])
+def test_a_network_that_does_not_fit_is_refused(width, memory, tmp_path, monkeypatch):
+    """Before anything is made: the weights of the wide one alone would take a terabyte."""
+    monkeypatch.setenv(MEMORY_VARIABLE, memory)
+    store = Store(dataclasses.replace(CONFIG, width=width, out=tmp_path))
+    with pytest.raises(UserError, match=r"seed-\d,epochs=4 needs .*B of memory, and .* may be used: give a smaller"):
+        store.networks("AB")
+    assert not [path for path in tmp_path.rglob("networks/*") if path.is_dir()]
+
+
+def test_a_long_training_says_so_at_its_start(monkeypatch, capsys):
+    store, mesh = Store(CONFIG), device_mesh()
+    monkeypatch.setattr(stores, "matrix_rate", lambda mesh: 1e12)
+    store._say_if_long(3e15, mesh, "training seed-0")
+    assert capsys.readouterr().err == ""
+    store._say_if_long(1e18, mesh, "training seed-0")
+    assert "training seed-0 takes 12 days or more on" in capsys.readouterr().err
+
+
+def test_a_diverging_training_keeps_its_last_good_checkpoint(tmp_path, monkeypatch):
+    """The learning rate of the third epoch is absurd."""
+    real = training.learning_rate
+
+    def schedule(recipe, steps_per_epoch):
+        rate = real(recipe, steps_per_epoch)
+        return lambda step: rate(step) + 1e30 * (step >= 2 * steps_per_epoch)
+
+    monkeypatch.setattr(training, "learning_rate", schedule)
+    training.make_optimizer.cache_clear()
+    try:
+        with pytest.raises(Diverged, match="in epoch 3; the last good checkpoint is kept"):
+            Store(Config(setup="mlp-digits", width=1, epochs=5, checkpoint_every=1, out=tmp_path)).networks("A")
+    finally:
+        training.make_optimizer.cache_clear()
+    assert {path.name for path in tmp_path.rglob("seed-0,epochs=5/*")} == {"1", "2"}
+
+
+def test_untrained_networks_are_those_of_their_seeds(tmp_path):
+    store = Store(dataclasses.replace(CONFIG, epochs=0, out=tmp_path))
+    assert_equal(store.networks("B")["B"].params, store.setup.init(1, seed=1))
+
+
+def test_a_given_checkpoint_is_the_network_and_nothing_is_trained(store, tmp_path, no_work):
+    params = store.networks("A")["A"].params
+    write_checkpoint(tmp_path / "mine", params)
+    given = Store(dataclasses.replace(store.config, checkpoint_b=tmp_path / "mine")).networks("B")["B"]
+    assert_equal(given.params, params)
+    assert given.name == f"mine-{fingerprint(params)}"
+
+
+@pytest.fixture
+def pretrained(store, tmp_path, monkeypatch):
+    """A store whose networks come with the repository: A and B of this setup and width."""
+    monkeypatch.setattr(stores, "PRETRAINED", tmp_path / "pretrained")
+    for seed, letter in enumerate("AB"):
+        path = stores.pretrained_path("mlp-digits", 1, seed)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_checkpoint(path, store.networks(letter)[letter].params)
+    config = dataclasses.replace(store.config, epochs=None, pretrained=True, out=tmp_path / "others")
+    return Store(config)
+
+
+def test_networks_that_come_with_the_repository_are_used_and_named(pretrained, store, no_work):
+    for seed, letter in enumerate("AB"):
+        network, expected = pretrained.networks(letter)[letter], store.networks(letter)[letter]
+        assert_equal(network.params, expected.params)
+        assert network.fingerprint == expected.fingerprint
+        assert network.name == f"pretrained-{seed}-{expected.fingerprint}"
+    assert pretrained.folder("linear").name == "linear,pretrained"
+    assert not pretrained.config.out.exists()
+
+
+def test_a_network_that_does_not_come_with_the_repository_is_named_beside_those_that_do(pretrained):
+    with pytest.raises(UserError, match=r"no pretrained mlp-digits/width-1/seed-2\.safetensors: .* the seeds 0, 1$"):
+        pretrained.networks("C")
+    for name in ("tiny10/width-2", "tiny10/width-10"):
+        (stores.PRETRAINED / name).mkdir(parents=True)
+    wider = Store(dataclasses.replace(pretrained.config, width=8))
+    with pytest.raises(UserError, match=r"or give mlp-digits --width 1, tiny10 --width 2 or 10$"):
+        wider.networks("A")
+    retrained = Store(dataclasses.replace(pretrained.config, learning_rate=0.5))
+    with pytest.raises(UserError, match="as they are: leave out --learning-rate"):
+        retrained.networks("A")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"seed_a": 1}, "A and B both have seed 1"),
+        ({"seed_b": 0}, "A and B both have seed 0"),
+        ({"seed_c": 1}, "B and C both have seed 1"),
+        ({"seed_b": 0, "pretrained": True}, "A and B both have seed 0"),
+    ],
+)
+def test_no_two_networks_are_trained_from_one_seed(changes, said, tmp_path):
+    config = Config(setup="mlp-digits", width=1, out=tmp_path / "runs", **changes)
+    with pytest.raises(UserError, match=f"networks {said}: give two seeds"):
+        Store(config).networks("ABC")
+    given = dataclasses.replace(config, **{f"checkpoint_{letter}": tmp_path for letter in "ab"})
+    assert list(Store(given).trainings("ABC")) == ([] if config.pretrained else ["C"])
+
+
+def test_a_checkpoint_of_another_width_is_refused(store):
+    (folder,) = store.home.glob("networks/seed-0*")
+    wider = Store(dataclasses.replace(store.config, width=3, checkpoint_a=folder))
+    with pytest.raises(UserError, match=r"of shape \(16,\) where the model has \(48,\)"):
+        wider.networks("A")
+
+
+def test_matching_seconds_leave_out_compilation(tmp_path, monkeypatch):
+    def compile_and_match(*args, **options):
+        time.sleep(0.2)
+        for event in stores.COMPILATION:
+            jax.monitoring.record_event_duration_secs(event, 0.1)
+        return match_weights(*args, **options)
+
+    monkeypatch.setattr(stores, "match_weights", compile_and_match)
+    store = Store(dataclasses.replace(CONFIG, epochs=0, out=tmp_path))
+    found = store.matching(*store.networks("AB").values(), "weights")
+    assert 0 < found.seconds <= store.seconds["matching"] - 0.19
+
+
+def test_times_of_one_kind_of_work_add_up(store):
+    for _ in range(2):
+        with store.timed("sleeping"):
+            pass
+    first = store.seconds["sleeping"]
+    with store.timed("sleeping"):
+        pass
+    assert store.seconds["sleeping"] >= first > 0

@@ -1,0 +1,115 @@
+from math import erfc, sqrt
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mcomb.lab.data.augmentation import Augmentation
+from mcomb.lab.data.datasets import augmentation
+
+augment = jax.jit(augmentation.augment, static_argnums=2)  # inside a compiled step, as always
+
+SIZE = 9
+EPS = np.finfo(np.float32).eps
+# A pixel's place in the source is rounded in a few operations on numbers up to SIZE, and from one pixel to the next the
+# value changes by at most 255.
+ROUNDING = 4 * SIZE * EPS * 255
+
+
+def images():
+    return jnp.asarray(np.random.default_rng(0).integers(0, 256, (4, SIZE, SIZE, 3)).astype(np.uint8))
+
+
+def equal(new, old):
+    return np.abs(new - old).max() <= ROUNDING
+
+
+def test_no_augmentation_is_the_identity():
+    new = augment(jax.random.key(0), images(), Augmentation())
+    assert new.dtype == jnp.float32
+    assert equal(np.asarray(new), np.asarray(images(), np.float32))
+
+
+def test_flips_mirror_some_images_exactly():
+    batch = jnp.concatenate([images()] * 8)
+    flipped = augment(jax.random.key(0), batch, Augmentation(flip=True))
+    pairs = list(zip(np.asarray(flipped), np.asarray(batch, np.float32), strict=True))
+    same = [equal(new, old) for new, old in pairs]
+    mirrored = [equal(new, old[:, ::-1]) for new, old in pairs]
+    assert 0 < sum(same) < len(pairs)
+    assert sum(same) + sum(mirrored) == len(pairs)
+
+
+def test_shifts_move_by_whole_pixels_and_fill_with_black():
+    batch = jnp.concatenate([images()] * 16)
+    shifted = augment(jax.random.key(0), batch, Augmentation(shift=1))
+    padded = np.pad(np.asarray(batch, np.float32), ((0, 0), (1, 1), (1, 1), (0, 0)))
+    windows = [(y, x) for y in range(3) for x in range(3)]
+    seen = set()
+    for new, old in zip(np.asarray(shifted), padded, strict=True):
+        (window,) = [(y, x) for y, x in windows if equal(new, old[y : y + SIZE, x : x + SIZE])]
+        seen.add(window)
+    assert seen == set(windows)
+
+
+PEAK = 200.0
+
+
+def blob(size=17, sigma=3.0, y=0.0, x=0.0):
+    """A round spot at (y, x) from the centre, which no rotation or mirror image about the spot can change."""
+    axis = np.arange(size) - (size - 1) / 2
+    distance = (axis[:, None] - y) ** 2 + (axis - x) ** 2
+    return jnp.asarray(PEAK * np.exp(-distance / (2 * sigma**2)))[None, :, :, None]
+
+
+def test_rotation_turns_about_the_centre():
+    how = Augmentation(rotation=90.0, flip=True)
+    # Bilinear resampling errs by an eighth of the two second derivatives; what turns in from outside is black.
+    curvature = 2 * PEAK / 3.0**2 / 8
+    border = float(blob()[0, 0, 8, 0])
+    for i in range(5):
+        round_image = augment(jax.random.key(i), blob(), how)
+        np.testing.assert_allclose(round_image, blob(), rtol=0, atol=max(curvature, border))
+    before = blob(sigma=1.5, y=4.0)
+    turned = augment(jax.random.key(0), before, how)
+    assert np.abs(np.asarray(turned - before)).max() > PEAK / 10
+    cut = erfc(4 / 1.5 / sqrt(2)) / 2  # the part of the spot that is beyond the border, 8 from the centre
+    np.testing.assert_allclose(distance_from_centre(turned), 4.0, rtol=0, atol=8 * cut)
+
+
+def distance_from_centre(image):
+    """How far the centre of an image's mass is from that of the image."""
+    mass = np.asarray(image)[0, :, :, 0]
+    axis = np.arange(len(mass)) - (len(mass) - 1) / 2
+    return np.hypot((mass * axis[:, None]).sum(), (mass * axis).sum()) / mass.sum()
+
+
+def test_resizing_scales_both_axes_by_one_factor_in_its_range_and_crops_inside():
+    size, least, most = 33, 1.5, 2.0
+    places = np.stack(np.meshgrid(*[np.arange(size, dtype=np.float32)] * 2, indexing="ij"), -1)[None]
+    factors, crops = [], []
+    for i in range(8):
+        found = np.asarray(augment(jax.random.key(i), places, Augmentation(scale=(least, most))))[0]
+        inside = found[1:-1, 1:-1]  # resampling is exact where values are their places
+        steps = np.concatenate([np.diff(inside[..., 0], axis=0).ravel(), np.diff(inside[..., 1], axis=1).ravel()])
+        np.testing.assert_allclose(steps, steps.mean(), rtol=0, atol=8 * size * EPS)
+        factors.append(1 / steps.mean())
+        crops.append((found[size // 2, size // 2] - size // 2) * factors[-1])
+        assert (np.abs(crops[-1]) <= (factors[-1] - 1) * size / 2).all()
+    assert least <= min(factors) < max(factors) <= most
+    assert np.ptp(crops, axis=0).min() > 1
+
+
+def test_resizing_keeps_constant_images_constant_inside():
+    batch = jnp.full((3, 16, 16, 1), 200, jnp.uint8)
+    how = Augmentation(scale=(1.1, 1.2), flip=True)
+    inside = augment(jax.random.key(2), batch, how)[:, 3:-3, 3:-3]
+    np.testing.assert_allclose(inside, 200.0, rtol=8 * EPS)  # four weights whose sum is one
+
+
+def test_augmentation_differs_between_images_and_keys():
+    how = Augmentation(scale=(0.8, 1.2), rotation=30.0, flip=True)
+    batch = jnp.concatenate([images()[:1]] * 2)
+    first, second = (np.asarray(augment(jax.random.key(i), batch, how)) for i in (0, 1))
+    assert np.abs(first[0] - first[1]).max() > 1
+    assert np.abs(first[0] - second[0]).max() > 1

@@ -1,0 +1,262 @@
+import hashlib
+import importlib.util
+import io
+import pickle
+import sys
+import tarfile
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from mcomb.errors import UserError
+from mcomb.lab.data.datasets import CIFAR10, DIGITS, load_cifar10, load_digits
+from mcomb.lab.data.datasets import datasets as data
+
+
+def statistics(images):
+    """The mean and the standard deviation of each channel, from sums of whole numbers."""
+    count, first, second = images[..., 0].size, 0, 0
+    for part in np.array_split(images, max(1, len(images) // 1000)):
+        pixels = part.reshape(-1, part.shape[-1]).astype(np.int64)
+        first, second = first + pixels.sum(0), second + (pixels**2).sum(0)
+    mean = first / count
+    return mean, np.sqrt(second / count - mean**2)
+
+
+def test_digits_are_the_same_real_images_every_time(digits):
+    again = load_digits()
+    assert digits.train.images.shape == (1400, 8, 8, 1)
+    assert digits.test.images.shape == (397, 8, 8, 1)
+    assert digits.train.images.dtype == np.uint8
+    assert digits.train.images.max() == 16
+    assert set(digits.test.labels) == set(range(10))
+    np.testing.assert_array_equal(digits.test.images, again.test.images)
+
+
+def test_digits_are_those_that_scikit_learn_loads(digits):
+    from sklearn.datasets import load_digits
+
+    theirs = load_digits()
+    order = np.random.RandomState(0).permutation(len(theirs.target))
+    for ours, expected in zip(zip(*digits, strict=True), (theirs.images[..., None], theirs.target), strict=True):
+        np.testing.assert_array_equal(np.concatenate(ours), expected[order])
+
+
+def test_digits_split_shares_no_image(digits):
+    rows = {row.tobytes() for row in digits.train.images}
+    assert not any(row.tobytes() in rows for row in digits.test.images)
+
+
+def test_what_is_known_of_digits_without_loading_them_is_what_is_loaded(digits):
+    assert DIGITS.image == digits.train.images.shape[1:] == digits.test.images.shape[1:]
+    assert DIGITS.classes == len(set(digits.train.labels)) == 1 + max(digits.train.labels)
+    mean, std = statistics(digits.train.images)
+    rounding = 8 * np.finfo(float).eps * (1 + float(mean[0] / std[0]) ** 2)  # the variance is a difference of squares
+    np.testing.assert_allclose(DIGITS.mean, mean, rtol=rounding)
+    np.testing.assert_allclose(DIGITS.std, std, rtol=rounding)
+
+
+def test_first_takes_the_first_images_or_all(digits):
+    np.testing.assert_array_equal(digits.test.first(5).images, digits.test.images[:5])
+    np.testing.assert_array_equal(digits.test.first(5).labels, digits.test.labels[:5])
+    assert len(digits.test.first(None).labels) == 397
+
+
+@pytest.fixture(scope="module")
+def cifar10(cifar_archive):
+    return CIFAR10.load(cifar_archive)
+
+
+def test_real_cifar10_is_read_whole(cifar10):
+    assert cifar10.train.images.shape == (50_000, 32, 32, 3)
+    assert cifar10.test.images.shape == (10_000, 32, 32, 3)
+    np.testing.assert_array_equal(np.bincount(cifar10.train.labels), [5000] * 10)
+    np.testing.assert_array_equal(np.bincount(cifar10.test.labels), [1000] * 10)
+    assert cifar10.train.labels[:10].tolist() == [6, 9, 9, 4, 1, 1, 2, 7, 8, 3]
+
+
+def test_what_is_known_of_cifar10_without_loading_it_is_what_is_loaded(cifar10):
+    assert cifar10.train.images.shape[1:] == CIFAR10.image
+    assert 1 + cifar10.train.labels.max() == CIFAR10.classes
+    for known, found in zip((CIFAR10.mean, CIFAR10.std), statistics(cifar10.train.images), strict=True):
+        assert [f"{value / 255:.4f}" for value in found] == [f"{value / 255:.4f}" for value in known]
+        np.testing.assert_allclose(known, found, rtol=0, atol=255 * 0.5e-4)  # four digits are all there is
+
+
+@pytest.fixture
+def small_cifar(monkeypatch):
+    """CIFAR-10's two layouts with three images a batch, and their checksums in place of the official ones."""
+    rng = np.random.default_rng(0)
+    members = {}
+    for i, (binary, python) in enumerate(zip(data.CIFAR10_BINARY, data.CIFAR10_PYTHON, strict=True)):
+        labels = np.array([i, i, i], np.uint8)
+        pixels = rng.integers(0, 256, (3, 3072), dtype=np.uint8)
+        members[binary] = np.concatenate([labels[:, None], pixels], axis=1).tobytes()
+        members[python] = pickle.dumps({b"labels": labels.tolist(), b"data": pixels})
+    layouts = {"cifar-10-batches-bin": {}, "cifar-10-batches-py": {}}
+    for name, content in members.items():
+        folder, kind = ("bin", hashlib.sha256) if name.endswith(".bin") else ("py", hashlib.md5)
+        layouts[f"cifar-10-batches-{folder}"][name] = content
+        monkeypatch.setitem(data.CIFAR10_MEMBERS, name, kind(content).hexdigest())
+    return layouts
+
+
+def write_archive(path, folder, members):
+    with tarfile.open(path, "w:gz") as tar:
+        for name, content in members.items():
+            info = tarfile.TarInfo(f"{folder}/{name}")
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+
+
+@pytest.mark.parametrize("folder", ["cifar-10-batches-bin", "cifar-10-batches-py"])
+def test_archive_folder_and_their_parent_give_the_same_images(small_cifar, tmp_path, folder):
+    unpacked, packed = tmp_path / "unpacked", tmp_path / "packed"
+    (unpacked / folder).mkdir(parents=True)
+    packed.mkdir()
+    for name, content in small_cifar[folder].items():
+        (unpacked / folder / name).write_bytes(content)
+    kind = "binary" if folder.endswith("bin") else "python"
+    archive = packed / f"cifar-10-{kind}.tar.gz"
+    write_archive(archive, folder, small_cifar[folder])
+    first = load_cifar10(archive)
+    assert first.train.labels.tolist() == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3 + [4] * 3
+    assert first.test.labels.tolist() == [5] * 3
+    for place in (packed, unpacked, unpacked / folder):
+        np.testing.assert_array_equal(load_cifar10(place).train.images, first.train.images)
+
+
+def test_both_layouts_hold_the_same_pixels(small_cifar, tmp_path):
+    for folder, members in small_cifar.items():
+        (tmp_path / folder).mkdir()
+        for name, content in members.items():
+            (tmp_path / folder / name).write_bytes(content)
+    binary, python = (load_cifar10(tmp_path / folder) for folder in small_cifar)
+    np.testing.assert_array_equal(binary.test.images, python.test.images)
+
+
+def test_the_environment_variable_names_the_copy(small_cifar, tmp_path, monkeypatch):
+    write_archive(tmp_path / "any.tar.gz", "x", small_cifar["cifar-10-batches-bin"])
+    monkeypatch.setenv(data.DATA_VARIABLE, str(tmp_path / "any.tar.gz"))
+    assert len(load_cifar10().train.labels) == 15
+
+
+def test_a_damaged_member_is_named(small_cifar, tmp_path):
+    members = small_cifar["cifar-10-batches-bin"] | {"data_batch_3.bin": b"damaged"}
+    write_archive(tmp_path / "a.tar.gz", "x", members)
+    with pytest.raises(UserError, match=r"data_batch_3\.bin is damaged"):
+        load_cifar10(tmp_path / "a.tar.gz")
+
+
+class Bomb:
+    def __reduce__(self):
+        return (pytest.fail, ("the pickle was opened",))
+
+
+def test_a_pickle_with_a_wrong_checksum_is_never_opened(small_cifar, tmp_path):
+    members = small_cifar["cifar-10-batches-py"] | {"test_batch": pickle.dumps(Bomb())}
+    write_archive(tmp_path / "a.tar.gz", "x", members)
+    with pytest.raises(UserError, match="test_batch is damaged"):
+        load_cifar10(tmp_path / "a.tar.gz")
+
+
+def test_a_truncated_archive_is_a_clear_error(small_cifar, tmp_path):
+    path = tmp_path / "a.tar.gz"
+    write_archive(path, "x", small_cifar["cifar-10-batches-bin"])
+    path.write_bytes(path.read_bytes()[:-2000])
+    with pytest.raises(UserError, match="cannot be read"):
+        load_cifar10(path)
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE])
+@pytest.mark.parametrize("target", ["nowhere", "data_batch_1.bin"])
+def test_a_link_in_an_archive_is_no_image(kind, target, small_cifar, tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        info = tarfile.TarInfo("data_batch_1.bin")
+        info.type, info.linkname = kind, target
+        tar.addfile(info)
+    with pytest.raises(UserError, match="nothing of it was found"):
+        load_cifar10(tmp_path / "a.tar")
+
+
+def test_a_damaged_xz_archive_is_a_clear_error(small_cifar, tmp_path):
+    with tarfile.open(tmp_path / "a.tar.xz", "w:xz") as tar:
+        for name, content in small_cifar["cifar-10-batches-bin"].items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    content = bytearray((tmp_path / "a.tar.xz").read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    (tmp_path / "a.tar.xz").write_bytes(content)
+    with pytest.raises(UserError, match="cannot be read"):
+        load_cifar10(tmp_path / "a.tar.xz")
+
+
+def test_a_place_without_the_data_is_a_clear_error(small_cifar, tmp_path):
+    with pytest.raises(UserError, match="nothing of it was found"):
+        load_cifar10(tmp_path / "nowhere")
+    some = dict(list(small_cifar["cifar-10-batches-bin"].items())[:2])
+    write_archive(tmp_path / "a.tar.gz", "x", some)
+    with pytest.raises(UserError, match=r"only data_batch_1\.bin, data_batch_2\.bin"):
+        load_cifar10(tmp_path / "a.tar.gz")
+
+
+def shuffled_examples(split, name, seed):
+    """A split as TFDS gives it: examples with ids, in an order of its own."""
+    rows = enumerate(zip(split.images, split.labels, strict=True))
+    examples = [{"id": b"%s_%05d" % (name, i), "image": image, "label": int(label)} for i, (image, label) in rows]
+    return [examples[i] for i in np.random.default_rng(seed).permutation(len(examples))]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_examples_of_tfds_are_brought_into_the_archives_order(digits, seed):
+    examples = shuffled_examples(digits.train, b"train", seed)
+    assert [example["label"] for example in examples] != digits.train.labels.tolist()
+    found = data._in_archive_order(examples)
+    np.testing.assert_array_equal(found.images, digits.train.images)
+    np.testing.assert_array_equal(found.labels, digits.train.labels)
+    assert (found.images.dtype, found.labels.dtype) == (np.uint8, np.int32)
+
+
+@pytest.fixture
+def tfds(small_cifar, tmp_path, monkeypatch):
+    """A TFDS that can prepare CIFAR-10, no local copy, and what the archive has."""
+    write_archive(tmp_path / "a.tar.gz", "x", small_cifar["cifar-10-batches-bin"])
+    local = load_cifar10(tmp_path / "a.tar.gz")
+    fake = SimpleNamespace(prepared=tmp_path / "prepared", local=local)
+    fake.builder = lambda name, file_format: SimpleNamespace(
+        data_dir=str(fake.prepared / name / file_format),
+        download_and_prepare=lambda: (fake.prepared / name / file_format).mkdir(parents=True),
+        as_data_source=lambda split: shuffled_examples(getattr(local, split), split.encode(), 0),
+    )
+    monkeypatch.delenv(data.DATA_VARIABLE, raising=False)
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", fake)
+    fake.downloads = []
+    monkeypatch.setattr(data, "_download_archive", lambda: fake.downloads.append(local) or local)
+    return fake
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_tfds_gives_what_the_archive_gives_once_it_is_prepared(prepared, tfds, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if prepared else name)
+    folder = tfds.prepared / "cifar10" / "array_record"
+    if prepared:
+        folder.mkdir(parents=True)
+    found = load_cifar10()
+    assert folder.is_dir()
+    assert not tfds.downloads
+    for split in ("train", "test"):
+        np.testing.assert_array_equal(getattr(found, split).images, getattr(tfds.local, split).images)
+        np.testing.assert_array_equal(getattr(found, split).labels, getattr(tfds.local, split).labels)
+
+
+def test_a_tfds_that_cannot_prepare_or_fails_is_passed_over_for_the_archive(tfds, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert load_cifar10() is tfds.local
+    assert not tfds.prepared.exists()
+    monkeypatch.setattr(tfds, "builder", lambda name, file_format: 1 / 0)
+    assert load_cifar10() is tfds.local
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
+    assert load_cifar10() is tfds.local
+    assert len(tfds.downloads) == 3

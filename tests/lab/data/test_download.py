@@ -1,0 +1,165 @@
+"""CIFAR-10 comes by itself: from a server on the loopback address, good, broken, slow, wrong or not there at all."""
+
+import gc
+import hashlib
+import io
+import sys
+import tarfile
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pooch
+import pytest
+
+from mcomb.errors import UserError
+from mcomb.lab.data.datasets import datasets as data
+
+# The downloader leaves the socket of a server that fell silent to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture
+def archive(monkeypatch):
+    """An archive in CIFAR-10's binary layout with two images a member, and their checksums for the official ones."""
+    rng, buffer = np.random.default_rng(0), io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
+        for name in data.CIFAR10_BINARY:
+            rows = rng.integers(0, 10, (2, 1 + 3 * 32 * 32), dtype=np.uint8)
+            member = tarfile.TarInfo(f"cifar-10-batches-bin/{name}")
+            member.size = rows.nbytes
+            tar.addfile(member, io.BytesIO(rows.tobytes()))
+            monkeypatch.setitem(data.CIFAR10_MEMBERS, name, hashlib.sha256(rows.tobytes()).hexdigest())
+    return buffer.getvalue()
+
+
+class Server(ThreadingHTTPServer):
+    """A server whose every answer is written by `answer`, and that counts how often it is asked."""
+
+    def __init__(self, answer):
+        self.asked = 0
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                self.server.asked += 1
+                answer(self)
+
+            def log_message(self, *args):
+                pass
+
+        super().__init__(("127.0.0.1", 0), Handler)
+
+    def handle_error(self, request, client_address):  # a client that hangs up is part of the test
+        pass
+
+
+def send(handler, content, length=None, status=200):
+    handler.send_response(status)
+    handler.send_header("Content-Length", str(len(content) if length is None else length))
+    handler.end_headers()
+    handler.wfile.write(content)
+
+
+@pytest.fixture
+def serve(monkeypatch, tmp_path):
+    """Starts a server that CIFAR-10 is then downloaded from, to an empty cache; no local copy, no TFDS."""
+    monkeypatch.delenv(data.DATA_VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
+    servers = []
+
+    def start(answer):
+        server = Server(answer)
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+        monkeypatch.setenv(data.URL_VARIABLE, f"http://127.0.0.1:{server.server_port}/cifar-10-binary.tar.gz")
+        return server
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def cached():
+    return sorted(path.name for path in pooch.os_cache("mcomb").glob("*") if not path.name.startswith("."))
+
+
+def test_it_is_downloaded_once_and_then_read_from_the_cache(serve, archive, capsys):
+    server = serve(lambda handler: send(handler, archive))
+    first, second = data.CIFAR10.load(None), data.CIFAR10.load(None)
+    assert server.asked == 1
+    assert first.train.images.shape == (10, 32, 32, 3)
+    np.testing.assert_array_equal(first.test.images, second.test.images)
+    _, err = capsys.readouterr()
+    assert err.count("downloading CIFAR-10 from http://127.0.0.1") == 1
+    assert "CIFAR-10: 100%" in err
+
+
+def test_a_damaged_copy_in_the_cache_is_downloaded_again(serve, archive, capsys):
+    server = serve(lambda handler: send(handler, archive))
+    first = data.CIFAR10.load(None)
+    (pooch.os_cache("mcomb") / cached()[0]).write_bytes(archive[:1000])
+    again = data.CIFAR10.load(None)
+    assert server.asked == 2
+    np.testing.assert_array_equal(first.train.images, again.train.images)
+    assert "downloading it again" in capsys.readouterr().err
+
+
+def broken(handler, archive):
+    send(handler, archive[: len(archive) // 2], len(archive))
+    handler.connection.close()
+
+
+def wrong_pixels(handler, archive):
+    """A whole archive of other images."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
+        for name in data.CIFAR10_BINARY:
+            member = tarfile.TarInfo(name)
+            member.size = 3073
+            tar.addfile(member, io.BytesIO(bytes(3073)))
+    send(handler, buffer.getvalue())
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (broken, "cannot be downloaded"),
+        (lambda handler, archive: send(handler, b"<html>Please log in.</html>"), "is not CIFAR-10"),
+        (wrong_pixels, "is damaged"),
+        (lambda handler, archive: send(handler, b"", status=404), "404"),
+        (lambda handler, archive: time.sleep(3), "timed out"),
+    ],
+    ids=["broken", "a page", "other images", "not there", "slow"],
+)
+def test_what_is_not_cifar10_is_one_clear_line_and_leaves_nothing(serve, archive, monkeypatch, answer, reason):
+    monkeypatch.setattr(data, "TIMEOUT", 0.5)
+    serve(lambda handler: answer(handler, archive))
+    with pytest.raises(UserError, match=reason) as raised:
+        data.CIFAR10.load(None)
+    text = str(raised.value)
+    assert "\n" not in text
+    for remedy in (data.URL_VARIABLE, data.DATA_VARIABLE, "--data-dir", "--setup mlp-digits"):
+        assert remedy in text
+    assert cached() == []
+    serve(lambda handler: send(handler, archive))  # the same command again, and all is well
+    assert len(data.CIFAR10.load(None).test.labels) == 2
+    del raised
+    gc.collect(1)  # here, and not in somebody else's test
+
+
+def test_without_a_network_one_line_says_what_to_do(serve, archive, monkeypatch):
+    serve(lambda handler: None)
+    monkeypatch.setenv(data.URL_VARIABLE, "http://127.0.0.1:9/cifar-10-binary.tar.gz")  # nothing listens there
+    with pytest.raises(UserError, match=r"cannot be downloaded from http://127\.0\.0\.1:9/"):
+        data.CIFAR10.load(None)
+    assert cached() == []
+
+
+def test_a_local_copy_comes_first(serve, archive, tmp_path):
+    server = serve(lambda handler: send(handler, archive))
+    (tmp_path / "cifar-10-binary.tar.gz").write_bytes(archive)
+    assert len(data.CIFAR10.load(tmp_path).train.labels) == 10
+    assert server.asked == 0

@@ -1,0 +1,217 @@
+"""A kept result is used only if everything that made it is the same."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import linear, width
+from mcomb import read_checkpoint, write_checkpoint
+from mcomb.errors import UserError
+from mcomb.io.paths import write_json
+from mcomb.lab.cache import store as stores
+from mcomb.lab.cache import versions
+from mcomb.lab.cache.store import Store
+from mcomb.lab.data.datasets import Split, Splits
+from mcomb.lab.runs.experiment import read_results, run
+from mcomb.lab.runs.flags import convert_config
+from mcomb.lab.setups import SETUPS
+from mcomb.lab.training.checkpoints import TrainingCheckpoints
+
+CONFIG = linear.LinearConfig(setup="mlp-digits", width=1, epochs=2, points=3, train_images=50, test_images=50)
+
+
+def draw(results, folder):
+    """A figure of no time."""
+    for kind in ("png", "pdf"):
+        (folder / f"linear.{kind}").write_text("a figure")
+
+
+LINE = dataclasses.replace(linear.EXPERIMENT, draw=draw)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run folder with the line's results, never changed."""
+    out = tmp_path_factory.mktemp("finished")
+    run(LINE, dataclasses.replace(CONFIG, out=out))
+    return out
+
+
+@pytest.fixture
+def config(finished, tmp_path):
+    """The flags of that run, with a copy of its folder."""
+    shutil.copytree(finished, tmp_path / "runs")
+    return dataclasses.replace(CONFIG, out=tmp_path / "runs")
+
+
+def stored(config):
+    return json.loads((Store(config).folder("linear") / "results.json").read_text())
+
+
+def change_network(config, seed):
+    """Puts another network in the place of a trained one, as retraining elsewhere and copying it would."""
+    store = Store(config)
+    (folder,) = store.home.glob(f"networks/seed-{seed},*")
+    made_from = json.loads((folder / "2" / "config" / "metadata").read_text())
+    checkpoints = TrainingCheckpoints(folder, {"seed": made_from["seed"]})
+    target = stores.initial_state(store.setup.init(config.width, 7), store.recipe, 1400)
+    state = checkpoints.restore(target)
+    shutil.rmtree(folder)
+    checkpoints.made_from = {
+        k: v for k, v in made_from.items() if k in dataclasses.asdict(store.recipe) or k in ("setup", "width", "seed")
+    }
+    checkpoints.save(2, state._replace(params=target.params))
+
+
+def test_what_is_the_same_is_not_measured_again(config, capsys):
+    before = stored(config)
+    after = run(LINE, config)
+    assert stored(config) == before
+    assert after["seconds"] == before["seconds"]
+    assert "anew" not in capsys.readouterr().err
+    assert read_results(LINE, config)["curves"] == before["curves"]
+
+
+def test_results_with_train_temperatures_are_read_and_drawn_anew(config, capsys):
+    folder, before = Store(config).folder("linear"), stored(config)
+    assert "temperatures" not in before["config"]
+    write_json(folder / "results.json", {k: v for k, v in before.items() if k != "digest"} | {"recalibrated": {}})
+    figures = json.loads((folder / ".figures.json").read_text())
+    write_json(folder / ".figures.json", {k: v for k, v in figures.items() if k not in ("version", "digest")})
+    drawn = []
+    after = run(dataclasses.replace(LINE, draw=lambda *args: draw(*args) or drawn.append(args)), config)
+    assert after["seconds"] == before["seconds"]
+    assert len(drawn) == 1
+    assert "anew" not in capsys.readouterr().err
+
+
+def test_temperatures_have_a_folder_and_results_of_their_own(config):
+    flagged = dataclasses.replace(config, temperatures=True)
+    assert "temperatures" in Store(flagged).folder("linear").name.split(",")
+    assert read_results(LINE, flagged) is None
+    assert read_results(LINE, config)["curves"] == run(LINE, flagged)["curves"]
+    assert read_results(LINE, flagged)["config"]["temperatures"] is True
+
+
+def test_another_network_makes_another_result(config, capsys):
+    before = stored(config)
+    change_network(config, 1)
+    assert read_results(LINE, config) is None
+    after = run(LINE, config)
+    assert after["curves"] != before["curves"]
+    assert after["networks"]["A"] == before["networks"]["A"]
+    assert after["networks"]["B"] != before["networks"]["B"]
+    assert "was made from other networks, matchings: measuring anew" in capsys.readouterr().err
+
+
+def test_another_matching_makes_another_result(config, capsys):
+    before = stored(config)
+    (path,) = Store(config).home.glob("matchings/*.npz")
+    with np.load(path) as file:
+        kept = dict(file)
+    np.savez(path, **kept | {name: value[::-1] for name, value in kept.items() if name.startswith("perms/")})
+    assert read_results(LINE, config) is None
+    after = run(LINE, config)
+    assert after["curves"]["aligned"] != before["curves"]["aligned"]
+    assert after["curves"]["naive"] == before["curves"]["naive"]
+    assert "was made from other matchings: measuring anew" in capsys.readouterr().err
+
+
+def test_another_number_of_devices_makes_another_result_of_the_same_networks(config, monkeypatch, capsys):
+    before = stored(config)
+    several = len(jax.devices()) > 1
+    # One device where there are several, and else what says of itself that it is another.
+    if several:
+        first = jax.devices()[:1]
+        monkeypatch.setattr(jax, "devices", lambda: first)
+    else:
+        monkeypatch.setattr("mcomb.lab.identity.describe_devices", lambda: "2 × cpu")
+    assert read_results(LINE, config) is None
+    after = run(LINE, config)
+    assert after["devices"] != before["devices"]
+    assert after["networks"] == before["networks"]
+    out = capsys.readouterr()
+    assert "was made from other devices: measuring anew" in out.err
+    assert "training" not in out.err
+
+
+def test_other_data_make_another_result(config, monkeypatch, capsys):
+    setup = SETUPS["mlp-digits"]
+    train, test = setup.dataset.load(None)
+    reordered = Splits(train, Split(test.images[::-1], test.labels[::-1]))
+    other = dataclasses.replace(setup, dataset=dataclasses.replace(setup.dataset, load=lambda path: reordered))
+    monkeypatch.setitem(SETUPS, "mlp-digits", other)
+    stores.load_data.cache_clear()
+    try:
+        assert read_results(LINE, config) is None
+        run(LINE, config)
+    finally:
+        stores.load_data.cache_clear()
+    assert "was made from other data: measuring anew" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("MEASUREMENT", "was made from other version: measuring anew"), ("MATCHING", "another version: matching anew")],
+)
+def test_a_newer_algorithm_makes_its_own(name, said, config, monkeypatch, capsys):
+    monkeypatch.setattr(versions, name, getattr(versions, name) + 1)
+    if name == "MEASUREMENT":
+        assert read_results(LINE, config) is None
+    run(LINE, config)
+    assert said in capsys.readouterr().err
+
+
+def test_a_network_of_an_older_training_algorithm_is_refused_with_the_remedy(config, monkeypatch):
+    monkeypatch.setattr(versions, "TRAINING", 2)
+    with pytest.raises(UserError, match=r"seed-0.* was trained by version 1 .* version 2: move it away"):
+        run(LINE, config)
+
+
+def test_results_from_before_they_had_digests_are_named_as_old(config, capsys):
+    path = Store(config).folder("linear") / "results.json"
+    old = stored(config)
+    del old["digest"]
+    path.write_text(json.dumps(old))
+    run(LINE, config)
+    assert capsys.readouterr().err.count("is damaged, or older than digests: measuring anew") == 1
+    assert stored(config)["version"] == versions.MEASUREMENT
+
+
+@pytest.mark.slow
+def test_what_gathers_results_knows_when_one_of_them_has_changed(config, monkeypatch, capsys):
+    two = {name: width.SWEEPS[name] for name in ("linear", "bernoulli")}
+    monkeypatch.setattr(width, "SWEEPS", two)
+    gathering = convert_config(config, width.WidthConfig, widths=(2, 1), samples=1)
+    before = run(width.EXPERIMENT, gathering)
+    assert before["widths"] == [1, 2]
+    assert read_results(width.EXPERIMENT, gathering)["by_width"] == before["by_width"]
+    change_network(config, 1)
+    assert read_results(width.EXPERIMENT, gathering) is None
+    capsys.readouterr()
+    after = run(width.EXPERIMENT, gathering)
+    assert "was made from other parts: measuring anew" in capsys.readouterr().err
+    for name, rows in after["by_width"].items():
+        assert rows[0] != before["by_width"][name][0]
+        assert rows[1] == before["by_width"][name][1]
+
+
+def test_checkpoints_of_one_name_never_share_a_folder(config, tmp_path):
+    (trained,) = Store(config).home.glob("networks/seed-0,*")
+    params = read_checkpoint(trained)
+    folders = [tmp_path / name / "network" for name in ("x", "y")]
+    for scale, folder in enumerate(folders, 1):
+        write_checkpoint(folder, jax.tree.map(lambda leaf, scale=scale: scale * leaf, params))
+    with_a, with_b = (dataclasses.replace(config, checkpoint_a=folder) for folder in folders)
+    assert Store(with_a).folder("linear") != Store(with_b).folder("linear")
+    first = run(LINE, with_a)
+    second = run(LINE, with_b)
+    assert first["networks"]["A"] != second["networks"]["A"]
+    assert stored(with_a)["curves"] == first["curves"]
+    both = dataclasses.replace(config, checkpoint_a=folders[0], checkpoint_b=folders[1])
+    a, b = Store(both).networks("AB").values()
+    assert a.name != b.name

@@ -1,0 +1,178 @@
+import copy
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numerics import assert_close
+
+from mcomb.combination import linear, mix, uniform
+from mcomb.evaluation.evaluate import Metrics
+from mcomb.lab.cache.store import Store
+from mcomb.lab.runs import measure
+from mcomb.lab.runs.flags import SweepConfig
+from mcomb.lab.runs.measure import Run, Task, as_lists, cross_fit, guessing
+from mcomb.lab.runs.results import Rows
+from mcomb.matching.matching import objective
+
+IMAGES = 40  # of both splits: one compilation serves both
+CONFIG = SweepConfig(setup="mlp-digits", width=1, epochs=0, train_images=IMAGES, test_images=IMAGES, samples=2)
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    """A store, two untrained networks and their matching."""
+    store = Store(dataclasses.replace(CONFIG, out=tmp_path_factory.mktemp("runs")))
+    networks = store.networks("AB")
+    return store, networks, {"B to A": store.matching(networks["A"], networks["B"], "weights")}
+
+
+@pytest.fixture
+def run(parts, tmp_path):
+    store, networks, matchings = parts
+    store = copy.copy(store)  # its config may be changed
+    return Run("example", store, networks, matchings, {}, Rows(tmp_path, {}))
+
+
+def task(run, draw=linear, **options):
+    pair = run.networks["A"].params, run.align()
+    return Task(mix(draw), pair, np.linspace(0, 1, 7, dtype=np.float32), **options)
+
+
+def test_guessing_is_the_commonest_label_and_the_entropy_of_all():
+    labels = np.array([3, 3, 3, 3, 0, 0, 7, 8])
+    found = guessing(labels)
+    assert found["accuracy"] == 0.5
+    assert found["images"] == 8
+    assert found["loss"] == pytest.approx(0.5 * np.log(2) + 0.25 * np.log(4) + 2 * 0.125 * np.log(8))
+    assert guessing(np.array([4, 4])) == {"loss": 0, "accuracy": 1, "images": 2}
+
+
+def test_lists_have_the_shape_of_the_sweep():
+    metrics = Metrics(np.arange(6.0), {"accuracy": np.arange(6.0) / 6, "agreement": np.arange(48).reshape(6, 4, 2)})
+    lists = as_lists(metrics, (3, 2))
+    assert lists.keys() == {"loss", "accuracy", "agreement"}
+    assert lists["loss"] == [[0, 1], [2, 3], [4, 5]]
+    assert np.array(lists["agreement"])[2, 1].tolist() == metrics.agreement[5].tolist()
+    json.dumps(lists)
+
+
+def test_cross_fit_takes_the_best_temperature_of_the_other_half():
+    even = np.array([[3.0, 1.0, 2.0], [0.5, 0.7, 0.6]])
+    odd = np.array([[9.0, 8.0, 7.0], [4.0, 5.0, 6.0]])
+    assert cross_fit([even, odd], [3, 1]).tolist() == [(3 * 2.0 + 8.0) / 4, (3 * 0.5 + 4.0) / 4]
+    assert cross_fit([even[0], odd[0]], [1, 1]) == 5.0
+
+
+def test_temperatures_are_fitted_on_the_half_they_do_not_measure(run):
+    run.store.config = dataclasses.replace(run.config, temperatures=True)
+    line = task(run)
+    found = run.measure_curves({"aligned": line}, (7, 1))["at_best_temperature"]
+    images, labels = run.store.data.test.first(IMAGES)
+
+    def expected(params):
+        logits = np.asarray(run.store.apply(params, jnp.asarray(images)), np.float64)
+        scaled = logits[:, None] / np.array(measure.TEMPERATURES)[:, None]
+        logs = scaled - np.log(np.exp(scaled).sum(-1, keepdims=True))
+        losses = -np.take_along_axis(logs, labels[:, None, None], -1)[..., 0]
+        halves = losses[::2].mean(0), losses[1::2].mean(0)
+        return np.mean([halves[0][halves[1].argmin()], halves[1][halves[0].argmin()]])
+
+    ends = [expected(run.networks[letter].params) for letter in "AB"]
+    curve = [expected(line.draw(jax.random.key(0), jnp.asarray(value), *line.networks)) for value in line.parameters]
+    assert_close([found["models"][letter]["test"]["loss"] for letter in "AB"], ends, roundings=64)
+    assert_close(np.ravel(found["curves"]["aligned"]["test"]["loss"]), curve, roundings=64)
+    assert found["barriers"]["aligned"]["test"]["loss"] == pytest.approx(max(curve) - np.mean(ends), abs=1e-5)
+
+
+def test_temperatures_are_measured_only_if_asked_and_change_nothing_else(run, tmp_path):
+    plain = run.measure_curves({"aligned": task(run)}, (7, 1))
+    assert plain.keys() == {"ends", "curves", "barriers"}
+    assert len(run.rows.rows) == 2 * 7
+    run.store.config = dataclasses.replace(run.config, temperatures=True)
+    (tmp_path / "flagged").mkdir()
+    flagged = dataclasses.replace(run, rows=Rows(tmp_path / "flagged", {}))
+    found = flagged.measure_curves({"aligned": task(run)}, (7, 1))
+    assert {name: found[name] for name in plain} == plain
+    assert len(flagged.rows.rows) == 4 * 7
+
+
+def test_a_task_is_as_long_as_its_parameters():
+    assert len(Task(mix(linear), (), (np.zeros(5), {"P": np.zeros((5, 3))}))) == 5
+
+
+def test_the_ends_of_a_line_score_what_the_networks_score_by_themselves(run):
+    found = run.evaluate({"line": task(run)})["line"]
+    for split in ("train", "test"):
+        ends = [run.scores[letter][split] for letter in "AB"]
+        assert_close(found[split].loss[[0, -1]], [end.loss for end in ends], roundings=64)
+        assert found[split].accuracy[[0, -1]].tolist() == [end.accuracy for end in ends]
+        agreement = found[split].agreement
+        assert (agreement.sum((1, 2)) == IMAGES).all()
+        differing = int((ends[0].predicted != ends[1].predicted).sum())
+        assert agreement[0].sum(1).tolist() == [differing, 0, IMAGES - differing, 0]
+        assert agreement[-1].sum(1).tolist() == [0, differing, IMAGES - differing, 0]
+
+
+def test_the_basics_say_how_good_networks_guessing_and_matchings_are(run):
+    a, b = (run.networks[letter].params for letter in "AB")
+    store, found = run.store, run.basics
+    assert found["models"]["A"]["test"] == {m: getattr(run.scores["A"]["test"], m) for m in ("loss", "accuracy")}
+    labels = store.data.train.labels[:IMAGES]
+    assert found["guessing"]["train"]["accuracy"] == np.bincount(labels).max() / IMAGES
+    products = found["inner_products"]["B to A"]
+    assert products["naive"] == objective(store.spec, a, b)
+    assert products["aligned"] == objective(store.spec, a, run.align()) > products["naive"]
+
+
+def test_what_has_rows_is_not_measured_again_and_what_has_none_comes_out_the_same(run, tmp_path, monkeypatch):
+    whole = run.evaluate({"cube": task(run, uniform)})["cube"]
+    calls = []
+    real = measure.evaluate
+    monkeypatch.setattr(measure, "evaluate", lambda *args, **options: calls.append(args[3]) or real(*args, **options))
+    run.evaluate({"cube": task(run, uniform)})
+    assert not calls
+    lines = (tmp_path / "samples.jsonl").read_text().splitlines()
+    assert len(lines) == 1 + 2 * 7
+    (tmp_path / "samples.jsonl").write_text("\n".join(lines[:10]) + "\n")  # all of train, and two of test
+    again = dataclasses.replace(run, rows=Rows(tmp_path, {})).evaluate({"cube": task(run, uniform)})["cube"]
+    (parameters,) = calls
+    assert set(np.asarray(parameters).tolist()) == set(task(run).parameters[2:].tolist())
+    for split in ("train", "test"):
+        jax.tree.map(np.testing.assert_array_equal, whole[split], again[split])
+
+
+def test_combinations_are_drawn_with_the_keys_of_their_experiment_or_of_another(run, parts, tmp_path):
+    (tmp_path / "other").mkdir()
+    other = Run("other", *parts, {}, Rows(tmp_path / "other", {}))
+    own = run.evaluate({"cube": task(run, uniform)})["cube"]["test"].loss
+    theirs = other.evaluate({"cube": task(run, uniform), "ours": task(run, uniform, rng_name="example")})
+    assert (theirs["cube"]["test"].loss[2:] != own[2:]).all()
+    np.testing.assert_array_equal(theirs["ours"]["test"].loss, own)
+
+
+def test_a_pair_is_measured_naive_and_aligned_at_each_value_as_often_as_asked(run):
+    values = np.linspace(0, 0.5, 3)
+    found = run.measure_pair(mix(uniform), "s", "the label", values, between=values < 0.4)
+    assert found["parameter"] == {"name": "s", "label": "the label", "values": [0, 0.25, 0.5]}
+    assert found["ends"] == ["A", "B"]
+    for variant in ("naive", "aligned"):
+        loss = np.array(found["curves"][variant]["test"]["loss"])
+        assert loss.shape == (3, 2)
+        assert loss[0, 0] == loss[0, 1]
+        assert loss[2, 0] != loss[2, 1]
+        mean = np.mean([run.basics["models"][letter]["test"]["loss"] for letter in "AB"])
+        assert found["barriers"][variant]["test"]["loss"] == loss[:2].max() - mean
+    json.dumps(found)
+
+
+def test_an_alignment_is_b_with_its_units_in_the_order_of_the_matching(run):
+    perms = run.matchings["B to A"].matching.perms
+    expected = run.store.spec.apply(perms, run.networks["B"].params)
+    jax.tree.map(np.testing.assert_array_equal, run.align(), expected)
+    assert run.align() is run.align()
+    images = jnp.asarray(run.store.data.test.images[:20])
+    before, after = (run.store.apply(params, images) for params in (run.networks["B"].params, run.align()))
+    assert_close(after, before, roundings=64)

@@ -1,0 +1,61 @@
+import json
+
+import pytest
+
+from mcomb.lab.runs.pairs import judge_all, pool, spread
+from mcomb.lab.runs.verdicts import Verdict
+
+
+def pair(loss, place="inside", counts=(1, 2)):
+    barrier = {"test": {"loss": loss, "accuracy": loss / 10}}
+    return {"barriers": {"aligned": barrier}, "place": place, "counts": list(counts), "values": [0.0, 0.5]}
+
+
+def test_numbers_become_means_with_their_range_and_what_differs_otherwise_a_list():
+    pairs = [pair(0.1), pair(0.2, "outside"), pair(0.6, counts=(3, 2))]
+    pooled = pool(pairs)
+    assert pooled["barriers"]["aligned"]["test"] == pytest.approx({"loss": 0.3, "accuracy": 0.03})
+    assert pooled["place"] == ["inside", "outside", "inside"]
+    assert pooled["counts"] == [pytest.approx(5 / 3), 2]
+    assert pooled["values"] == [0.0, 0.5]
+    assert pooled["pairs"] == pairs
+    least, largest = spread(pooled)
+    assert [side["barriers"]["aligned"]["test"]["loss"] for side in (least, largest)] == [0.1, 0.6]
+    assert spread(pairs[0]) == (pairs[0], pairs[0])
+    assert json.loads(json.dumps(pooled)) == pooled
+
+
+def test_lists_of_different_lengths_are_kept_side_by_side():
+    assert pool([{"x": [1.0]}, {"x": [1.0, 2.0]}])["x"] == [[1.0], [1.0, 2.0]]
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "agrees", "shown"),
+    [
+        ([True, True], True, "With --seed 0: finding 0"),
+        ([True, False], False, "With --seed 1: finding 1"),
+        ([True, None, False], None, "With --seed 1: finding 1"),
+    ],
+)
+def test_all_must_agree_and_the_one_that_decides_is_quoted(outcomes, agrees, shown):
+    verdicts = [Verdict(outcome, f"finding {i}") for i, outcome in enumerate(outcomes)]
+    found = judge_all(
+        verdicts, pool([pair(0.1 * (i + 1)) | {"config": {"seed": i}} for i in range(len(outcomes))]), "And more."
+    )
+    assert found.agrees is agrees
+    assert found.finding.startswith(f"{outcomes.count(True)} of {len(outcomes)} agree with the paper. And more.")
+    assert "Aligned test barriers are 0." in found.finding
+    assert found.finding.endswith(shown)
+
+
+def test_of_an_open_question_pairs_say_yes():
+    verdicts = [Verdict(True, "finding 0"), Verdict(False, "finding 1")]
+    results = pool([pair(0.1) | {"config": {"seed": i}} for i in range(2)])
+    assert judge_all(verdicts, results, "", is_open=True).finding.startswith("1 of 2 say yes.")
+
+
+def test_pairs_of_networks_that_the_paper_has_not_show_its_effect():
+    results = pool([pair(0.1) | {"config": {"seed": i}} for i in range(2)])
+    found = judge_all([Verdict(True, ""), Verdict(False, "")], results, "", is_papers=False)
+    assert found.agrees is False
+    assert found.finding.startswith("1 of 2 show the paper's effect.")

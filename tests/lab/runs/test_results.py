@@ -1,0 +1,187 @@
+import json
+
+import jax
+import pytest
+
+from mcomb.errors import UserError
+from mcomb.io.paths import seal, write_json
+from mcomb.lab.runs.identity import read_finished
+from mcomb.lab.runs.results import TABLE_WIDTH, Rows, columns, environment, table
+
+
+def results():
+    level = {split: {"loss": 0.1, "accuracy": 0.9} for split in ("train", "test")}
+    return {"models": {"A": level, "B": level}, "barriers": {"naive": level, "aligned": level}, "paper": None}
+
+
+def test_the_table_has_the_papers_numbers_where_there_are_some():
+    assert "paper" not in table(results())
+    text = table(results() | {"paper": {"loss": 0.044, "accuracy": 0.012, "width": 32}})
+    assert "0.044" in text
+    assert "0.012" in text
+    lines = text.splitlines()
+    assert len({len(line) for line in lines}) == 1
+    assert [line.split("  ")[0] for line in lines[1:]] == [
+        "network A",
+        "network B",
+        "naive barrier",
+        "aligned barrier",
+        "paper, width 32",
+    ]
+
+
+def test_columns_are_aligned_words_to_the_left_and_numbers_to_the_right():
+    assert columns([("", "a"), ("long", "1.5"), ("x", "22.25")]) == "          a\nlong    1.5\nx     22.25"
+
+
+def test_wide_tables_are_split_into_parts_of_equal_columns():
+    rows = [("", *(f"column {i}".rjust(30) for i in range(4))), ("label", *(f"{i}.5" for i in range(4)))]
+    text = columns(rows)
+    assert max(map(len, text.splitlines())) <= TABLE_WIDTH
+    parts = [[line.split() for line in part.splitlines()] for part in text.split("\n\n")]
+    assert parts == [
+        [["column", "0", "column", "1"], ["label", "0.5", "1.5"]],
+        [["column", "2", "column", "3"], ["label", "2.5", "3.5"]],
+    ]
+    both = columns([(row[0], "x", *row[1:]) for row in rows], labels=2)
+    assert [line.split()[:2] for line in both.splitlines()[1::3]] == [["label", "x"]] * 2
+
+
+def test_a_table_with_one_cell_too_wide_stays_whole():
+    assert columns([("x" * 200, "1", "2")]) == "x" * 200 + "  1  2"
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_tables_have_best_temperatures_below_their_rows(pairs):
+    control = {
+        "models": {letter: {"test": {"loss": 0.25}} for letter in "AB"},
+        "barriers": {variant: {"test": {"loss": 0.125}} for variant in ("naive", "aligned")},
+    }
+    found = results() | {"at_best_temperature": control}
+    lines = table(found | ({"least": found, "largest": found} if pairs else {})).splitlines()
+    said = [line.split()[3:] for line in lines if line.startswith("  at best temperature")]
+    own, lost = (["0.2500", "(0.2500–0.2500)"], ["0.1250", "(0.1250–0.1250)"]) if pairs else (["0.2500"], ["0.1250"])
+    assert [line for line in said if line] == [own, own, lost, lost]
+    assert max(map(len, lines)) <= TABLE_WIDTH
+
+
+def row(name, loss=0.5):
+    return {"name": name, "loss": loss}
+
+
+def test_rows_outlive_the_process(tmp_path):
+    Rows(tmp_path, {"seed": 0}).add([row("a"), row("b")])
+    again = Rows(tmp_path, {"seed": 0})
+    assert "a" in again
+    assert again["b"]["loss"] == 0.5
+    assert "c" not in again
+
+
+def test_rows_of_another_run_are_dropped(tmp_path):
+    Rows(tmp_path, {"seed": 0}).add([row("a")])
+    assert "a" not in Rows(tmp_path, {"seed": 1})
+    assert "a" not in Rows(tmp_path, {"seed": 0})  # for good: they are no longer on the disk
+
+
+def test_a_row_that_is_added_again_replaces_the_first(tmp_path):
+    Rows(tmp_path, {}).add([row("a"), row("a", 0.25)])
+    Rows(tmp_path, {}).add([row("a", 0.75)])
+    assert Rows(tmp_path, {})["a"]["loss"] == 0.75
+
+
+def test_a_row_without_a_name_is_not_whole(tmp_path, capsys):
+    Rows(tmp_path, {}).add([row("a")])
+    with (tmp_path / "samples.jsonl").open("a") as file:
+        file.write(json.dumps(seal({"loss": 0.5}, "x")) + "\n")
+    assert Rows(tmp_path, {}).rows.keys() == {"a"}
+    assert "has 1 rows that are not whole" in capsys.readouterr().err
+
+
+LAST = len(json.dumps(seal(row("b"), "b"))) + 1
+
+
+@pytest.mark.parametrize("cut", range(1, LAST + 1))
+def test_a_torn_last_row_is_forgotten_and_the_file_stays_readable(tmp_path, cut):
+    Rows(tmp_path, {}).add([row("a"), row("b")])
+    path = tmp_path / "samples.jsonl"
+    path.write_text(path.read_text()[:-cut])
+    rows = Rows(tmp_path, {})
+    assert "a" in rows
+    assert ("b" in rows) == (cut == 1)  # only the end of its line is missing
+    if "b" not in rows:
+        rows.add([row("b")])
+    assert [json.loads(line).get("name") for line in path.read_text().splitlines()] == [None, "a", "b"]
+
+
+@pytest.mark.parametrize("content", ["", "\n", "no JSON", '{"seed": 0', "\n".join(['{"seed": 1}', '{"name": "a"}'])])
+def test_a_file_of_rows_that_is_something_else_is_begun_anew(tmp_path, content):
+    (tmp_path / "samples.jsonl").write_text(content)
+    rows = Rows(tmp_path, {"seed": 0})
+    assert "a" not in rows
+    rows.add([row("a")])
+    assert "a" in Rows(tmp_path, {"seed": 0})
+
+
+IDENTITY = {"experiment": "linear", "config": {"seed": 0}, "networks": {"A": "x"}, "version": 1}
+
+
+def test_finished_results_are_read_only_if_all_that_made_them_is_the_same(tmp_path, capsys):
+    assert read_finished(tmp_path, IDENTITY) is None
+    stored = IDENTITY | {"seconds": 3.5}
+    write_json(tmp_path / "results.json", stored)
+    assert read_finished(tmp_path, IDENTITY) == stored
+    assert capsys.readouterr().err == ""
+    other = IDENTITY | {"networks": {"A": "y"}, "version": 2}
+    assert read_finished(tmp_path, other, tell=False) is None
+    assert capsys.readouterr().err == ""
+    assert read_finished(tmp_path, other) is None
+    said = capsys.readouterr().err
+    assert said == f"{tmp_path / 'results.json'} was made from other networks, version: measuring anew\n"
+
+
+def flipped(content):
+    """The content with each of its bytes changed, one at a time."""
+    for at in range(len(content)):
+        for change in (0x01, 0x04, 0x80):
+            yield content[:at] + bytes([content[at] ^ change]) + content[at + 1 :]
+
+
+def test_results_with_a_wrong_byte_are_as_they_were_or_not_used(tmp_path, capsys):
+    stored = IDENTITY | {"loss": 0.125, "seconds": 3.5}
+    write_json(tmp_path / "results.json", stored)
+    used, tried = 0, 0
+    for content in flipped((tmp_path / "results.json").read_bytes()):
+        (tmp_path / "results.json").write_bytes(content)
+        found = read_finished(tmp_path, IDENTITY)
+        assert found in (None, stored)
+        used, tried = used + (found is not None), tried + 1
+    assert used < tried / 5  # a space that has become another says nothing else
+    assert capsys.readouterr().err.count("is damaged, or older than digests: measuring anew\n") == tried - used
+
+
+def test_rows_with_a_wrong_byte_are_as_they_were_or_measured_anew(tmp_path, capsys):
+    Rows(tmp_path, {"seed": 0}).add([row("a", 0.125), row("b", 0.25)])
+    path = tmp_path / "samples.jsonl"
+    for content in flipped(path.read_bytes()):
+        path.write_bytes(content)
+        rows = Rows(tmp_path, {"seed": 0})
+        assert rows.rows.items() <= {"a": row("a", 0.125), "b": row("b", 0.25)}.items()
+    assert "rows that are not whole: measuring them anew" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_number_that_is_not_finite_is_named_and_never_written(value, tmp_path):
+    rows = Rows(tmp_path, {})
+    with pytest.raises(UserError, match=f"naive/test/3, loss is {value}"):
+        rows.add([row("naive/test/2"), row("naive/test/3", value)])
+    assert "naive/test/2" not in Rows(tmp_path, {})
+    with pytest.raises(UserError, match=rf"results\.json, barriers, naive, 1 is {value}"):
+        write_json(tmp_path / "results.json", {"barriers": {"naive": [0.5, value]}})
+    assert not (tmp_path / "results.json").exists()
+
+
+def test_the_environment_says_what_a_result_depends_on():
+    found = environment()
+    assert found["packages"]["jax"] == jax.__version__
+    assert found["devices"] == ["cpu:cpu"] * len(jax.devices())
+    assert json.loads(json.dumps(found)) == found

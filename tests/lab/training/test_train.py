@@ -1,0 +1,218 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numerics import assert_close, assert_equal
+
+from mcomb.errors import Diverged, UserError
+from mcomb.lab.data.augmentation import Augmentation
+from mcomb.lab.data.datasets import DIGITS
+from mcomb.lab.models import MLP, Tiny10, classifier
+from mcomb.lab.training.train import (
+    Recipe,
+    compile_training,
+    initial_state,
+    learning_rate,
+    train,
+    training_bar,
+    training_loss,
+)
+from mcomb.runtime.devices import device_mesh
+from mcomb.runtime.training_loop import ON_CPU, _can_be_tuned
+
+RECIPE = Recipe(
+    epochs=3,
+    batch_size=20,
+    learning_rate=0.05,
+    weight_decay=1e-3,
+    schedule="cosine",
+    augmentation=Augmentation(shift=1),
+    clip=1.0,
+)
+ROUNDINGS = 16  # of a parameter in one step: sums over a minibatch, grouped in one way or another
+
+
+def start(digits, recipe=RECIPE, model=None, images=100):
+    model = model or MLP(1, 10)
+    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, *digits.train.images.shape[1:])))["params"]
+    return classifier(model, DIGITS.mean, DIGITS.std), initial_state(params, recipe, images)
+
+
+def run(digits, recipe=RECIPE, images=100, model=None, state=None, **options):
+    """The losses of the epochs and the last state."""
+    apply, fresh = start(digits, recipe, model, images)
+    states = train(apply, state or fresh, digits.train.first(images), recipe, 0, **options)
+    history = [(float(progress.loss), jax.device_get(state)) for _, state, progress in states]
+    return [loss for loss, _ in history], history[-1][1]
+
+
+def assert_same_training(one, other):
+    """Losses and parameters differ by no more than the rounding errors of all steps."""
+    roundings = ROUNDINGS * int(one[1].step)
+    assert one[1].step == other[1].step
+    assert_close(one[0], other[0], roundings=roundings)
+    assert_close(one[1].params, other[1].params, roundings=roundings)
+
+
+@pytest.fixture(scope="module")
+def whole(digits):
+    """The training that others are compared with."""
+    return run(digits)
+
+
+def test_training_learns(digits):
+    losses, _ = run(digits, dataclasses.replace(RECIPE, epochs=15), images=600)
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.slow
+def test_one_device_and_several_give_the_same_curve(digits, whole, one_device):
+    assert_same_training(run(digits), whole)
+
+
+@pytest.mark.slow
+def test_one_device_and_several_give_the_same_curve_of_convolutions(digits, request):
+    large = digits.train.images.repeat(2, axis=1).repeat(2, axis=2)  # what Tiny-10's strides need
+    digits, recipe = digits._replace(train=digits.train._replace(images=large)), dataclasses.replace(RECIPE, epochs=2)
+    several = run(digits, recipe, model=Tiny10(1, 10), images=60)
+    request.getfixturevalue("one_device")
+    assert_same_training(run(digits, recipe, model=Tiny10(1, 10), images=60), several)
+
+
+@pytest.mark.slow
+def test_a_batch_that_devices_do_not_divide_counts_each_image_once(digits, request):
+    recipe = dataclasses.replace(RECIPE, batch_size=13)
+    several = run(digits, recipe)
+    request.getfixturevalue("one_device")
+    assert_same_training(run(digits, recipe), several)
+
+
+@pytest.mark.slow
+def test_an_epoch_in_one_call_equals_an_epoch_in_calls_of_a_few_steps(digits, whole):
+    assert_same_training(run(digits, per_call=3), whole)  # of five steps
+
+
+def test_a_resumed_training_ends_like_an_uninterrupted_one(digits, whole):
+    apply, fresh = start(digits)
+    epochs = train(apply, fresh, digits.train.first(100), RECIPE, 0)
+    _, state, _ = next(epochs)
+    half = jax.device_get(state)
+    epochs.close()
+    losses, resumed = run(digits, state=half)
+    whole_losses, last = whole
+    assert losses == whole_losses[1:]
+    assert_equal(resumed, last)
+
+
+def test_a_step_compiled_from_shapes_is_not_compiled_again(digits, caplog):
+    """A recipe of its own, so that no other test has compiled it."""
+    recipe = dataclasses.replace(RECIPE, learning_rate=0.0123, epochs=2)
+    (apply, state), data, mesh = start(digits, recipe), digits.train.first(100), device_mesh()
+    with jax.log_compiles():
+        compile_training(apply, jax.eval_shape(lambda: state.params), data, recipe, mesh)
+        assert "Finished XLA compilation of jit(_update)" in caplog.text
+        caplog.clear()
+        assert len(list(train(apply, state, data, recipe, 0, mesh=mesh))) == 2
+    assert "Finished XLA compilation of jit(_update)" not in caplog.text
+
+
+def test_a_training_needs_its_state_data_and_activations(digits):
+    model, data = MLP(8, 10), digits.train.first(100)
+    apply, state = start(digits, model=model)
+    weights = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    mesh = device_mesh(jax.devices()[:1])
+    small, large = (
+        compile_training(apply, state.params, data, dataclasses.replace(RECIPE, batch_size=size), mesh)
+        for size in (10, 100)
+    )
+    held = 2 * (2 * 4 * weights) + sum(array.nbytes for array in data)  # weights and momentum, twice
+    hidden = 3 * 16 * 8 * 4  # bytes of an image's hidden layers
+    assert held < small.memory < large.memory < held + 20 * (4 * weights + 100 * hidden)
+    assert large.memory - small.memory > 0.5 * 90 * hidden
+    assert 0.8 < large.flop / (6 * weights * 100) < 2  # two for each weight, forwards, and twice that backwards
+    assert 5 < large.flop / small.flop < 11
+
+
+def test_the_clock_of_the_bar_starts_with_the_first_step(digits):
+    apply, state = start(digits)
+    bar = training_bar(RECIPE, 100, 0, "training")
+    bar.start_t -= 3600  # an hour of compiling
+    bar.last_print_t -= 3600
+    for _ in train(apply, state, digits.train.first(100), RECIPE, 0, bar=bar):
+        assert bar.format_dict["elapsed"] < 600
+        assert bar.format_dict["rate"] is None or bar.format_dict["rate"] > 300 / 600
+
+
+def test_training_leaves_its_start_untouched(digits):
+    apply, fresh = start(digits)
+    before = jax.device_get(fresh)
+    for _, state, _ in train(apply, fresh, digits.train.first(100), RECIPE, 0):
+        assert (np.asarray(state.params["logits"]["kernel"]) != before.params["logits"]["kernel"]).any()
+    assert_equal(jax.device_get(fresh), before)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(digits):
+    words = r"loss became infinite or not a number in step \d+, in epoch \d.*--learning-rate below 1e\+30"
+    with pytest.raises(Diverged, match=words):
+        run(digits, dataclasses.replace(RECIPE, learning_rate=1e30, clip=None))
+
+
+def test_a_weight_decay_that_blows_weights_up_is_named(digits):
+    with pytest.raises(Diverged, match=r"not a number in step .*: try a --weight-decay below 1e\+38"):
+        run(digits, dataclasses.replace(RECIPE, weight_decay=1e38, clip=None))
+
+
+def test_a_last_step_that_blows_up_is_not_taken_for_good(digits):
+    """The loss of a step is that before it, so that the last step's harm shows only in the weights."""
+    recipe = dataclasses.replace(RECIPE, epochs=1, batch_size=100, learning_rate=1e38, weight_decay=1e3, clip=None)
+    with pytest.raises(Diverged, match="a weight became infinite or not a number, in epoch 1"):
+        run(digits, recipe)
+
+
+def test_a_batch_larger_than_the_data_is_refused(digits):
+    with pytest.raises(UserError, match="--batch-size 20 is more than the 10 training images"):
+        run(digits, images=10)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("thirds", {0: 0.1, 9: 0.1, 10: 0.01, 20: 0.001, 29: 0.001}),
+        ("cosine", {0: 0.1, 15: 0.05, 30: 0.0}),
+        ("warmup-cosine", {0: 1e-6, 10: 0.1, 20: 0.05, 30: 0.0}),
+    ],
+)
+def test_learning_rates_follow_the_paper(schedule, expected):
+    recipe = dataclasses.replace(RECIPE, learning_rate=0.1, schedule=schedule)
+    rate = learning_rate(recipe, 10)
+    for step, value in expected.items():
+        assert_close(rate(step), value, roundings=4, scale=0.1)
+
+
+@pytest.mark.parametrize("epochs", [0, 1])
+@pytest.mark.parametrize("schedule", ["thirds", "cosine", "warmup-cosine"])
+def test_short_trainings_have_a_learning_rate(schedule, epochs):
+    steps = 10
+    rate = learning_rate(dataclasses.replace(RECIPE, epochs=epochs, schedule=schedule), steps)
+    rates = [float(rate(step)) for step in range(max(1, epochs * steps))]
+    assert all(0 <= value <= np.nextafter(np.float32(RECIPE.learning_rate), np.float32(1)) for value in rates)
+    assert max(rates) > 0
+
+
+@pytest.mark.slow
+def test_the_loss_holds_what_convolutions_read_on_cpu_alone_and_its_gradient_stays_the_same(digits, monkeypatch):
+    apply, state = start(digits, model=Tiny10(1, 10))
+    args = state.params, jnp.arange(10), tuple(map(jnp.asarray, digits.train.first(10))), jax.random.key(0)
+
+    def barriers_and_gradient(options):
+        loss = training_loss.__wrapped__(apply, Augmentation())  # not what was traced before
+        gradient = jax.jit(jax.grad(loss, has_aux=True), compiler_options=options)(*args)
+        return str(jax.make_jaxpr(loss)(*args)).count("optimization_barrier"), gradient
+
+    held, found = barriers_and_gradient(ON_CPU if _can_be_tuned() else None)
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    free, wanted = barriers_and_gradient(None)
+    assert (held, free) == (len(Tiny10.LAYERS), 0)
+    assert_close(found, wanted, roundings=ROUNDINGS)

@@ -1,0 +1,254 @@
+"""Real processes, two with two devices each, beside one with one, four or eight."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import train
+from mcomb import read_checkpoint
+from mcomb.errors import UserError
+from mcomb.io.checkpoints import saved_steps
+from mcomb.lab import cli
+from mcomb.runtime import processes
+
+ROOT = Path(__file__).parents[2]
+TRAIN = "train --setup mlp-digits --width 1 --seeds 0 --epochs 12 --checkpoint-every 1 --json"
+TRAINED = Path("mlp-digits", "width-1", "networks", "seed-0,epochs=12")
+UNIFORM = "uniform --setup mlp-digits --width 2 --epochs 6 --checkpoint-every 1 --points 3 --samples 2 --test-images 50"
+
+
+def start(command, out, devices, *flags, cwd=ROOT):
+    """A process that runs an experiment on so many devices, with the code of a folder."""
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
+    words = [sys.executable, "-m", f"experiments.{command.split()[0]}", *command.split()[1:]]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([*words, "--out", str(out), *flags], cwd=cwd, env=environment, **pipes)
+
+
+def start_two(commands, out, folders=(ROOT, ROOT)):
+    """Two processes with two devices each that run together, each with the code of its folder."""
+    together = ["--coordinator", f"localhost:{free_port()}", "--processes", "2", "--process"]
+    pairs = enumerate(zip(commands, folders, strict=True))
+    return [start(command, out, 2, *together, str(i), cwd=folder) for i, (command, folder) in pairs]
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
+def end(*running):
+    """What processes have printed, and how they have ended, after they have."""
+    try:
+        printed = [process.communicate(timeout=240) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    return [(process.returncode, *texts) for process, texts in zip(running, printed, strict=True)]
+
+
+def end_well(*running):
+    """What the first of some processes has printed and said, after all have ended well."""
+    ends = end(*running)
+    assert not any(code for code, *_ in ends), ends
+    return ends[0][1:]
+
+
+def wait_for_step(folder, step, running):
+    """Waits until a training has saved a step, or has ended."""
+    while max(saved_steps(folder), default=0) < step and all(process.poll() is None for process in running):
+        time.sleep(0.05)
+
+
+def results_in(out):
+    (path,) = out.rglob("results.json")
+    return json.loads(path.read_text())
+
+
+def flat(tree):
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_after_one_was_killed_and_measure_what_one_process_does(tmp_path):
+    two, one = tmp_path / "two", tmp_path / "one"
+    networks = Path("mlp-digits", "width-2", "networks")
+    killed = two / networks / "seed-0,epochs=6"
+    running = start_two([UNIFORM] * 2, two)
+    wait_for_step(killed, 1, running)
+    running[1].kill()
+    (code, _, said), _ = end(*running)
+    assert code not in (0, None)
+    assert said.splitlines()[-1].endswith(processes.REMEDY)
+    assert 0 < max(saved_steps(killed)) < 6
+    assert not list(two.rglob("results.json"))
+
+    first, second = end(*start_two([UNIFORM] * 2, two))
+    assert (first[0], second[0]) == (0, 0), (first, second)
+    assert "training seed-0" in first[2]
+    assert "Aligned, the worst combination" in first[1]
+    assert not second[1]
+    assert "training" not in second[2]
+
+    ones = {devices: one / str(devices) for devices in (4, 8)}
+    for out in ones.values():
+        shutil.copytree(two / networks, out / networks)
+    for code, _, said in end(*(start(UNIFORM, out, devices) for devices, out in ones.items())):
+        assert code == 0, said
+    together = results_in(two)
+    for devices, out in ones.items():
+        alone = results_in(out)
+        for part in ("config", "networks", "matchings", *(["devices"] if devices == 4 else [])):
+            assert together[part] == alone[part]
+        for part in ("models", "curves", "barriers"):
+            np.testing.assert_allclose(flat(together[part]), flat(alone[part]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_two_processes_train_the_network_of_one_with_any_number_of_devices(tmp_path):
+    command = "train --setup mlp-digits --width 2 --epochs 1 --seeds 0"
+    numbers = (1, 2, 8)
+    alone = [start(command, tmp_path / str(devices), devices) for devices in numbers]
+    ends = end(*start_two([command] * 2, tmp_path / "two"), *alone)
+    assert not any(code for code, *_ in ends), ends
+    together, *found = (
+        flat(read_checkpoint(tmp_path / str(out) / "mlp-digits" / "width-2" / "networks" / "seed-0,epochs=1"))
+        for out in ("two", *numbers)
+    )
+    for params in found:
+        np.testing.assert_allclose(params, together, rtol=0, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of a network that two processes have trained undisturbed, and what they have printed."""
+    out = tmp_path_factory.mktemp("whole")
+    printed, said = end_well(*start_two([TRAIN] * 2, out))
+    assert "training seed-0" in said
+    return out, printed
+
+
+@pytest.mark.slow
+def test_two_processes_find_what_they_have_finished_and_print_nothing_but_json(whole):
+    out, printed = whole
+    (network,) = json.loads(printed)["networks"].values()
+    assert network["path"] == str(out / TRAINED)
+    shutil.rmtree(out / TRAINED / "11")  # the one before the last, which could be gone on from
+    again, said = end_well(*start_two([TRAIN] * 2, out))
+    assert again == printed
+    assert "training" not in said
+
+
+@pytest.mark.slow
+def test_two_processes_train_the_same_network_after_a_signal_and_after_both_were_killed(whole, tmp_path):
+    running = start_two([TRAIN] * 2, tmp_path)
+    wait_for_step(tmp_path / TRAINED, 1, running)
+    running[1].send_signal(signal.SIGTERM)
+    first, second = end(*running)
+    assert (first[0], second[0]) == (128 + signal.SIGTERM, 128 + signal.SIGTERM), (first, second)
+    for _, _, said in (first, second):
+        assert said.splitlines()[-1].endswith("Interrupted; run the same command to resume.")
+    stopped = max(saved_steps(tmp_path / TRAINED))
+    assert 0 < stopped < 11
+
+    running = start_two([TRAIN] * 2, tmp_path)
+    wait_for_step(tmp_path / TRAINED, stopped + 1, running)
+    for process in running:
+        process.kill()
+    assert [code for code, *_ in end(*running)] == [-signal.SIGKILL] * 2
+    assert stopped < max(saved_steps(tmp_path / TRAINED)) < 12
+
+    end_well(*start_two([TRAIN] * 2, tmp_path))
+    found, expected = (flat(read_checkpoint(out / TRAINED)) for out in (tmp_path, whole[0]))
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_processes_with_other_flags_end_together_and_say_why(tmp_path):
+    commands = ["train --setup mlp-digits --width 1 --epochs 1", "train --setup mlp-digits --width 1 --epochs 2"]
+    for code, _, said in end(*start_two(commands, tmp_path)):
+        assert code == 2
+        assert "has other flags" in said
+        assert "--epochs 1" in said
+        assert "--epochs 2" in said
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_processes_with_other_code_of_the_experiments_end_together_and_say_why(tmp_path):
+    other, out = tmp_path / "other", tmp_path / "out"
+    shutil.copytree(ROOT / "experiments", other / "experiments")
+    other.joinpath("mcomb").symlink_to(ROOT / "mcomb")
+    with other.joinpath("experiments", "linear.py").open("a") as file:
+        file.write("# changed\n")
+    for code, _, said in end(*start_two(["train --setup mlp-digits --epochs 0"] * 2, out, (ROOT, other))):
+        assert code == 2, said
+        assert "has other code" in said
+    assert not out.exists()
+
+
+@pytest.mark.slow
+def test_a_process_whose_others_do_not_come_says_so():
+    program = "from mcomb import processes; processes.PATIENCE = 1; processes.join('localhost:{}', 2, 0)"
+    words = [sys.executable, "-c", program.format(free_port())]
+    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert ended.returncode not in (0, None)
+    assert ended.stderr.splitlines()[-1] == f"error: {processes.NOT_ALL_CAME}"
+
+
+def test_a_port_that_is_in_use_is_one_clear_line(capsys):
+    with socket.create_server(("localhost", 0)) as taken:
+        port = taken.getsockname()[1]
+        flags = f"--coordinator localhost:{port} --processes 2 --process 0"
+        with pytest.raises(SystemExit) as stopped:
+            cli.run(lambda: train.main(["--setup", "mlp-digits", *flags.split()]))
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"error: port {port} of --coordinator cannot be used (Address already in use): give all another one"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--coordinator localhost:1", "go together"),
+        ("--process 0", "go together"),
+        ("--coordinator localhost:1 --processes 2 --process 2", "--process 2 is not one of --processes 2: give 0 to 1"),
+        ("--coordinator localhost --processes 2 --process 1", "localhost is no address: give HOST:PORT"),
+        ("--coordinator localhost:² --processes 2 --process 1", "localhost:² is no address: give HOST:PORT"),
+        ("--coordinator localhost:65536 --processes 2 --process 1", "localhost:65536 is no address: give HOST:PORT"),
+        ("--coordinator localhost:1 --processes 2 --process 1", "nobody answers at --coordinator localhost:1"),
+    ],
+)
+def test_what_cannot_be_joined_is_one_clear_line(flags, words, capsys, monkeypatch):
+    monkeypatch.setattr(processes, "PATIENCE", 0)
+    with pytest.raises(SystemExit) as stopped:
+        cli.run(lambda: train.main(["--setup", "mlp-digits", *flags.split()]))
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert words in error
+
+
+def test_a_process_by_itself_decides_by_itself():
+    assert processes.is_first()
+    assert not processes.are_several()
+    assert processes.from_first(max, 1, 2) == 2
+    with pytest.raises(UserError, match="what it is"):
+        processes.from_first(fail)
+    processes.wait_for_all("nobody")
+    processes.require_agreement("flags", "any")
+    processes.leave(None, 0)
+
+
+def fail():
+    raise UserError("what it is")
