@@ -85,7 +85,7 @@ class Sweep:
         Examples:
             >>> sweep.plot("uniform.png")
         """
-        plot_sweeps(path, {"aligned": self} if naive is None else {"naive": naive, "aligned": self}, title)
+        plot_sweeps(path, {"mixtures": self} if naive is None else {"naive": naive, "aligned": self}, title)
 
 
 def sweep(
