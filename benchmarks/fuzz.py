@@ -25,13 +25,13 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from benchmarks.programs import Program
 from mcomb import PermutationSpec, derive_spec, linear
 from mcomb.evaluation.repair import repaired
 from mcomb.lab import cli
 from mcomb.lab.cli import Flag
 from mcomb.matching.activations import correlations, match_activations
 from mcomb.runtime.progress import progress_bar, say
+from tests.helpers.programs import Program
 
 TOLERANCE = 1e-7  # of the largest entry, in double precision: what roundings may grow to
 ROUNDING = 1e-13  # of numbers about one, as there are in these programs: a result that is no larger is nothing else

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import derivation, fuzz
-from benchmarks.programs import Program
 from mcomb import PermutationSpec, derive_spec
 from mcomb.lab import cli
 from mcomb.lab.cli import Flag
@@ -30,6 +29,7 @@ from mcomb.matching.matching import Matching, objective
 from mcomb.matching.weights import match_weights
 from mcomb.runtime.progress import progress_bar
 from mcomb.trees import map_named
+from tests.helpers.programs import Program
 
 EXAMPLES = 64
 NOISE = 1e-3

@@ -35,8 +35,22 @@ LIBRARY = (
 )
 # Inside a package each module may import only what stands before it; "" is the package's own `__init__`.
 ORDERS = {
-    "mcomb.symmetry": ("axes", "spec", "check", "interpreter", "rules", "stacks", "derive", "intermediates", ""),
-    "mcomb.symmetry.rules": ("common", "equals", "shapes", "reductions", "lookups", "control", "products", ""),
+    "mcomb.symmetry": (
+        *(
+            "axes",
+            "spec",
+            "check",
+            "arrays",
+            "known",
+            "reshapes",
+            "interpreter",
+            "rules",
+            "derive",
+            "intermediates",
+            "",
+        ),
+    ),
+    "mcomb.symmetry.rules": ("common", "distinct", "shapes", "reductions", "lookups", "control", "products", ""),
     "mcomb.matching": ("core", "weights", "many", "activations", "straight_through", ""),
     "mcomb.lab": (
         *(

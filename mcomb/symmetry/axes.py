@@ -27,7 +27,6 @@ class Axis:
 
     size: int
     frozen: str | None = None  # the reason, if all of it is known to be frozen
-    tied: bool = False  # whether all entries along it are equal in some array, as in copies and padding
     kind: Literal["", "blocks", "segments", "cells"] = ""
     parts: "list[Axis]" = field(default_factory=list)
     ends: list[int] = field(default_factory=list)  # where each of its segments ends
@@ -131,23 +130,6 @@ def atoms(axis: Axis) -> Iterator[Axis]:
             yield part
 
 
-def mirrored(axis: Axis) -> list[Axis]:
-    """The atoms that several factors of a product have, as the rows and columns of a symmetric matrix do."""
-    found = []
-    for segment in flat_parts(axis, "segments"):
-        factors = flat_parts(segment, "blocks")
-        inside = [{*atoms(factor)} for factor in factors]
-        found += [atom for one, other in itertools.combinations(inside, 2) for atom in one & other]
-        found += [atom for factor in factors if factor is not segment for atom in mirrored(factor)]
-    return found
-
-
-def tie(axis: Axis | None) -> None:
-    """Notes that in some array all entries along an axis are equal."""
-    for atom in () if axis is None else atoms(axis):
-        atom.tied = True
-
-
 def freeze(axis: Axis, reason: str) -> None:
     """Forbids any permutation of an axis; what is frozen already keeps its first reason."""
     stack = [axis]
@@ -175,8 +157,6 @@ def unite(a: Axis, b: Axis, reason: str) -> None:
                 freeze(b, a.frozen)
                 if not b.parts:
                     b.frozen = a.frozen  # of two reasons the first
-            if a.tied:
-                tie(b)
             a.parent = b
             continue
         parts_b, parts_a = _split_like(a, b, reason)
@@ -247,7 +227,7 @@ def _split_outer(axis: Axis, outer: int, reason: str) -> tuple[Axis, Axis] | Non
         return None
     inner = axis.size // outer
     if axis.kind == "":
-        axis.kind, axis.parts = "blocks", [Axis(size, axis.frozen, axis.tied) for size in (outer, inner)]
+        axis.kind, axis.parts = "blocks", [Axis(size, axis.frozen) for size in (outer, inner)]
         return axis.parts[0], axis.parts[1]
     return _split_across_segments(axis, inner, reason)
 
@@ -282,7 +262,7 @@ def split_segments(axis: Axis, sizes: Sequence[int], reason: str) -> list[Axis] 
     if not axis.parts:
         if axis.frozen is not None:  # no part of it will ever move, so it need not know them
             return [Axis(size, axis.frozen) for size in sizes]
-        axis.kind, axis.parts = "segments", [Axis(size, tied=axis.tied) for size in sizes]
+        axis.kind, axis.parts = "segments", [Axis(size) for size in sizes]
         axis.ends = list(itertools.accumulate(sizes))
     segments, start = [], 0
     for end in itertools.accumulate(sizes):
@@ -307,7 +287,7 @@ def _cut_blocks(axis: Axis, sizes: Sequence[int], reason: str) -> list[Axis] | N
             return None
         (atom,) = rest
         atom.kind, atom.groups, atom.counts = "cells", first, counts
-        atom.parts = [Axis(inner, atom.frozen, atom.tied) for _ in counts]
+        atom.parts = [Axis(inner, atom.frozen) for _ in counts]
         return _cut_blocks(axis, sizes, reason)
     if any(size % inner for size in sizes):
         return None

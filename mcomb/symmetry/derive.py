@@ -16,13 +16,13 @@ import jax
 import numpy as np
 from jax.extend import core
 
+from mcomb.symmetry.arrays import Array, ArrayAxes
 from mcomb.symmetry.axes import Axis, atoms, cells, find, flat_parts, groups_of, merge_cells, write_cells
-from mcomb.symmetry.interpreter import ArrayAxes, Interpreter, LabelledAxes, stack_of
-from mcomb.symmetry.rules import RULES, SPECIAL_RULES
+from mcomb.symmetry.interpreter import Interpreter, LabelledAxes, Rules
+from mcomb.symmetry.rules import FACT_RULES, RULES
 from mcomb.symmetry.rules.common import EXPLANATIONS, freeze_everything
-from mcomb.symmetry.rules.equals import equal_along
+from mcomb.symmetry.rules.distinct import distinct_axes
 from mcomb.symmetry.spec import Blocks, Frozen, Layout, PermutationSpec, Segments
-from mcomb.symmetry.stacks import unite_entries
 from mcomb.trees import Apply, Inputs, Params, leaf_name, named_leaves, output_shapes
 
 BatchAxes = dict[Axis, set[Axis]]
@@ -62,16 +62,15 @@ def derive_from(function: Callable[..., Any], params: Params, *inputs: Any) -> P
 
 def infer_axes(traced: core.ClosedJaxpr, params: Params, *inputs: Any) -> tuple[Mapping[str, ArrayAxes], Interpreter]:
     """The axes of each parameter after a function of these arguments was interpreted, and the interpreter."""
-    interp = Interpreter(RULES, freeze_everything, SPECIAL_RULES, EXPLANATIONS, equal_along)
-    leaves = {name: stack_of(interp.new_axes(np.shape(leaf))) for name, leaf in named_leaves(params).items()}
+    interp = Interpreter(Rules(RULES, FACT_RULES, freeze_everything, EXPLANATIONS, distinct_axes))
+    leaves = {name: interp.new_axes(np.shape(leaf)) for name, leaf in named_leaves(params).items()}
+    weights = [Array(axes, frozenset(range(len(axes)))) for axes in leaves.values()]  # of floats: see `rules.distinct`
     paths = jax.tree_util.tree_flatten_with_path(inputs)[0]
     input_axes = [interp.new_axes(np.shape(leaf), f"input {leaf_name(path)}") for path, leaf in paths]
-    results = interp.interpret(traced.jaxpr, traced.consts, [*leaves.values(), *input_axes])
+    results = interp.interpret_plain(traced.jaxpr, traced.consts, [*weights, *map(Array, input_axes)])
     interp.reason = "the output"
     interp.freeze(itertools.chain.from_iterable(results))
-    unite_entries(leaves.values(), interp)
     _merge_loose_cells(interp.operations, itertools.chain.from_iterable(leaves.values()))
-    interp.freeze_ties()
     interp.break_up_groupings(atom for axes in leaves.values() for axis in axes if axis for atom in atoms(axis))
     used = _atoms_in_use(interp.operations)
     interp.reason = "no use: the function does without it"
@@ -86,15 +85,15 @@ def _merge_loose_cells(operations: Sequence[Sequence[LabelledAxes]], leaf_axes: 
     A parameter may only have cells right after their groups: no other layout describes them. Cells that turn out to be
     one axis are that axis.
     """
-    own_axes = [axis for axis in leaf_axes if axis is not None]
+    of_leaves = [axis for axis in leaf_axes if axis is not None]
     every_axis = [axis for arrays in operations for array in arrays for _, axis in array]
-    if not any(axis.kind == "cells" for axis in _parts([*own_axes, *every_axis])):
+    if not any(axis.kind == "cells" for axis in _parts([*of_leaves, *every_axis])):
         return
     loose = {Axis(1)}
     while loose:
         for axis in loose:
             merge_cells(axis, "reshape")
-        written = [factor for axis in own_axes for factor in write_cells(flat_parts(axis, "blocks"))]
+        written = [factor for axis in of_leaves for factor in write_cells(flat_parts(axis, "blocks"))]
         composites = [part for axis in every_axis for factor in flat_parts(axis, "blocks") for part in factor.parts]
         loose = {axis for axis in _parts([*written, *composites]) if axis.kind == "cells"}
         loose |= {

@@ -18,9 +18,9 @@ from jax.extend import core
 from mcomb.symmetry.axes import Axis, find, flat_parts, split_product, split_segments, write_cells
 from mcomb.symmetry.derive import axis_layout, infer_axes
 from mcomb.symmetry.interpreter import ARGUMENTS, EqnPath, Interpreter, live_equations
-from mcomb.symmetry.rules import RULES
+from mcomb.symmetry.rules import CALLS
 from mcomb.symmetry.rules.common import split_scan
-from mcomb.symmetry.rules.control import call, inner_jaxpr
+from mcomb.symmetry.rules.control import inner_jaxpr
 from mcomb.symmetry.spec import Blocks, Layout, PermutationSpec, Segments, axis_names
 from mcomb.trees import Params
 
@@ -379,7 +379,7 @@ class _Lister:
 
         for index, eqn in enumerate(live_equations(jaxpr)):
             eqn_path, operands = (*path, index), list(map(read, eqn.invars))
-            if RULES.get(eqn.primitive.name) is call:
+            if eqn.primitive.name in CALLS:
                 env |= zip(eqn.outvars, self.visit(inner_jaxpr(eqn)[0], eqn_path, operands), strict=True)
                 continue
             if eqn.primitive.name == "scan":

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numerics import EPS, assert_close, assert_equal, assert_never_falls, inner_product, inner_product_scale
+from programs import Program
 from scipy.optimize import linear_sum_assignment
 from zoo import spec_of
 
-from benchmarks.programs import Program
 from benchmarks.recovery import grouped_queries, grouped_query_shapes
 from mcomb import Blocks, PermutationSpec, Segments, derive_spec
 from mcomb.errors import UserError
@@ -112,7 +112,7 @@ def test_every_sweep_raises_the_inner_product(problem):
     check_every_sweep(spec, a, add_noise(a, 5.0))
 
 
-@pytest.mark.parametrize("seed", [10, 11, 13, 14, 21, 23, 26, 37])  # nested permutations; the same one on two axes
+@pytest.mark.parametrize("seed", [8, 9, 11, 13, 14, 21, 28, 37])  # nested permutations; the same one on two axes
 def test_every_sweep_raises_the_inner_product_for_random_programs(seed):
     program = Program(seed, 8)
     a = program.params()

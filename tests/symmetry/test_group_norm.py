@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from zoo import Shape, random_arrays
 
-from mcomb import permutation_spec
+from mcomb import derive_spec
 
 GROUPS = 32
 IMAGES = Shape((2, 4, 4, 3), jnp.float32)
@@ -76,7 +76,7 @@ def test_group_norm_after_concatenation_frees_cells(norm, channels, skipped, exp
     with jax.numpy_rank_promotion("allow"):
         model = UpBlock(channels, skipped, norm)
         shapes = jax.eval_shape(model.init, jax.random.key(0), IMAGES)
-        spec = permutation_spec(model.apply, shapes, IMAGES)
+        spec = derive_spec(model.apply, shapes, IMAGES)
         assert sorted(map(spec.shape, spec.sizes)) == free_cells(channels, skipped), str(spec)
         assert round(spec.log10_arrangements()) == exponent
         assert f"10^{exponent}" in str(spec)
@@ -101,7 +101,7 @@ def test_group_norm_of_several_parts_frees_cells():
 
     params = {name: Shape((3, size), jnp.float32) for name, size in zip("abc", (5, 2, 5), strict=True)}
     params["out"] = Shape((12, 2), jnp.float32)
-    spec = permutation_spec(fn, params, Shape((4, 3), jnp.float32))
+    spec = derive_spec(fn, params, Shape((4, 3), jnp.float32))
     assert sorted(map(spec.shape, spec.sizes)) == [(5,), (5,)]
 
 
@@ -116,13 +116,13 @@ def test_groups_that_share_weights_share_one_order(whole):
     first = 8 if whole else 6
     shapes = {"a": (3, first), "b": (3, 12 - first), "shared": (4,), "out": (3, 2)}
     params = {name: Shape(shape, jnp.float32) for name, shape in shapes.items()}
-    spec = permutation_spec(fn, params, Shape((4, 3), jnp.float32))
+    spec = derive_spec(fn, params, Shape((4, 3), jnp.float32))
     assert sorted(map(spec.shape, spec.sizes)) == ([(2,), (4,)] if whole else [(2,), (2,)])
 
 
 def test_arrangements_are_counted_over_batch_axes():
     params = {"w": Shape((3, 2, 4), jnp.float32), "v": Shape((2, 4), jnp.float32)}
-    spec = permutation_spec(
+    spec = derive_spec(
         lambda p, x: (jnp.einsum("ni,ihd->nhd", x, p["w"]) * p["v"][None]).max(-1).sum(-1),
         params,
         Shape((5, 3), jnp.float32),
@@ -141,5 +141,5 @@ def test_groups_that_meet_one_of_their_parts_share_one_order():
         return jnp.tanh(jnp.einsum("ngi,ni->ng", both, a)) @ params["out"]
 
     params = {"a": Shape((3, 6), jnp.float32), "b": Shape((3, 6), jnp.float32), "out": Shape((2, 2), jnp.float32)}
-    spec = permutation_spec(fn, params, Shape((4, 3), jnp.float32))
+    spec = derive_spec(fn, params, Shape((4, 3), jnp.float32))
     assert sorted(map(spec.shape, spec.sizes)) == [(6,)]

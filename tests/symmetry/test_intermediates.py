@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from numerics import EPS, assert_close
+from programs import Program
 from zoo import CASES, FEATURES, Shape, random_arrays, spec_of
 
-from benchmarks.programs import Program
 from mcomb import PermutationSpec, derive_spec
 from mcomb.lab.models import ResNet20
 from mcomb.symmetry.intermediates import list_intermediates, unit_activations

@@ -4,51 +4,33 @@ Most primitives are elementwise, products or reductions. Their rules write them 
 axis of each operand and result, and `Interpreter.relate` unites the axes with the same label.
 """
 
-from mcomb.symmetry.interpreter import Counts, Discrete, Places, Positions, Reversed, Rule, Stack
+from mcomb.symmetry.interpreter import FactRule, Rule
 from mcomb.symmetry.rules.common import ELEMENTWISE, for_all, pass_through
-from mcomb.symmetry.rules.control import (
-    call,
-    change_stack,
-    collective,
-    cond,
-    dynamic_slice_of_stack,
-    scan,
-    shard_map,
-    slice_of_stack,
-    split_stack,
-    while_,
-)
+from mcomb.symmetry.rules.control import call, collective, cond, linear_solve, scan, shard_map, while_
 from mcomb.symmetry.rules.lookups import (
     arg_reduction,
-    at_least,
-    choose_from_few,
     choose_positions,
+    clip_positions,
     compare_positions,
-    convert_counts,
     dynamic_slice,
-    dynamic_slice_at,
     dynamic_update_slice,
     gather,
     is_negative,
     join_columns,
-    reshape_positions,
+    move_positions,
     scatter,
     scatter_at,
-    shift,
+    shift_positions,
     sort,
     sort_positions,
-    sort_reversed,
-    sum_counts,
     top_k,
 )
 from mcomb.symmetry.rules.products import (
     convolution,
     dot_general,
     factorisation,
-    linear_solve,
     ragged_dot,
     ragged_dot_of_groups,
-    triangular_solve,
 )
 from mcomb.symmetry.rules.reductions import (
     cumulative,
@@ -57,7 +39,6 @@ from mcomb.symmetry.rules.reductions import (
     reduce_window,
     reduction,
     reverse,
-    reverse_at_once,
     select_in_window,
 )
 from mcomb.symmetry.rules.shapes import (
@@ -68,6 +49,7 @@ from mcomb.symmetry.rules.shapes import (
     pad,
     reshape,
     slice_,
+    slice_reshape,
     split,
     squeeze,
     stack,
@@ -75,6 +57,45 @@ from mcomb.symmetry.rules.shapes import (
     transpose,
     unstack,
 )
+
+SCATTERS = "scatter scatter-add scatter-mul scatter-min scatter-max scatter-sub"
+WINDOWS = "reduce_window reduce_window_sum reduce_window_max reduce_window_min"
+FACTORISATIONS = "cholesky eig eigh hessenberg householder_product lu qr schur svd triangular_solve tridiagonal"
+
+RULES: dict[str, Rule] = {
+    **ELEMENTWISE,
+    **for_all(reduction, "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor"),
+    **for_all(cumulative, "cumsum cumprod cummax cummin cumlogsumexp"),
+    **for_all(reduce_window, WINDOWS),
+    **for_all(select_in_window, "select_and_gather_add select_and_scatter_add"),
+    **for_all(scatter, SCATTERS),
+    **for_all(pass_through, "optimization_barrier device_put reshard layout_constraint"),
+    **for_all(collective, "psum psum_invariant pmax pmin pvary pbroadcast ppermute"),
+    **for_all(factorisation, FACTORISATIONS),
+    "bitcast_convert_type": bitcast,
+    "broadcast_in_dim": broadcast,
+    "concatenate": concatenate,
+    "conv_general_dilated": convolution,
+    "dot_general": dot_general,
+    "dynamic_slice": dynamic_slice,
+    "dynamic_update_slice": dynamic_update_slice,
+    "fft": fft,
+    "iota": iota,
+    "pad": pad,
+    "ragged_dot_general": ragged_dot,
+    "reduce": general_reduction,
+    "reshape": reshape,
+    "rev": reverse,
+    "slice": slice_,
+    "sort": sort,
+    "split": split,
+    "squeeze": squeeze,
+    "stack": stack,
+    "tile": tile,
+    "transpose": transpose,
+    "unstack": unstack,
+}
+"""The rule of each primitive that the axes of its operands are enough for."""
 
 CALLS = for_all(
     call,
@@ -84,99 +105,30 @@ CALLS = for_all(
     """,
 )
 
-RULES: dict[str, Rule] = {
+FACT_RULES: dict[str, FactRule] = {
     **CALLS,
-    **ELEMENTWISE,
-    **for_all(reduction, "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor"),
     **for_all(arg_reduction, "argmax argmin"),
-    **for_all(cumulative, "cumsum cumprod cummax cummin cumlogsumexp"),
-    **for_all(reduce_window, "reduce_window reduce_window_sum reduce_window_max reduce_window_min"),
-    **for_all(select_in_window, "select_and_gather_add select_and_scatter_add"),
-    **for_all(scatter, "scatter scatter-add scatter-mul scatter-min scatter-max scatter-sub"),
-    **for_all(pass_through, "optimization_barrier device_put reshard layout_constraint"),
-    **for_all(collective, "psum psum_invariant pmax pmin pvary pbroadcast ppermute"),
-    **for_all(factorisation, "cholesky eig eigh hessenberg householder_product lu qr schur svd tridiagonal"),
-    "bitcast_convert_type": bitcast,
-    "broadcast_in_dim": broadcast,
-    "concatenate": concatenate,
-    "cond": cond,
-    "conv_general_dilated": convolution,
-    "custom_linear_solve": linear_solve,
-    "dot_general": dot_general,
-    "dynamic_slice": dynamic_slice,
-    "dynamic_update_slice": dynamic_update_slice,
-    "fft": fft,
-    "gather": gather,
-    "iota": iota,
-    "pad": pad,
-    "ragged_dot_general": ragged_dot,
-    "reduce": general_reduction,
-    "reshape": reshape,
-    "rev": reverse,
-    "scan": scan,
-    "shard_map": shard_map,
-    "slice": slice_,
-    "sort": sort,
-    "split": split,
-    "squeeze": squeeze,
-    "stack": stack,
-    "tile": tile,
-    "top_k": top_k,
-    "transpose": transpose,
-    "triangular_solve": triangular_solve,
-    "unstack": unstack,
-    "while": while_,
-}
-
-POSITION_RULES: dict[str, Rule] = {
-    **CALLS,
-    **for_all(
-        reshape_positions,
-        "broadcast_in_dim convert_element_type copy reshape rev slice squeeze stop_gradient transpose",
-    ),
-    "add": shift,
+    **for_all(move_positions, "broadcast_in_dim convert_element_type copy reshape squeeze stop_gradient transpose"),
+    **for_all(scatter_at, SCATTERS),
+    **for_all(slice_reshape, "split unstack"),
+    "add": shift_positions,
     "concatenate": join_columns,
-    **for_all(compare_positions, "eq ne"),
-    **for_all(scatter_at, "scatter scatter-add scatter-mul scatter-min scatter-max scatter-sub"),
-    "dynamic_slice": dynamic_slice_at,
+    "cond": cond,
+    "custom_linear_solve": linear_solve,
+    "eq": compare_positions,
     "gather": gather,
     "lt": is_negative,
-    "max": at_least,
-    "select_n": choose_positions,
-    **for_all(choose_from_few, "argmax argmin top_k"),
-    "sort": sort_positions,
-}
-"""For primitives with an operand that is positions along an axis; for all others these are plain numbers."""
-
-STACK_RULES: dict[str, Rule] = {
-    **CALLS,
-    **for_all(change_stack, "convert_element_type copy div mul neg stop_gradient"),
-    "cond": cond,
-    "dynamic_slice": dynamic_slice_of_stack,
+    "max": clip_positions,
+    "ragged_dot_general": ragged_dot_of_groups,
     "scan": scan,
-    "slice": slice_of_stack,
-    "split": split_stack,
-    "unstack": split_stack,
+    "select_n": choose_positions,
+    "shard_map": shard_map,
+    "slice": lambda *args: slice_reshape(*args) or move_positions(*args),
+    "sort": sort_positions,
+    "top_k": top_k,
     "while": while_,
 }
-"""For primitives that leave it open whether a parameter is only read entry by entry; all others use all of it."""
+"""Rules that need more than axes, which come first: `Array` says what they may know.
 
-SCATTERS = {name: rule for name, rule in POSITION_RULES.items() if name.startswith("scatter")}
-
-CHOICES: dict[str, Rule] = for_all(choose_from_few, "argmax argmin sort top_k") | {"rev": reverse_at_once}
-
-SPECIAL_RULES: dict[type, dict[str, Rule]] = {
-    Stack: STACK_RULES,
-    Positions: POSITION_RULES,
-    Places: {**CALLS, **SCATTERS, "gather": gather},
-    Reversed: {"sort": sort_reversed},
-    Discrete: {**CALLS, **CHOICES, "cond": cond, "scan": scan, "while": while_},
-    Counts: {
-        **CALLS,
-        **CHOICES,
-        "convert_element_type": convert_counts,
-        "ragged_dot_general": ragged_dot_of_groups,
-        "reduce_sum": sum_counts,
-    },
-}
-"""The rules for arrays of which more is known than their axes; for a primitive that is not here they are as any."""
+If such a rule returns None, the rule in `RULES` applies, for which positions are plain numbers.
+"""

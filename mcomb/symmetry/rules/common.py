@@ -6,8 +6,9 @@ from typing import Any, SupportsIndex, TypeVar
 
 from jax.extend import core
 
+from mcomb.symmetry.arrays import ArrayAxes, shape_of
 from mcomb.symmetry.axes import Axis
-from mcomb.symmetry.interpreter import ArrayAxes, Interpreter, Labels
+from mcomb.symmetry.interpreter import Interpreter, Labels
 
 T = TypeVar("T")
 
@@ -58,10 +59,6 @@ def positional(
         [labels("result")] * len(eqn.outvars),
         {("result", axis): Axis(shape[axis], interp.reason) for axis in ordered},
     )
-
-
-def shape_of(atom: Any) -> tuple[int, ...]:
-    return atom.aval.shape
 
 
 def other_axes(rank: int, axes: Collection[SupportsIndex]) -> list[int]:

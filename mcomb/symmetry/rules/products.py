@@ -1,14 +1,13 @@
 """Rules of products, convolutions and linear algebra."""
 
 from collections.abc import Hashable
-from typing import Any
 
 from jax.extend import core
 
+from mcomb.symmetry.arrays import Array, ArrayAxes, shape_of
 from mcomb.symmetry.axes import Axis, find, split_product, unite
-from mcomb.symmetry.interpreter import ArrayAxes, Counts, Interpreter, Labels
-from mcomb.symmetry.rules.common import freeze_everything, shape_of, split_list
-from mcomb.symmetry.rules.control import open_jaxpr, unite_arrays
+from mcomb.symmetry.interpreter import Interpreter, Labels
+from mcomb.symmetry.rules.common import freeze_everything
 
 
 def dot_general(interp: Interpreter, eqn: core.JaxprEqn, left: ArrayAxes, right: ArrayAxes) -> list[ArrayAxes]:
@@ -64,26 +63,23 @@ def ragged_dot(
 
 
 def ragged_dot_of_groups(
-    interp: Interpreter, eqn: core.JaxprEqn, rows: Any, matrices: Any, sizes: Any
-) -> list[ArrayAxes] | None:
-    """The same of rows that were sorted by the very groups that are counted: the groups may be exchanged.
+    interp: Interpreter, eqn: core.JaxprEqn, rows: Array, matrices: Array, sizes: Array
+) -> list[Array] | None:
+    """Leave the groups free if rows were sorted by the very groups that are counted, as in MaxText's experts.
 
-    For each row then meets the matrix of its group, wherever these are.
+    Each row then meets the matrix of its group, wherever these are.
     """
     axes = _ragged_axes(eqn)
-    rows, matrices = interp.plain(rows), interp.plain(matrices)
-    if axes is None or not isinstance(sizes, Counts) or rows[axes[0]] is None:
+    if axes is None or sizes.counts is None or (row_axis := rows.axes[axes[0]]) is None:
         return None
-    ragged, group = axes
-    found = [one for one in interp.groupings if find(one.rows) is find(rows[ragged]) and one.source is sizes.source]
-    if not found:
+    sorts = [sort for sort in interp.groupings if find(sort.rows) is find(row_axis) and sort.source is sizes.counts]
+    if not sorts:
         return None
-    groups = found[0].groups
-    for axis in (matrices[group], *sizes):
+    for axis in (matrices.axes[axes[1]], *sizes.axes):
         if axis is not None:
-            unite(groups, axis, interp.reason)
-    interp.record([((groups,), ["groups"])])
-    return _ragged_product(interp, eqn, rows, matrices, rows[ragged])
+            unite(sorts[0].groups, axis, interp.reason)
+    interp.record([((sorts[0].groups,), ["groups"])])
+    return [*map(Array, _ragged_product(interp, eqn, interp.plain(rows), interp.plain(matrices), row_axis))]
 
 
 def _ragged_axes(eqn: core.JaxprEqn) -> tuple[int, int] | None:
@@ -109,16 +105,10 @@ def _ragged_product(
 
 
 def factorisation(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
-    """Freezes the rows and columns of matrices, which are the last two axes; elementwise over a batch of them.
-
-    Singular values by themselves do not depend on the order of rows and columns.
-    """
+    """Freeze the rows and columns of matrices, which are the last two axes; elementwise over a batch of them."""
     batch = len(operands[0]) - 2
     for operand in operands:
-        if eqn.params.get("compute_uv", True):
-            interp.freeze(operand[batch:])
-        for axis in operand[batch:]:  # one order of the columns for all rows, and the other way round
-            interp.record([((*operand[:batch], axis), range(batch + 1))])
+        interp.freeze(operand[batch:])
 
     def labels(rank: int, *array: Hashable) -> Labels:
         return [*range(batch), *((*array, axis) for axis in range(rank - batch))]
@@ -133,32 +123,3 @@ def factorisation(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes)
             for axis, size in enumerate(shape[batch:])
         },
     )
-
-
-def triangular_solve(interp: Interpreter, eqn: core.JaxprEqn, matrix: ArrayAxes, known: ArrayAxes) -> list[ArrayAxes]:
-    """Elementwise over the columns of the known side, or over its rows if it is on the left: each is solved alone."""
-    batch = range(len(matrix) - 2)
-    interp.freeze(matrix[-2:])
-    ordered, free = (-2, -1) if eqn.params["left_side"] else (-1, -2)
-    interp.freeze([known[ordered]])
-    names = [{ordered: name, free: "free"} for name in ("ordered", "solved")]
-    before, after = ([*batch, order[-2], order[-1]] for order in names)
-    solved = Axis(shape_of(eqn.outvars[0])[ordered], interp.reason)
-    return interp.relate([(matrix, [*batch, "row", "column"]), (known, before)], [after], {"solved": solved})
-
-
-def linear_solve(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
-    """The results of the inner function that solves.
-
-    But if that has a factorisation of the very matrix, which then is not interpreted, it is what the linear map of the
-    equations takes to their right sides: if the map and these are permuted, so is the one solution.
-    """
-    lengths, jaxprs = eqn.params["const_lengths"], eqn.params["jaxprs"]
-    _, consts, _, known = split_list(operands, lengths.matvec + lengths.vecmat, lengths.solve, lengths.transpose_solve)
-    if not any(const is None for const in consts):
-        return interp.interpret(*open_jaxpr(jaxprs.solve), [*consts, *known])
-    solution = [tuple(Axis(n, tied=True) if n > 1 else None for n in shape_of(var)) for var in eqn.outvars]
-    sides = interp.interpret(*open_jaxpr(jaxprs.matvec), [*operands[: lengths.matvec], *solution])
-    for pair in zip(sides, known, strict=True):
-        unite_arrays(interp, pair)
-    return list(solution)

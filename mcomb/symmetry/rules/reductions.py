@@ -2,10 +2,9 @@
 
 from jax.extend import core
 
-from mcomb.symmetry.axes import split_product
-from mcomb.symmetry.interpreter import ArrayAxes, Interpreter, turn
-from mcomb.symmetry.rules.common import other_axes, positional, shape_of
-from mcomb.symmetry.rules.shapes import replace_axis
+from mcomb.symmetry.arrays import ArrayAxes
+from mcomb.symmetry.interpreter import Interpreter
+from mcomb.symmetry.rules.common import other_axes, positional
 
 
 def reduction(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
@@ -29,13 +28,8 @@ def cumulative(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> l
 
 
 def reverse(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
-    """The operand, turned round."""
-    return [turn(operand, eqn.params["dimensions"], interp.reason)]
-
-
-def reverse_at_once(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
-    """The same, its order frozen: of whole numbers some are equal, and then it matters which of them comes first."""
-    return [interp.plain(axes) for axes in reverse(interp, eqn, operand)]
+    """Freeze the axes that are turned round."""
+    return positional(interp, eqn, [operand], eqn.params["dimensions"])
 
 
 def fft(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
@@ -45,23 +39,8 @@ def fft(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[Arr
 
 
 def reduce_window(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
-    """Pooling: elementwise over the axes along which the window has one entry, without padding or stride.
-
-    Where windows tile an axis, it is a product of windows, in any order, with what is inside them, also in any order.
-    """
-    p, pooled = eqn.params, _pooled_axes(eqn)
-    shape, arrays = shape_of(eqn.invars[0]), operands[: len(eqn.outvars)]  # without what the reduction starts with
-    for axis, (window, stride, *dilation) in pooled.items():
-        tiles = window == stride and dilation == [1, 1] and not any(p["padding"][axis]) and shape[axis] % window == 0
-        if not tiles or eqn.primitive.name == "reduce_window" or len(arrays) > 1:
-            return positional(interp, eqn, arrays, pooled)
-    if len(arrays) > 1:
-        return positional(interp, eqn, arrays, ())
-    (operand,) = arrays
-    for axis, (window, *_) in pooled.items():
-        windows, _ = interp.split(operand[axis], (shape[axis] // window, window), split_product)
-        (operand,) = replace_axis(interp, operand, axis, [windows])
-    return [operand]
+    """Pooling: elementwise over the axes along which the window has one entry, without padding or stride."""
+    return positional(interp, eqn, operands[: len(eqn.outvars)], _pooled_axes(eqn))
 
 
 def select_in_window(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
@@ -69,9 +48,9 @@ def select_in_window(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAx
     return positional(interp, eqn, operands, _pooled_axes(eqn))
 
 
-def _pooled_axes(eqn: core.JaxprEqn) -> dict[int, tuple[int, ...]]:
-    """The axes that are pooled, each with the size, stride and dilations of the window."""
+def _pooled_axes(eqn: core.JaxprEqn) -> list[int]:
+    """Return the axes that are pooled."""
     p, ones = eqn.params, (1,) * len(eqn.params["window_dimensions"])
     dilations = (p.get(name, ones) for name in ("base_dilation", "window_dilation"))
     sizes = zip(p["window_dimensions"], p["window_strides"], *dilations, strict=True)
-    return {axis: n for axis, (n, pad) in enumerate(zip(sizes, p["padding"], strict=True)) if {*n} != {1} or any(pad)}
+    return [axis for axis, (n, pad) in enumerate(zip(sizes, p["padding"], strict=True)) if {*n} != {1} or any(pad)]

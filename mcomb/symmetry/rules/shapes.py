@@ -7,17 +7,11 @@ from typing import SupportsIndex
 
 from jax.extend import core
 
+from mcomb.symmetry.arrays import Array, ArrayAxes, Reshape, shape_of
 from mcomb.symmetry.axes import Axis, atoms, concatenation, split_product, split_segments
-from mcomb.symmetry.interpreter import (
-    ArrayAxes,
-    DeferredReshape,
-    Interpreter,
-    Labels,
-    defer_reshape,
-    reshape_groups,
-    sliced_axis,
-)
-from mcomb.symmetry.rules.common import elementwise, freeze_everything, other_axes, shape_of
+from mcomb.symmetry.interpreter import Interpreter, Labels
+from mcomb.symmetry.reshapes import describe_reshape, reshape_groups, sliced_axis
+from mcomb.symmetry.rules.common import elementwise, freeze_everything, other_axes
 
 
 def bitcast(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
@@ -45,11 +39,11 @@ def reshape(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes, *sizes:
     """Joins the axes of each group and splits the product into new axes, perhaps after a transpose."""
     if 0 in shape_of(eqn.invars[0]):
         return freeze_everything(interp, eqn, operand)
-    return [_reshape(interp, defer_reshape(eqn, operand))]
+    return [_reshape(interp, describe_reshape(eqn, operand))]
 
 
 def _reshape(
-    interp: Interpreter, reshape: DeferredReshape, axis: int = 0, start: int = 0, size: int | None = None
+    interp: Interpreter, reshape: Reshape, axis: int = 0, start: int = 0, size: int | None = None
 ) -> ArrayAxes:
     """The reshaped array or, if a size is given, its slice [start : start + size] along `axis`."""
     new_axes: list[Axis | None] = []
@@ -77,6 +71,21 @@ def _reshape(
     return result
 
 
+def slice_reshape(interp: Interpreter, eqn: core.JaxprEqn, operand: Array) -> list[Array] | None:
+    """Return the reshaped slices of an array, as query, key and value in one product are (ViT, BLOOM)."""
+    axis = sliced_axis(eqn)
+    if operand.reshape is None or axis is None:
+        return None
+    if eqn.primitive.name == "slice":
+        starts, sizes = [int(eqn.params["start_indices"][axis])], [shape_of(eqn.outvars[0])[axis]]
+    else:
+        sizes = [int(size) for size in eqn.params.get("sizes", [1] * len(eqn.outvars))]
+        starts = [end - size for end, size in zip(itertools.accumulate(sizes), sizes, strict=True)]
+    slices = [_reshape(interp, operand.reshape, axis, *bounds) for bounds in zip(starts, sizes, strict=True)]
+    drop = eqn.primitive.name == "unstack"
+    return [Array(axes[:axis] + axes[axis + drop :]) for axes in slices]
+
+
 def iota(interp: Interpreter, eqn: core.JaxprEqn, *sizes: ArrayAxes) -> list[ArrayAxes]:
     """Freezes the axis that it counts along: no two entries are equal."""
     shape, axis = shape_of(eqn.outvars[0]), eqn.params["dimension"]
@@ -92,7 +101,7 @@ def concatenate(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -
 
     sizes = [shape_of(atom)[dimension] for atom in eqn.invars]
     pairs = zip(operands, sizes, strict=True)
-    parts = [operand[dimension] or Axis(size, tied=True) for operand, size in pairs if size]
+    parts = [operand[dimension] or Axis(size) for operand, size in pairs if size]
     return interp.relate(
         [(operand, labels(("part", i))) for i, operand in enumerate(operands)],
         [labels("all")],
@@ -100,12 +109,9 @@ def concatenate(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -
     )
 
 
-def split(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes | DeferredReshape) -> list[ArrayAxes]:
+def split(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
     """The segments of an axis: none of its permutations may move an entry from one to another."""
     axis, sizes = eqn.params["axis"], eqn.params["sizes"]
-    if isinstance(operand, DeferredReshape):
-        ends = itertools.accumulate(sizes)
-        return [_reshape(interp, operand, axis, int(end - n), int(n)) for n, end in zip(sizes, ends, strict=True)]
     return [take_part(interp, operand, axis, part) for part in cut_segments(interp, operand[axis], sizes)]
 
 
@@ -119,14 +125,11 @@ def stack(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list
     )
 
 
-def unstack(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes | DeferredReshape) -> list[ArrayAxes]:
+def unstack(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
     """The entries along one axis, which is frozen, each without that axis."""
-    axis, count = eqn.params["axis"], len(eqn.outvars)
-    if isinstance(operand, DeferredReshape):
-        entries = [_reshape(interp, operand, axis, i, 1) for i in range(count)]
-    else:
-        interp.freeze([operand[axis]])
-        entries = replace_axis(interp, operand, axis, [None] * count)
+    axis = eqn.params["axis"]
+    interp.freeze([operand[axis]])
+    entries = replace_axis(interp, operand, axis, [None] * len(eqn.outvars))
     return [entry[:axis] + entry[axis + 1 :] for entry in entries]
 
 
@@ -138,17 +141,13 @@ def tile(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[Ar
     return [result]
 
 
-def slice_(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes | DeferredReshape) -> list[ArrayAxes]:
+def slice_(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
     """A slice without gaps is a segment of its axis.
 
     Every third entry of an axis is an entry of each block of three: the blocks may be in any order, what is inside
     them may not. Other slices with gaps are frozen.
     """
     p, shape = eqn.params, shape_of(eqn.invars[0])
-    if isinstance(operand, DeferredReshape):
-        sliced = sliced_axis(eqn)
-        assert sliced is not None
-        return [_reshape(interp, operand, sliced, int(p["start_indices"][sliced]), shape_of(eqn.outvars[0])[sliced])]
     strides = p["strides"] or (1,) * len(shape)
     for axis, (size, start, stop, stride) in enumerate(
         zip(shape, p["start_indices"], p["limit_indices"], strides, strict=True)
@@ -177,7 +176,7 @@ def pad(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes, filler: Arr
             interp.freeze([operand[axis]])
             padded = Axis(shape_of(eqn.outvars[0])[axis], interp.reason)
         elif low or high:
-            segments = [Axis(int(low), tied=True), operand[axis] or Axis(size, tied=True), Axis(int(high), tied=True)]
+            segments = [Axis(int(low)), operand[axis] or Axis(size), Axis(int(high))]
             padded = concatenation([segment for segment in segments if segment.size])
         else:
             continue

@@ -209,6 +209,27 @@ def pad(rng: Rng, param: Any, values: Values) -> Result:
     return jnp.pad(value, [(int(i == axis), int(rng.integers(2)) if i == axis else 0) for i in range(value.ndim)])
 
 
+def group_norm(rng: Rng, param: Any, values: Values) -> Result:
+    """Groups of channels of two arrays, some of which may have channels of both, and what is done in each group."""
+    value, other = pick(rng, values), pick(rng, values)
+    if value.shape[:-1] != other.shape[:-1] or value.ndim > 3:
+        return None
+    wider = jnp.tensordot(value, param(value.shape[-1], random_size(rng) + random_size(rng)), 1)
+    parts = jnp.concatenate([wider if rng.random() < 0.7 else value, other], -1)
+    width = parts.shape[-1]
+    size = int(rng.choice([n for n in range(2, width + 1) if width % n == 0]))
+    groups = parts.reshape(*parts.shape[:-1], -1, size)
+    ways: list[Any] = [
+        lambda: parts - jnp.repeat(groups.mean(-1), size, axis=-1),
+        lambda: (groups - groups.mean(-1, keepdims=True)).reshape(parts.shape),
+        lambda: (groups * param(size).reshape([1] * (groups.ndim - 1) + [size])).reshape(parts.shape),
+        lambda: jax.nn.softmax(groups.swapaxes(-1, -2), -2).reshape(parts.shape),
+        lambda: jnp.einsum("...gi,gij->...gj", groups, param(width // size, size, 3)).sum(-2),
+        lambda: groups * jnp.cos(wider.sum()),
+    ]
+    return ways[rng.integers(len(ways))]()
+
+
 def positional(rng: Rng, param: Any, values: Values) -> Result:
     value = pick(rng, values)
     axis = random_axis(rng, value)
@@ -510,7 +531,8 @@ def use_positions(rng: Rng, param: Any, values: Values) -> Result:
     width, last = value.shape[-1], value.ndim - 1
     if width < 2:
         return None
-    rows = distinct(param, value, last).reshape(-1, width)
+    rows = value.reshape(-1, width)
+    rows = rows @ param(width, width) if rng.random() < 0.7 else distinct(param, rows, 1)
     with_equal: list[Any] = [
         lambda: jnp.concatenate([jnp.zeros((1, width), value.dtype), rows[:-1]]),
         lambda: rows.at[0].set(0.0),
@@ -774,7 +796,7 @@ SIMPLE: list[Operation] = [
     *(scale_by_own_sum, compare_with_all, reduce, softmax, self_product, scale_by_constant, pool, convert),
     *(positional, one_hot_maximum, look_up, update, write, strided, pool_tiles, generic_reduction),
     *(stack, unstack, unstack_fused, tile, order_blind, route, sort_by_expert, use_positions, use_positions),
-    *(identity_matrix, linear_algebra),
+    *(identity_matrix, linear_algebra, group_norm, group_norm),
 ]
 OPERATIONS: list[Operation] = [
     *SIMPLE,

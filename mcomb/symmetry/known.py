@@ -1,0 +1,119 @@
+"""Arrays that depend on neither parameters nor inputs: which of their entries may change places, and folding them.
+
+Only whole numbers and truth values are folded, because XLA may round floats in another way than NumPy.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from mcomb.symmetry.arrays import Array, shape_of
+from mcomb.symmetry.axes import Axis, concatenation, product
+
+LARGEST = 2**20  # entries of an array whose values are kept
+MOST_PERIODS = 16  # tried for an array that may repeat: mostly the first is right
+
+
+def constant(value: Any) -> Array:
+    """Return a constant, whose axes are frozen where its entries differ."""
+    shape = np.shape(value)
+    if jax.dtypes.issubdtype(getattr(value, "dtype", None), jax.dtypes.extended) or not math.prod(shape):
+        return Array(tuple(Axis(size, "a constant") if size > 1 else None for size in shape))
+    array = np.asarray(value)
+    differs = [not _look_the_same(array, array.take([0], axis)).all() for axis in range(array.ndim)]
+    axes = tuple(_constant_axis(array, axis) if differ else None for axis, differ in enumerate(differs))
+    return Array(axes, value=array if array.size <= LARGEST else None)
+
+
+def _constant_axis(array: np.ndarray, axis: int) -> Axis:
+    """Return an axis along which a constant varies: frozen, except for entries that look the same.
+
+    They may follow one another, or come back with a period, as the masks of autoregressive flows do (MADE). Then the
+    axis is the product of periods, in any order, with the positions inside them.
+    """
+    entries = np.moveaxis(array, axis, 0)
+    count = len(entries)
+    if array.size > LARGEST:
+        return Axis(count, "a constant")
+
+    def same(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        return np.asarray(_look_the_same(x, y).reshape(len(x), -1).all(1))
+
+    starts = [0, *(1 + np.flatnonzero(~same(entries[1:], entries[:-1]))), count]
+    sizes = [int(stop - start) for start, stop in itertools.pairwise(starts)]
+    if max(sizes) > 1:
+        return concatenation([Axis(size, "a constant" if size == 1 else None) for size in sizes])
+    candidates = 1 + np.flatnonzero(same(entries[1 : count // 2 + 1], entries[:1]))
+    for period in map(int, candidates[:MOST_PERIODS]):
+        if count % period == 0 and same(entries[period:], entries[:-period]).all():
+            return product([Axis(count // period), Axis(period, "a constant")])
+    return Axis(count, "a constant")
+
+
+def _look_the_same(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Return for each entry whether no program can tell two arrays apart; 0.0 and −0.0 differ, and NaN by bits."""
+    if np.iscomplexobj(x):
+        return _look_the_same(x.real, y.real) & _look_the_same(x.imag, y.imag)
+    if jax.numpy.issubdtype(x.dtype, np.floating):
+        x, y = (array.view(f"u{array.itemsize}") for array in (x, y))
+    return x == y
+
+
+def fold(eqn: core.JaxprEqn, operands: Sequence[Array]) -> list[Array] | None:
+    """Return the result of a simple equation of known whole numbers, None for any other."""
+    operation = FOLDED.get(eqn.primitive.name)
+    avals: list[Any] = [atom.aval for atom in (*eqn.invars, *eqn.outvars)]
+    if operation is None or any(operand.value is None for operand in operands):
+        return None
+    if math.prod(shape_of(eqn.outvars[0])) > LARGEST or not all(_is_whole(aval.dtype) for aval in avals):
+        return None
+    with np.errstate(all="ignore"):
+        result = operation(eqn.params, *(operand.value for operand in operands))
+    return [constant(np.broadcast_to(result, avals[-1].shape).astype(avals[-1].dtype))]
+
+
+def _is_whole(dtype: Any) -> bool:
+    """Return whether a dtype has whole numbers or truth values, and is one of NumPy's own."""
+    return isinstance(dtype, np.dtype) and dtype.kind in "iub" and dtype.isbuiltin == 1
+
+
+def _broadcast(params: Any, value: np.ndarray) -> np.ndarray:
+    kept = dict(zip(params["broadcast_dimensions"], value.shape, strict=True))
+    return value.reshape([kept.get(i, 1) for i in range(len(params["shape"]))])
+
+
+def _iota(params: Any) -> np.ndarray:
+    shape, axis = params["shape"], params["dimension"]
+    return np.arange(shape[axis]).reshape([-1 if i == axis else 1 for i in range(len(shape))])
+
+
+def _reshape(params: Any, value: np.ndarray) -> np.ndarray:
+    order = params["dimensions"]
+    return (value if order is None else value.transpose(order)).reshape(params["new_sizes"])
+
+
+FOLDED: dict[str, Callable[..., Any]] = {
+    "add": lambda _, x, y: x + y,
+    "broadcast_in_dim": _broadcast,
+    "concatenate": lambda params, *values: np.concatenate(values, params["dimension"]),
+    "convert_element_type": lambda _, x: x,
+    "iota": _iota,
+    "lt": lambda _, x, y: x < y,
+    "mul": lambda _, x, y: x * y,
+    "reshape": _reshape,
+    "squeeze": lambda params, x: x.squeeze(params["dimensions"]),
+    "sub": lambda _, x, y: x - y,
+    "transpose": lambda params, x: x.transpose(params["permutation"]),
+}
+"""How NumPy does what simple primitives do; the result still has to be broadcast and converted."""
+
+
+def counts_up(array: Array, axis: int) -> bool:
+    """Return whether a known array has the numbers 0, 1, 2, … along an axis."""
+    value = array.value
+    return value is not None and bool(np.all(np.moveaxis(value, axis, -1) == np.arange(value.shape[axis])))
