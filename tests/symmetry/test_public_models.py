@@ -14,9 +14,9 @@ from flax import nnx
 from numerics import assert_equal
 from zoo import Shape, random_arrays
 
+from mcomb.matching.weights import match_weights
 from mcomb.symmetry.check import check_spec
 from mcomb.symmetry.derive import derive_from
-from mcomb.matching.weights import match_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of the packages
 
