@@ -1,87 +1,30 @@
-"""The architecture, as imports: which package may import which, and what a user of the library alone needs."""
+"""The architecture as imports: which package may import which, and what the library needs by itself."""
 
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 
-# Lowest first: a module may import those of its own line and of the lines before.
-LIBRARY = (
-    ("mcomb.base", "mcomb.runtime.interrupts", "mcomb.runtime.processes", "mcomb.runtime.progress"),
-    (
-        "mcomb.devices",
-        "mcomb.io.paths",
-        "mcomb.io.fingerprints",
-        "mcomb.io.locks",
-        "mcomb.evaluation.objectives",
-        "mcomb.symmetry.dead_units",
-        "mcomb.io.pytorch_names",
-        "mcomb.threefry",
-    ),
-    ("mcomb.io.checkpoints", "mcomb.combination"),
-    ("mcomb.symmetry", "mcomb.runtime.training_loop"),
-    ("mcomb.evaluation.batch_statistics",),
-    ("mcomb.evaluation.evaluate",),
-    ("mcomb.matching", "mcomb.merging.refit", "mcomb.evaluation.repair", "mcomb.merging.fine_tuning"),
-    ("mcomb.merging", "mcomb.merging.partial"),
+# Lowest first: a module may import modules of its own layer and of the layers before it.
+LAYERS = (
+    ("mcomb.errors", "mcomb.trees", "mcomb.keys"),
+    ("mcomb.symmetry",),
+    ("mcomb.runtime",),
+    ("mcomb.io",),
+    ("mcomb.combination",),
+    ("mcomb.evaluation",),
+    ("mcomb.matching",),
+    ("mcomb.merging",),
     ("mcomb.lab",),
     ("experiments",),
     ("mcomb.__main__",),
     ("benchmarks",),
 )
-# Inside a package each module may import only what stands before it; "" is the package's own `__init__`.
-ORDERS = {
-    "mcomb.symmetry": (
-        *(
-            "axes",
-            "spec",
-            "check",
-            "arrays",
-            "known",
-            "reshapes",
-            "interpreter",
-            "rules",
-            "derive",
-            "intermediates",
-            "",
-        ),
-    ),
-    "mcomb.symmetry.rules": ("common", "distinct", "shapes", "reductions", "lookups", "control", "products", ""),
-    "mcomb.matching": ("core", "weights", "many", "activations", "straight_through", ""),
-    "mcomb.lab": (
-        *(
-            "versions",
-            "cli",
-            "data",
-            "models",
-            "augmentation",
-            "training",
-            "partition",
-            "setups",
-            "config",
-            "results",
-            "side_by_side",
-        ),
-        *(
-            "barriers",
-            "training_checkpoints",
-            "store",
-            "identity",
-            "measure",
-            "verdicts",
-            "pairs",
-            "figures",
-            "plan",
-            "experiment",
-            "state",
-            "",
-        ),
-    ),
-}
 
 
 def modules() -> dict[str, Path]:
@@ -90,43 +33,68 @@ def modules() -> dict[str, Path]:
     return {name.removesuffix(".__init__"): path for path, name in names.items()}
 
 
-def imported(path: Path) -> set[str]:
-    """The modules of this project that a file imports, wherever in it."""
-    known, found = modules(), set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            here = path.relative_to(ROOT).parent.parts if node.level else ()
-            module = ".".join([*here[: len(here) - node.level + 1], *([node.module] if node.module else [])])
-            inner = {f"{module}.{alias.name}" for alias in node.names}
-            found |= inner & known.keys() or {module}
-    return found & known.keys()
+MODULES = modules()
 
 
-def level(module: str) -> int:
-    levels = [i for i, row in enumerate(LIBRARY) for name in row if module == name or module.startswith(f"{name}.")]
-    assert levels, f"{module} has no place in the architecture: give it one here and in docs/design.md"
-    return levels[0]
+class Imports(ast.NodeVisitor):
+    """Collects the modules of this project that a file imports, except those for type checkers only."""
+
+    def __init__(self, path: Path):
+        self.path, self.found = path, set[str]()
+        self.visit(ast.parse(path.read_text()))
+        self.found &= MODULES.keys()
+
+    def visit_If(self, node: ast.If) -> None:
+        if ast.unparse(node.test) != "TYPE_CHECKING":
+            self.generic_visit(node)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        self.found |= {alias.name for alias in node.names}
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        here = self.path.relative_to(ROOT).parent.parts if node.level else ()
+        module = ".".join([*here[: len(here) - node.level + 1], *([node.module] if node.module else [])])
+        self.found |= {f"{module}.{alias.name}" for alias in node.names} & MODULES.keys() or {module}
 
 
-@pytest.mark.parametrize("module", sorted(modules().keys() - {"mcomb"}))
-def test_imports_go_one_way(module):
-    others = imported(modules()[module]) - {"mcomb"}
-    assert not {other for other in others if level(other) > level(module)}
-    package, _, name = module.rpartition(".")
-    if module in ORDERS:
-        package, name = module, ""
-    if package in ORDERS:
-        order = ORDERS[package]
-        inner = {
-            other.removeprefix(f"{package}.").partition(".")[0] for other in others if other.startswith(f"{package}.")
-        }
-        assert name in order
-        assert not {other for other in inner - {""} if order.index(other) >= order.index(name)}
+def layer(module: str) -> int:
+    layers = [i for i, row in enumerate(LAYERS) for name in row if module == name or module.startswith(f"{name}.")]
+    assert layers, f"{module} has no layer: add it here and to docs/design.md"
+    return layers[0]
 
 
-def test_the_library_needs_neither_the_lab_nor_what_only_the_lab_uses():
+def test_imports_point_to_lower_layers():
+    imports = {module: Imports(path).found - {"mcomb"} for module, path in MODULES.items() if module != "mcomb"}
+    assert len(imports) > 100
+    wrong = [
+        f"{module} imports {other}"
+        for module, others in imports.items()
+        for other in others
+        if layer(other) > layer(module)
+    ]
+    assert not wrong
+
+
+def test_imports_have_no_cycles():
+    TopologicalSorter({module: Imports(path).found for module, path in MODULES.items()}).prepare()
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("from mcomb.io.paths import as_path", {"mcomb.io.paths"}),
+        ("def f():\n    from mcomb.io import paths", {"mcomb.io.paths"}),
+        ("import mcomb.keys", {"mcomb.keys"}),
+        ("if TYPE_CHECKING:\n    import mcomb.keys", set()),
+    ],
+)
+def test_imports_are_found_wherever_they_stand(code, found, tmp_path):
+    path = tmp_path / "module.py"
+    path.write_text(code)
+    assert Imports(path).found == found
+
+
+def test_library_imports_without_lab_and_its_dependencies():
     absent = ("mcomb.lab", "matplotlib", "sklearn", "tensorflow_datasets", "tensorflow", "flax", "orbax", "experiments")
     code = f"""
 import sys
@@ -142,7 +110,7 @@ print(len(mcomb.__all__))
     assert int(done.stdout) > 20
 
 
-def test_no_module_has_the_name_of_something_public():
+def test_library_modules_do_not_shadow_public_names():
     import mcomb
 
     stems = {path.stem for path in (ROOT / "mcomb").glob("*.py")} | {path.name for path in (ROOT / "mcomb").iterdir()}

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Float, Int, PRNGKeyArray
 
 from mcomb.errors import UserError, list_some
+from mcomb.symmetry.check import check_spec
 from mcomb.trees import Apply, Array, Inputs, Params, map_named, named_leaves
 
 Perms = dict[str, Int[Array, "..."]]
@@ -208,7 +209,9 @@ class PermutationSpec:
                 )
             kind, inside = type(perms).__name__, getattr(perms, "perms", None)
             remedy = "give a dict with an index array for each"
-            if inside is not None:
+            if hasattr(perms, "matching"):
+                remedy = "give its matching.perms"
+            elif inside is not None:
                 remedy = f"give its {'perms' if isinstance(inside, Mapping) else 'perms[i], those of network i'}"
             raise UserError(f"the permutations {wanted} are given as an object of type {kind}: {remedy}")
         for name, perm in perms.items():
@@ -248,8 +251,6 @@ class PermutationSpec:
         Examples:
             >>> spec.check(apply, b, x)
         """
-        from mcomb.symmetry.check import check_spec
-
         check_spec(self, apply, params, inputs, perms=perms, draws=draws)
 
     def identity(self) -> Perms:
