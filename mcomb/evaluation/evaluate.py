@@ -103,7 +103,7 @@ def score(
     labels = from_lists(labels)
     objectives = list_objectives(apply, params, inputs, labels, loss, metrics, batch_size)
     found = measure_examples(apply, params, inputs, labels, objectives, batch_size=batch_size)
-    means = {name: _mean(name, each, axis=0) for name, each in found.items()}
+    means = {name: _mean(name, found[name], axis=0) for name, _ in objectives}
     if not np.isfinite(means["loss"]):
         of_examples = found["loss"][0]
         wrong = np.flatnonzero(~np.isfinite(of_examples))
@@ -156,9 +156,9 @@ def evaluate(
     """
     points, labels = from_lists(points), from_lists(labels)
     k, count = _count_combinations(networks, points, keys), count_examples(inputs, labels)
-    if isinstance(draw, Distribution):
-        draw.check(points)
     draw = as_draw(draw, len(networks))
+    if distribution := getattr(draw, "distribution", None):  # also that of repaired combinations
+        distribution.check(points)
     require_whole(batch_size=batch_size, vmap_size=1 if vmap_size is None else vmap_size)
     combination = output_shapes(draw, keys[0], _rows(points, 0), *networks)
     objectives = list_objectives(apply, combination, inputs, labels, loss, metrics, batch_size)
@@ -201,7 +201,7 @@ def evaluate(
             say(f"Out of memory: continuing with {sizes}.")
             continue
         these = jax.tree.map(itemgetter(slice(k - done)), sums)
-        measured.append(Metrics({name: _mean(name, of_batches, axis=1) for name, of_batches in these.items()}))
+        measured.append(Metrics({name: _mean(name, these[name], axis=1) for name, _ in objectives}))
         report(measured[-1])
         done += rows * sizes.combinations
     return Metrics({name: np.concatenate([one.values[name] for one in measured]) for name in measured[0].values})
@@ -357,10 +357,15 @@ def _rows(tree: Any, rows: Any) -> Any:
     return jax.tree.map(lambda x: (x if isinstance(x, jax.Array) else np.asarray(x))[rows], tree)
 
 
-def _count_combinations(networks: Any, points: Any, keys: Any) -> int:
-    """Return the number of combinations; raise an error unless there are networks, and as many points as keys."""
+def require_tuple(networks: Any) -> None:
+    """Raise an error unless networks are a tuple or a list."""
     if not isinstance(networks, tuple | list):
         raise UserError(f"The networks are a {type(networks).__name__}: pass a tuple of parameter trees.")
+
+
+def _count_combinations(networks: Any, points: Any, keys: Any) -> int:
+    """Return the number of combinations; raise an error unless there are networks, and as many points as keys."""
+    require_tuple(networks)
     if not getattr(keys, "ndim", 0):
         raise UserError(f"The keys are a {type(keys).__name__}: pass an array with one key for each combination.")
     require_whole(combinations=len(keys))

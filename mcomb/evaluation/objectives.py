@@ -8,7 +8,7 @@ nothing, and a long example weighs more than a short one. Outputs and labels may
         return jnp.abs(output - target).sum(), output.size
 """
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -19,7 +19,7 @@ import optax
 from jaxtyping import Bool, Float, Int
 
 from mcomb.errors import UserError, brief, list_some, require_positive
-from mcomb.trees import Array, Labels, at_least_float32, output_shapes
+from mcomb.trees import Array, Labels, at_least_float32, from_lists, output_shapes
 
 Objective = Callable[[Any, Any], tuple[Any, Any]]
 """A function (output, label) of one example that returns a sum and a count."""
@@ -90,8 +90,7 @@ def agreement(logits: Array, label: Mapping[str, Array]) -> tuple[Array, Array]:
     return counts.reshape(4, 2), jnp.sum(is_real)
 
 
-@cache
-def tempered_cross_entropy(temperatures: tuple[float, ...]) -> Objective:
+def tempered_cross_entropy(temperatures: Sequence[float]) -> Objective:
     """Return the objective that measures the cross-entropy with logits divided by each of several temperatures.
 
     Args:
@@ -103,7 +102,17 @@ def tempered_cross_entropy(temperatures: tuple[float, ...]) -> Objective:
     Examples:
         >>> metrics = {"tempered": mcomb.tempered_cross_entropy((0.5, 1.0, 2.0))}
     """
-    require_positive(**{f"temperature {i}": value for i, value in enumerate(temperatures)})
+    given = from_lists(temperatures)
+    if np.ndim(given) != 1 or not np.size(given):
+        raise UserError(f"The temperatures are {brief(temperatures)}: pass a tuple of numbers.")
+    values = np.asarray(given).tolist()
+    require_positive(**{f"temperature {i}": value for i, value in enumerate(values)})
+    return _tempered_cross_entropy(tuple(values))
+
+
+@cache
+def _tempered_cross_entropy(temperatures: tuple[float, ...]) -> Objective:
+    """Return the same objective for the same temperatures, so that it is compiled once."""
 
     def objective(logits: Array, labels: Array) -> tuple[Array, Array]:
         sums = jax.vmap(lambda temperature: cross_entropy(logits / temperature, labels)[0])(jnp.array(temperatures))

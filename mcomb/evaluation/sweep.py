@@ -10,8 +10,8 @@ from jaxtyping import Float
 
 from mcomb.combination import Distribution, Draw, as_draw
 from mcomb.errors import UserError, require_whole
-from mcomb.evaluation.evaluate import Metrics, evaluate, list_objectives, measure_examples, score
-from mcomb.evaluation.objectives import Objective, agreement, cross_entropy, on_label, predicted
+from mcomb.evaluation.evaluate import Metrics, evaluate, list_objectives, measure_examples, require_tuple, score
+from mcomb.evaluation.objectives import Objective, accuracy, agreement, cross_entropy, on_label, predicted
 from mcomb.evaluation.plotting import plot_sweeps
 from mcomb.evaluation.repair import repaired
 from mcomb.io.paths import AnyPath
@@ -140,6 +140,7 @@ def sweep(
         >>> sweep = mcomb.sweep(apply, (a, aligned.params), x, y, mcomb.uniform, points=5, samples=2)
         >>> sweep.barrier.accuracy
     """
+    require_tuple(networks)
     values, labels = _points(draw, points), from_lists(labels)
     as_draw(draw, len(networks))
     is_random = not isinstance(draw, Distribution) or draw.is_random
@@ -149,9 +150,12 @@ def sweep(
     ends = tuple(score(apply, network, inputs, labels, **how) for network in networks)
     objectives = dict(list_objectives(apply, networks[0], inputs, labels, **how))
     loss = objectives.pop("loss")
-    if "accuracy" in objectives and len(networks) == 2:
+    if objectives.get("accuracy") is accuracy and len(networks) == 2:
         only = (("predicted", predicted),)
-        of_ends = [measure_examples(apply, network, inputs, labels, only)["predicted"][0] for network in networks]
+        of_ends = [
+            measure_examples(apply, network, inputs, labels, only, batch_size=batch_size)["predicted"][0]
+            for network in networks
+        ]
         labels = {"label": labels, "predicted": np.stack(of_ends, axis=1)}
         loss, objectives = on_label(loss), {name: on_label(own) for name, own in objectives.items()}
         objectives["agreement"] = agreement

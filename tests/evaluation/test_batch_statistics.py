@@ -14,8 +14,9 @@ import mcomb
 from mcomb import estimate_statistics, merge
 from mcomb.errors import UserError
 from mcomb.evaluation.batch_statistics import names_of_statistics, normalise_by_batch, statistics_of
-from mcomb.evaluation.evaluate import Score, evaluate
-from mcomb.merging import fine_tuning as early_stopping
+from mcomb.evaluation.evaluate import Metrics, evaluate
+from mcomb.evaluation.repair import repaired
+from mcomb.merging import fine_tuning
 from mcomb.merging.partial import _streams
 from mcomb.trees import map_named, named_leaves
 
@@ -58,7 +59,7 @@ STATISTICS = [name for name in named_leaves(SHAPES) if name.startswith("batch_st
 
 
 def network(seed):
-    """A network whose statistics are those of its own activations."""
+    """Return a network whose statistics are those of its own activations."""
     variables = random_arrays(SHAPES, seed)
     return {"params": variables["params"], "batch_stats": batch_statistics(variables, X)}
 
@@ -68,7 +69,7 @@ SPEC = mcomb.derive_spec(apply, A, X[:2])
 RANDOM = SPEC.random(jax.random.key(0))
 
 
-def test_statistics_of_one_batch_are_the_frameworks_own():
+def test_estimate_statistics_of_one_batch_equals_flax():
     wrong = {"params": A["params"], "batch_stats": random_arrays(SHAPES["batch_stats"], 3)}
     found = estimate_statistics(apply, wrong, X, batch_size=len(X))
     assert_close(found["batch_stats"], A["batch_stats"], roundings=2**8)
@@ -76,7 +77,7 @@ def test_statistics_of_one_batch_are_the_frameworks_own():
     assert_close(estimate_statistics(apply, A, X, batch_size=len(X)), A, roundings=2**8)
 
 
-def test_channels_have_statistics_of_all_positions():
+def test_estimate_statistics_of_channels_spans_positions():
     x = RNG.normal(size=(20, 6, 6, 2)).astype(np.float32)
     variables = random_arrays(jax.eval_shape(Convolutional().init, jax.random.key(0), x), 1)
     found = estimate_statistics(Convolutional().apply, variables, x)["batch_stats"]
@@ -84,13 +85,13 @@ def test_channels_have_statistics_of_all_positions():
     assert_close(found, own, roundings=2**8)
 
 
-def test_statistics_of_batches_are_averaged():
+def test_estimate_statistics_averages_batches():
     found = estimate_statistics(apply, A, X, batch_size=150)["batch_stats"]  # three batches of 133
     each = [batch_statistics(A, X[i * 133 : (i + 1) * 133]) for i in range(3)]
     assert_close(found, jax.tree.map(lambda *own: np.mean(own, axis=0), *each), roundings=2**8)
 
 
-def test_a_batch_is_normalised_as_in_training():
+def test_normalise_by_batch_equals_training_mode():
     outputs, found = normalise_by_batch(apply, B, X[:50])
     expected, _ = Net(train=True).apply(B, X[:50], mutable="batch_stats")
     assert_close(outputs, expected, roundings=2**8)
@@ -102,45 +103,43 @@ LEARNED = pytest.param("learned", marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("method", ["average", *SLOW])
-def test_a_network_merged_with_itself_permuted_and_matched_is_itself(method):
+def test_merge_of_network_with_itself_permuted_is_itself(method):
     a = estimate_statistics(apply, A, X)
-    permuted = SPEC.apply(RANDOM, a)
-    aligned = SPEC.apply(mcomb.match(SPEC, a, permuted).perms, permuted)
-    assert_close(
-        apply(merge(apply, (a, aligned), X, Y, method=method, spec=SPEC).params, X), apply(a, X), roundings=2**12
-    )
+    aligned = mcomb.align(apply, a, SPEC.apply(RANDOM, a), X, spec=SPEC)
+    merged = merge(apply, (a, aligned.params), X, Y, method=method, spec=SPEC)
+    assert_close(apply(merged.params, X), apply(a, X), roundings=2**12)
 
 
 @pytest.mark.parametrize("method", ["average", LEARNED, *SLOW])
-def test_a_merged_network_has_its_own_statistics(method):
-    options = {"steps": 3, "batch_size": 180, "learning_rate": 0.3} if method == "learned" else {}
-    merged = merge(apply, (A, B), X, Y, method=method, spec=SPEC, **options).params
-    seen = X[:360] if method == "learned" else X
+def test_merge_estimates_statistics_of_result(method):
+    seen = X
+    if method == "learned":
+        method, seen = mcomb.learned(steps=3, batch_size=180, learning_rate=0.3), X[:360]
+    merged = merge(apply, (A, B), X, Y, method=method, spec=SPEC).params
     assert_close(merged, estimate_statistics(apply, merged, seen), roundings=2**8)
     own, *theirs = (one["batch_stats"]["norm1"]["var"] for one in (merged, A, B))
     assert np.abs(own - (theirs[0] + theirs[1]) / 2).max() > 0.01
 
 
 @pytest.mark.slow
-def test_learnt_shares_are_better_with_statistics_of_the_combination():
+def test_learn_shares_improves_with_own_statistics():
     found = mcomb.learn_shares(apply, (A, B), X, Y, spec=SPEC, steps=40, batch_size=60)
     assert found.loss < found.losses[0]
     assert_close(found.loss, mcomb.score(apply, found.params, X[360:], Y[360:]).loss, roundings=64)
 
 
-def test_combinations_are_measured_with_statistics_of_their_own():
+def test_evaluate_estimates_statistics_of_combinations():
     shares, keys = jnp.array([0.0, 0.5, 1.0]), jax.random.split(jax.random.key(0), 3)
-    draw = mix(mcomb.linear)
-    found = evaluate(apply, (A, B), X, Y, draw, shares, keys, statistics_from=X)
+    found = evaluate(apply, (A, B), X, Y, mcomb.linear, shares, keys, statistics_from=X)
     for i, share in enumerate(shares):
-        combination = estimate_statistics(apply, mcomb.combine(A, B, 1 - (1 - share)), X)
+        combination = estimate_statistics(apply, mcomb.combine(A, B, share), X)
         assert_close(found.loss[i], mcomb.score(apply, combination, X, Y).loss, roundings=2**8)
     averaged = mcomb.score(apply, mcomb.combine(A, B, 0.5), X, Y).loss
     assert abs(averaged - found.loss[1]) > 0.01 * averaged
 
 
-def test_statistics_of_combinations_beyond_both_ends_are_their_own_too():
-    """Their averaged variances may be negative."""
+def test_estimate_statistics_of_extrapolated_networks():
+    """Their averaged variances are negative."""
     beyond = mcomb.combine(A, B, -3.0)
     assert min(np.min(beyond["batch_stats"][norm]["var"]) for norm in ("norm0", "norm1")) < 0
     found = estimate_statistics(apply, beyond, X, batch_size=len(X))
@@ -148,55 +147,54 @@ def test_statistics_of_combinations_beyond_both_ends_are_their_own_too():
 
 
 @pytest.mark.slow
-def test_padding_for_devices_is_no_part_of_a_minibatch(monkeypatch):
-    """The last example, which is held out, would be the padding: seven rows are not divided by the devices."""
+def test_learn_shares_minibatch_excludes_device_padding(monkeypatch):
+    """The held-out last example would be the padding, because the devices do not divide seven rows."""
     outlier, losses = X.copy(), itertools.count()
     outlier[-1] = 1e4
-    monkeypatch.setattr(early_stopping, "score", lambda *args, **options: Score(-float(next(losses)), {}))
+    monkeypatch.setattr(fine_tuning, "score", lambda *args, **options: Metrics({"loss": -float(next(losses))}))
     options = {"per": "layer", "steps": 4, "batch_size": 7}
     plain, other = (mcomb.learn_shares(apply, (A, B), x, Y, spec=SPEC, **options).shares for x in (X, outlier))
     assert_close(plain, other, roundings=64)
 
 
-def test_statistics_are_never_averaged_silently():
-    given = apply, mix(mcomb.linear), (A, B), jnp.ones(1), jax.random.split(jax.random.key(0), 1), X, Y
-    with pytest.raises(UserError, match=r"running statistics, as batch_stats/norm0/mean, .* as statistics_from"):
-        evaluate(*given)
+def test_sweep_requires_statistics_from_for_batch_norm():
+    with pytest.raises(UserError, match=r"Running statistics such as batch_stats/norm0/mean .* as statistics_from"):
+        mcomb.sweep(apply, (A, B), X, Y, mcomb.linear, points=2)
 
 
 @pytest.mark.slow
-def test_repaired_combinations_have_statistics_of_their_own():
-    draw, shares, keys = mix(mcomb.linear), jnp.zeros(1), jax.random.split(jax.random.key(0), 1)
-    repaired = repaired(apply, (A, B), X, draw, spec=SPEC)
+def test_repair_estimates_statistics_of_combinations():
+    given = repaired(apply, (A, B), X, mcomb.linear, spec=SPEC)._asdict() | {"inputs": X, "labels": Y}
+    given |= {"points": jnp.zeros(1), "keys": jax.random.split(jax.random.key(0), 1)}
     with pytest.raises(UserError, match="statistics_from"):
-        evaluate(*repaired, shares, keys, X, Y)
-    found = evaluate(*repaired, shares, keys, X, Y, statistics_from=X)
+        evaluate(**given)
+    found = evaluate(**given, statistics_from=X)
     own = mcomb.score(apply, estimate_statistics(apply, A, X), X, Y).loss
     assert_close(found.loss[0], own, roundings=2**10)
 
 
-def test_one_network_is_measured_as_it_is():
+def test_evaluate_keeps_statistics_of_one_network():
     keys = jax.random.split(jax.random.key(0), 1)
     found = evaluate(apply, (A,), X, Y, lambda key, parameter, own: own, jnp.ones(1), keys)
     assert_close(found.loss[0], mcomb.score(apply, A, X, Y).loss, roundings=16)
 
 
 @pytest.mark.slow
-def test_partly_merged_networks_have_statistics_of_their_own():
-    some, every = (merge_partly(apply, (A, B), X, spec=SPEC, budget=budget) for budget in (1.5, 2))
+def test_partial_merge_estimates_statistics_of_result():
+    some, every = (merge(apply, (A, B), X, method=mcomb.partial(budget=budget), spec=SPEC) for budget in (1.5, 2))
     assert_close(every.apply(every.params, X), (apply(A, X) + apply(B, X)) / 2, roundings=2**8)
     units = some.params["apart"]["params.first"]
     merged, apart = slice(5 - len(units)), slice(5 - len(units), 5)
     assert 0 < len(units) < 5
     streams = [own["batch_stats"]["norm0"]["mean"] for own in _streams(SPEC, some.params)]
     assert_equal(streams[0][merged], streams[1][merged])
-    # Of those of the first layer that are apart, inputs are the networks' own: so are the statistics.
+    # Units of the first layer that are kept apart see the networks' own inputs, so they keep their statistics.
     for stream, own in zip(streams, (A, B), strict=True):
         mean = estimate_statistics(apply, own, X)["batch_stats"]["norm0"]["mean"]
         assert_close(stream[apart], mean[units], roundings=2**8)
 
 
-def test_other_ways_to_write_a_norm_are_found():
+def test_statistics_found_in_handwritten_norms():
     def plain(params, x):
         hidden = x @ params["w"]
         first = (hidden - params["m"][None]) / jnp.sqrt(params["v"][None] + 1e-3) * params["g"][None]
@@ -216,7 +214,7 @@ def test_other_ways_to_write_a_norm_are_found():
     assert_close(outputs.std(0), params["g"], roundings=2**12)
 
 
-def test_statistics_in_half_precision_are_estimated_in_single():
+def test_estimate_statistics_of_bfloat16_in_float32():
     def single(params, x):
         return apply(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params), x)
 
@@ -226,13 +224,13 @@ def test_statistics_in_half_precision_are_estimated_in_single():
     for name in STATISTICS:
         own, expected = (np.asarray(named_leaves(tree)[name]) for tree in (found, exact))
         assert own.dtype == jnp.bfloat16
-        # One rounding to bfloat16, whatever the number of batches, of a number with roundings of float32.
+        # A float32 result is rounded to bfloat16 once, whatever the number of batches.
         ends = [(expected * scale).astype(jnp.bfloat16) for scale in (1 - 2.0**-13, 1 + 2.0**-13)]
         assert ((own == ends[0]) | (own == ends[1])).all()
 
 
-def test_units_on_any_axes():
-    def channels_first(params, x):  # of a statistic for each channel and row
+def test_estimate_statistics_of_units_on_any_axes():
+    def channels_first(params, x):  # one statistic for each channel and row
         mean, variance = (params[name].T[None, :, :, None] for name in ("m", "v"))
         return (x - mean) * jax.lax.rsqrt(variance + 1e-5)
 
@@ -244,7 +242,7 @@ def test_units_on_any_axes():
 
 
 @pytest.mark.parametrize("mode", ["ema", "batch"])
-def test_statistics_of_equinox_are_found_without_names(mode):
+def test_estimate_statistics_of_equinox(mode):
     class Model(eqx.Module):
         linear: eqx.nn.Linear
         norm: eqx.nn.BatchNorm
@@ -270,7 +268,7 @@ def test_statistics_of_equinox_are_found_without_names(mode):
 
 
 @pytest.mark.parametrize("name", ["BatchNorm ResNet", "DenseNet", "inverted residual", "NNX"])
-def test_statistics_of_other_architectures_are_found(name):
+def test_statistics_found_in_other_architectures(name):
     case = CASES[name]()
     names = [own for own in named_leaves(case.params) if re.search("/(mean|var)(/|$)", own)]
     assert names
@@ -278,13 +276,13 @@ def test_statistics_of_other_architectures_are_found(name):
 
 
 @pytest.mark.parametrize("name", ["transformer encoder", "grouped convolution", "VGG", "LSTM", "Equinox"])
-def test_what_has_no_statistics_stays_as_it_is(name):
+def test_estimate_statistics_without_any_changes_nothing(name):
     case = CASES[name]()
     params = random_arrays(case.params)
     assert estimate_statistics(case.fn, params, random_arrays(case.input)) is params
 
 
-def test_a_bias_is_no_statistic():
+def test_statistics_exclude_biases():
     def subtracted(params, x):
         scaled = (x - params["bias"][None]) * params["scale"][None]
         spread = jnp.sqrt(jnp.square(scaled).mean(1, keepdims=True) + 1e-5)
@@ -294,7 +292,7 @@ def test_a_bias_is_no_statistic():
     assert statistics_of(subtracted, params, RNG.normal(size=(7, 5)).astype(np.float32)) == []
 
 
-def test_statistics_that_cannot_be_estimated_are_named():
+def test_estimate_statistics_names_unsupported_norms():
     def norm(m, v, x):
         return (x - m[None]) * jax.lax.rsqrt(v[None] + 1e-5)
 
@@ -311,13 +309,13 @@ def test_statistics_that_cannot_be_estimated_are_named():
         estimate_statistics(scanned, stack, x)
 
 
-def test_statistics_are_known_by_name_where_the_function_is_not():
+def test_statistics_found_by_name_without_function():
     assert names_of_statistics(A) == STATISTICS
     theirs = {"bn1.running_mean": X, "layer": {"running_var": X, "mean": X}, "bn/~/mean_ema": {"average": X}}
     assert names_of_statistics(theirs) == ["bn/~/mean_ema/average", "bn1.running_mean", "layer/running_var"]
     assert names_of_statistics(map_named(lambda name, leaf: leaf, A["params"])) == []
 
 
-def test_a_network_with_statistics_is_read_whole(tmp_path):
+def test_statistics_survive_checkpoint(tmp_path):
     mcomb.write_checkpoint(tmp_path / "a.msgpack", A | {"step": np.int32(3)})
     assert_equal(mcomb.read_checkpoint(tmp_path / "a.msgpack"), A)

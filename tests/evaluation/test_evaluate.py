@@ -11,8 +11,16 @@ from numerics import assert_close, assert_equal
 from mcomb import combine, derive_spec, linear, score, squared_error, uniform
 from mcomb.combination import hyperplane, mix
 from mcomb.errors import Diverged, UserError
-from mcomb.evaluation.evaluate import evaluate
-from mcomb.evaluation.evaluate import evaluate as evaluation
+from mcomb.evaluation import evaluate as evaluation
+from mcomb.evaluation.evaluate import Metrics, evaluate, measure_examples
+from mcomb.evaluation.objectives import (
+    accuracy,
+    agreement,
+    cross_entropy,
+    on_label,
+    predicted,
+    tempered_cross_entropy,
+)
 from mcomb.evaluation.repair import repaired
 
 KEYS = jax.random.split(jax.random.key(0), 7)
@@ -31,19 +39,30 @@ def random_weights(rng, **shapes):
 
 @cache
 def problem(n=53):
-    """Two networks, and inputs with labels."""
+    """Return two networks, and inputs with labels."""
     rng = np.random.default_rng(0)
     networks = tuple(random_weights(rng, w1=(5, 8), w2=(8, 4)) for _ in range(2))
     return networks, rng.standard_normal((n, 5), np.float32), rng.integers(0, 4, n).astype(np.int32)
 
 
-def evaluate_problem(k=7, **options):
+LOSS, METRICS = on_label(cross_entropy), {"accuracy": on_label(accuracy), "agreement": agreement}
+
+
+@cache
+def with_predictions():
+    """Labels beside the predictions of both networks, for METRICS."""
     networks, x, y = problem()
-    return evaluate(apply, networks, x, y, mix(uniform), SHARES[:k], KEYS[:k], **options)
+    return {"label": y, "predicted": np.stack([score_in_float64(network, x, y)[2] for network in networks], 1)}
+
+
+def evaluate_problem(k=7, fn=apply, metrics=METRICS, **options):
+    networks, x, _ = problem()
+    options |= {"loss": LOSS, "metrics": metrics}
+    return evaluate(fn, networks, x, with_predictions(), mix(uniform), SHARES[:k], KEYS[:k], **options)
 
 
 def score_in_float64(params, x, y):
-    """The mean loss, the accuracy and the predicted labels of one network, by NumPy."""
+    """Return the mean loss, the accuracy and the predictions of one network, by NumPy."""
     w1, w2 = (np.asarray(params[name], np.float64) for name in ("w1", "w2"))
     logits = np.tanh(x @ w1) @ w2
     loss = np.log(np.exp(logits).sum(1)) - logits[np.arange(len(y)), y]
@@ -58,11 +77,12 @@ def drawn_networks():
 
 def check_same(actual, expected):
     assert_close(actual.loss, expected.loss, roundings=ROUNDINGS)
-    assert_equal((actual.accuracy, actual.agreement), (expected.accuracy, expected.agreement))
+    assert actual.values.keys() == expected.values.keys()
+    assert_equal(dict(actual.values) | {"loss": 0}, dict(expected.values) | {"loss": 0})
 
 
 def shares_units_out(params, x):
-    """The same function, each device with some of the units, as many as there are devices for."""
+    """Compute the same function with the hidden units shared out among the devices."""
     devices = jax.devices()
     units = np.pad(np.arange(8), (0, -8 % len(devices)), constant_values=8)
     w1 = jnp.pad(params["w1"], ((0, 0), (0, 1)))[:, units]
@@ -76,13 +96,11 @@ def shares_units_out(params, x):
 
 
 @pytest.mark.slow
-def test_a_function_may_have_a_shard_map_inside():
-    networks, x, y = problem()
-    inside = evaluate(shares_units_out, networks, x, y, mix(uniform), SHARES, KEYS, batch_size=10, vmap_size=3)
-    check_same(inside, evaluate_problem())
+def test_evaluate_function_with_shard_map_inside():
+    check_same(evaluate_problem(fn=shares_units_out, batch_size=10, vmap_size=3), evaluate_problem())
 
 
-def test_a_shard_map_over_some_of_the_devices_is_refused():
+def test_evaluate_rejects_shard_map_over_some_devices():
     def fn(params, x):
         mesh = Mesh(np.array(jax.devices()[:1]), "one")
         return jax.shard_map(apply, mesh=mesh, in_specs=P(), out_specs=P())(params, x)
@@ -94,7 +112,7 @@ def test_a_shard_map_over_some_of_the_devices_is_refused():
         evaluate(fn, networks, x, y, mix(uniform), SHARES, KEYS)
 
 
-def test_metrics_are_those_of_the_drawn_networks():
+def test_evaluate_measures_drawn_networks():
     _, x, y = problem()
     losses, accuracies, _ = zip(*(score_in_float64(params, x, y) for params in drawn_networks()), strict=True)
     metrics = evaluate_problem(batch_size=10)
@@ -102,44 +120,43 @@ def test_metrics_are_those_of_the_drawn_networks():
     assert_equal(metrics.accuracy, np.array(accuracies))
 
 
-def test_a_temperature_divides_the_logits():
+def test_tempered_cross_entropy_divides_logits():
     _, x, y = problem()
     temperatures = (0.25, 1.0, 8.0)
-    metrics = evaluate_problem(batch_size=10, temperatures=temperatures)
+    tempered = {"tempered": on_label(tempered_cross_entropy(temperatures))}
+    metrics = evaluate_problem(batch_size=10, metrics=tempered)
+    assert metrics.tempered.shape == (7, 3)
     assert_close(metrics.tempered[:, 1], metrics.loss, roundings=ROUNDINGS)
     for column, temperature in enumerate(temperatures):
         divided = [{"w1": params["w1"], "w2": params["w2"] / temperature} for params in drawn_networks()]
         expected = np.array([score_in_float64(params, x, y)[0] for params in divided])
         assert_close(metrics.tempered[:, column], expected, roundings=ROUNDINGS)
-        own = score(apply, divided[0], x, y).loss
-        assert_close(score(apply, drawn_networks()[0], x, y, temperatures=temperatures).tempered[column], own,
-                     roundings=ROUNDINGS)  # fmt: skip
-    plain = evaluate_problem(batch_size=10)
-    assert_close(plain.tempered[:, 0], plain.loss, roundings=ROUNDINGS)
+        own = score(apply, drawn_networks()[0], x, y, metrics={"tempered": tempered_cross_entropy(temperatures)})
+        assert_close(own.tempered[column], score(apply, divided[0], x, y).loss, roundings=ROUNDINGS)
 
 
-def test_the_ends_of_a_sweep_are_the_networks_themselves():
+def test_evaluate_linear_ends_are_the_networks():
     networks, x, y = problem()
     metrics = evaluate(apply, networks, x, y, mix(linear), jnp.array([0.0, 1.0]), KEYS[:2])
     for i, network in enumerate(networks):
-        loss, accuracy, _ = score_in_float64(network, x, y)
+        loss, correct, _ = score_in_float64(network, x, y)
         assert_close(metrics.loss[i], loss, roundings=ROUNDINGS)
-        assert metrics.accuracy[i] == accuracy
+        assert metrics.accuracy[i] == correct
 
 
 @pytest.mark.parametrize("batch_size", [1, 10])
-def test_the_batch_size_changes_nothing(batch_size):
-    """Also where the last batch is not full: its padding does not count."""
+def test_evaluate_is_independent_of_batch_size(batch_size):
+    """The last batch is not full; its padding does not count."""
     check_same(evaluate_problem(batch_size=batch_size), evaluate_problem())
 
 
 @pytest.mark.parametrize("vmap_size", [3, 7])
-def test_the_vmap_size_changes_nothing(vmap_size):
+def test_evaluate_is_independent_of_vmap_size(vmap_size):
     check_same(evaluate_problem(vmap_size=vmap_size), evaluate_problem(vmap_size=1))
 
 
 def by_matrices(params, x):
-    """The same function in one group of rows, by an operation that JAX cannot batch over the matrices."""
+    """Compute the same function by an operation that JAX cannot batch over the matrices."""
     rows = jnp.array([len(x)])
     return jax.lax.ragged_dot(jnp.tanh(x @ params["w1"]), params["w2"][None], rows)
 
@@ -167,17 +184,17 @@ ALONE = {
 
 @pytest.fixture
 def sizes(monkeypatch):
-    """The sizes that programs are compiled with, as they are wanted."""
+    """Record the sizes that programs are compiled for."""
     wanted, real = [], evaluation.compile_to_fit
     monkeypatch.setattr(evaluation, "compile_to_fit", lambda lower, size: wanted.append(size) or real(lower, size))
     return wanted
 
 
 @pytest.mark.parametrize("count", [7, 100])
-def test_small_dense_networks_are_evaluated_together(count, sizes, monkeypatch):
+def test_evaluate_batches_small_dense_networks(count, sizes, monkeypatch):
     networks, x, y = problem()
     keys, shares = jax.random.split(jax.random.key(0), count * N), np.linspace(0, 0.5, count * N, dtype=np.float32)
-    args = apply, mix(uniform), networks, shares, keys, x, y
+    args = apply, networks, x, y, mix(uniform), shares, keys
     monkeypatch.setattr(evaluation, "CACHE", 60 * (4 * (5 * 8 + 8 * 4) + 4 * 53 * 8))
     metrics = evaluate(*args)
     assert sizes.pop().combinations == 60
@@ -191,21 +208,21 @@ def test_a_draw_may_take_no_networks():
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_other_networks_are_evaluated_one_by_one(name, sizes):
+def test_evaluate_runs_other_networks_one_by_one(name, sizes):
     networks, x, y = problem()
-    args = ALONE[name], mix(uniform), networks, np.zeros(3 * N, np.float32), jax.random.split(KEYS[0], 3 * N), x, y
+    args = ALONE[name], networks, x, y, mix(uniform), np.zeros(3 * N, np.float32), jax.random.split(KEYS[0], 3 * N)
     assert np.isfinite(evaluate(*args).loss).all()
     assert [size.combinations for size in sizes] == [1]
 
 
 @pytest.mark.parametrize("k", [1, 2])
-def test_any_number_of_combinations_is_shared_out_among_the_devices(k):
+def test_evaluate_shards_any_number_of_combinations(k):
     few, all_ = evaluate_problem(k), evaluate_problem()
-    check_same(few, jax.tree.map(lambda values: values[:k], all_))
+    check_same(few, Metrics({name: values[:k] for name, values in all_.values.items()}))
 
 
-def test_devices_without_a_combination_of_their_own_have_images_of_it():
-    """So that each has fewer images to evaluate, and all devices together have each just once."""
+def test_evaluate_shards_images_of_few_combinations():
+    """All devices together evaluate each image just once."""
     networks, x, y = problem()
     seen = []
 
@@ -231,7 +248,7 @@ def convolve(params, x):
 
 
 @pytest.mark.slow
-def test_convolutions_may_be_batched_by_vmap():
+def test_evaluate_batches_convolutions_by_vmap():
     rng = np.random.default_rng(0)
     networks = tuple(random_weights(rng, k1=(3, 3, 2, 4), k2=(3, 3, 4, 5)) for _ in range(2))
     images, labels = rng.standard_normal((6, 8, 8, 2), np.float32), np.arange(6, dtype=np.int32) % 5
@@ -243,7 +260,7 @@ def test_convolutions_may_be_batched_by_vmap():
 
 
 def combinations_seen(k, **options):
-    """The bits of all weights of each combination that `apply` gets, wherever it is evaluated."""
+    """Return the bits of all weights of each combination that `apply` gets, on any device."""
     networks, x, y = problem()
     seen = set()
 
@@ -258,7 +275,7 @@ def combinations_seen(k, **options):
 
 
 @pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.slow), 7])
-def test_the_combinations_depend_neither_on_devices_nor_on_chunks(k, request):
+def test_evaluate_draws_same_on_any_devices_and_chunks(k, request):
     drawn = {np.concatenate([p["w1"].ravel(), p["w2"].ravel()]).tobytes() for p in drawn_networks()[:k]}
     assert len(drawn) == k
     ways = [{}, {"batch_size": 10}, {"vmap_size": 2}, {"vmap_size": 7, "batch_size": 10}]
@@ -267,14 +284,16 @@ def test_the_combinations_depend_neither_on_devices_nor_on_chunks(k, request):
     assert combinations_seen(k) == drawn
 
 
-def test_metrics_are_reported_as_they_are_measured():
+def test_evaluate_reports_metrics_as_measured():
     reports = []
     metrics = evaluate_problem(vmap_size=2, report=reports.append)
     assert [len(report.loss) for report in reports] == [min(2 * N, 7 - i) for i in range(0, 7, 2 * N)]
-    assert_equal(metrics, jax.tree.map(lambda *values: np.concatenate(values), *reports))
+    assert metrics.values.keys() == {"loss", "accuracy", "agreement"}
+    for name, values in metrics.values.items():
+        assert_equal(values, np.concatenate([report.values[name] for report in reports]))
 
 
-def test_memory_that_runs_out_is_said_and_less_is_evaluated_at_once(monkeypatch, capsys):
+def test_evaluate_out_of_memory_continues_with_less(monkeypatch, capsys):
     expected, real, sizes = evaluate_problem(vmap_size=1), evaluation.compile_to_fit, []
 
     def compile_to_fit(lower, wanted):
@@ -292,51 +311,48 @@ def test_memory_that_runs_out_is_said_and_less_is_evaluated_at_once(monkeypatch,
     check_same(evaluate_problem(vmap_size=2), expected)
     assert sizes == [(2, 53), (1, 53), (1, 27)]
     said = capsys.readouterr().err.splitlines()
-    assert said[1:] == ["memory ran out: going on with one combination on 27 images at once"]
+    assert said[1:] == ["Out of memory: continuing with one combination on 27 images at once."]
 
 
-def test_one_device_equals_all(request):
+def test_evaluate_one_device_equals_all(request):
     on_all = evaluate_problem()
     request.getfixturevalue("one_device")
     check_same(evaluate_problem(), on_all)
 
 
-def test_agreement_counts_every_input_by_who_agrees_and_whether_it_is_correct():
-    networks, x, y = problem()
-    references = np.stack([score(apply, network, x, y).predicted for network in networks])
-    counts = evaluate_problem(references=references, batch_size=10).agreement
-    assert (counts.sum((1, 2)) == len(y)).all()
+def test_agreement_counts_by_network_and_correctness():
+    _, x, y = problem()
+    of_a, of_b = with_predictions()["predicted"].T
+    fractions = evaluate_problem(batch_size=10).agreement
+    assert fractions.shape == (7, 4, 2)
     for i, params in enumerate(drawn_networks()):
-        predicted = score_in_float64(params, x, y)[2]
-        is_a, is_b = predicted == references[0], predicted == references[1]
+        own = score_in_float64(params, x, y)[2]
+        is_a, is_b = own == of_a, own == of_b
         for row, agrees in enumerate((is_a & ~is_b, ~is_a & is_b, is_a & is_b, ~is_a & ~is_b)):
-            assert counts[i, row].tolist() == [(agrees & (predicted == y)).sum(), (agrees & (predicted != y)).sum()]
-
-
-def test_without_references_nothing_agrees():
-    counts = evaluate_problem(k=2).agreement
-    assert (counts[:, 3].sum(1) == len(problem()[2])).all()
+            counts = [(agrees & (own == y)).sum(), (agrees & (own != y)).sum()]
+            assert_equal(fractions[i, row], np.array(counts) / len(y))
 
 
 @pytest.mark.parametrize("batch_size", [10, 53, 200])
-def test_a_networks_own_score_does_not_depend_on_the_batch_size(batch_size):
+def test_score_is_independent_of_batch_size(batch_size):
     (network, _), x, y = problem()
-    loss, accuracy, predicted = score_in_float64(network, x, y)
+    loss, correct, classes = score_in_float64(network, x, y)
     found = score(apply, network, x, y, batch_size=batch_size)
     assert_close(found.loss, loss, roundings=ROUNDINGS)
-    assert found.accuracy == accuracy
-    assert_equal(found.predicted, predicted)
+    assert found.accuracy == correct
+    of_examples = measure_examples(apply, network, x, y, (("predicted", predicted),), batch_size=batch_size)
+    assert_equal(of_examples["predicted"], (classes, np.ones(len(y))))
 
 
-def test_only_what_is_drawn_must_be_a_network():
+def test_evaluate_takes_any_trees_to_draw_from():
     (a, _), x, y = problem()
     draw = lambda key, share, by, params: jax.tree.map(lambda leaf: by["scale"] * leaf, params)  # noqa: E731
     found = evaluate(apply, ({"scale": jnp.float32(1)}, a), x, y, draw, SHARES[:1], KEYS[:1])
     assert_close(found.loss[0], score(apply, a, x, y).loss, roundings=ROUNDINGS)
 
 
-def test_any_function_of_any_number_of_networks_can_be_evaluated():
-    """Its parameter may be an array."""
+def test_evaluate_function_draw_of_three_networks():
+    """The parameter of the draw is an array."""
     networks, x, y = problem()
 
     def draw(key, weights, a, b, c):
@@ -349,34 +365,40 @@ def test_any_function_of_any_number_of_networks_can_be_evaluated():
         assert_close(metrics.loss[i], score_in_float64(draw(None, weights[i], *three), x, y)[0], roundings=ROUNDINGS)
 
 
-def test_a_network_without_a_finite_loss_has_no_score():
+def test_score_rejects_loss_that_is_not_finite():
     (a, _), x, y = problem()
     broken = x.copy()
     broken[7] = np.nan
-    with pytest.raises(Diverged, match="the loss of example 7 is nan: look for"):
+    with pytest.raises(Diverged, match="The loss of example 7 is nan: check weights, inputs and labels"):
         score(apply, a, broken, y)
-    with pytest.raises(Diverged, match="the loss of example 7 is nan: look for"):
+    with pytest.raises(Diverged, match="The loss of example 7 is nan: check weights, inputs and labels"):
         score(apply, a, broken, np.zeros((len(x), 4), np.float32), loss=squared_error)
-    with pytest.raises(Diverged, match="the loss of all examples is inf"):
-        score(lambda params, x: 3e38 * jnp.eye(4)[:1] + apply(params, x), a, x, np.ones_like(y))
+    with pytest.raises(Diverged, match="The loss is nan: check"):
+        score(apply, a, x, y, loss=lambda logits, label: (logits.sum(), jnp.nan))
 
 
-def test_a_combination_that_overflows_is_never_right():
+def test_score_adds_up_losses_beyond_float32():
+    (a, _), x, y = problem()
+    huge = score(lambda params, x: 3e38 * jnp.eye(4)[:1] + apply(params, x), a, x, np.ones_like(y))
+    assert_close(huge.loss, 3e38, roundings=ROUNDINGS)
+
+
+def test_evaluate_overflowing_combination_is_never_correct():
     networks, x, _ = problem()
-    predicted = np.zeros((2, len(x)), np.int32)
+    labels = {"label": np.zeros(len(x), np.int32), "predicted": np.zeros((len(x), 2), np.int32)}
     overflows = lambda params, x: jnp.inf * apply(params, x)  # noqa: E731
-    found = evaluate(overflows, networks, x, predicted[0], mix(uniform), SHARES[:2], KEYS[:2], references=predicted)
+    found = evaluate(*(overflows, networks, x, labels, mix(uniform), SHARES[:2], KEYS[:2]), loss=LOSS, metrics=METRICS)
     assert np.isnan(found.loss).all()
     assert_equal(found.accuracy, np.zeros(2))
-    assert_equal(found.agreement[:, 3, 1], np.full(2, len(x)))
+    assert_equal(found.agreement[:, 3, 1], np.ones(2))
 
 
 @pytest.mark.parametrize("repair", [False, True], ids=["plain", "repaired"])
-def test_parameters_out_of_range_are_refused_before_compiling(repair):
+def test_evaluate_rejects_points_out_of_range(repair):
     networks, x, y = problem()
-    given = apply, mix(hyperplane), networks
+    fn, draw = apply, hyperplane
     if repair:
-        given = repaired(derive_spec(apply, networks[0], x), *given, x)
+        fn, draw, networks = repaired(apply, networks, x, hyperplane, spec=derive_spec(apply, networks[0], x))
     shares = np.array([0.5, 1.25], np.float32)
-    with pytest.raises(UserError, match=r"no hyperplane shares for 1\.25: give a number from 0 to 1"):
-        evaluate(*given, shares, KEYS[:2], x, y)
+    with pytest.raises(UserError, match=r"share = 1\.25 is out of range for hyperplane: pass a number from 0 to 1"):
+        evaluate(fn, networks, x, y, draw, shares, KEYS[:2])

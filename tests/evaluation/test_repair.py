@@ -1,4 +1,4 @@
-"""REPAIR: units get the statistics that they should have, and networks by themselves stay as they are."""
+"""REPAIR: units of combinations get the networks' mean statistics, and the networks themselves do not change."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from mcomb.evaluation.repair import layer_finder, repaired, shares
 
 KEYS = jax.random.split(jax.random.key(0), 5)
 SHARES = jnp.linspace(0, 0.5, 5)
-ROUNDINGS = 128  # that a correction may add, of the largest pre-activation: a dozen, and more in deep networks
+ROUNDINGS = 128  # of the largest pre-activation: a correction adds a dozen, and more in deep networks
 SHAPES = {"w1": (5, 6), "b1": (6,), "w2": (6, 7), "w3": (7, 4)}
 
 
@@ -27,20 +27,24 @@ def mlp(params, x):
 
 
 def problem(count=2, n=40):
-    """The spec of an MLP, random networks, inputs and labels."""
+    """Return the spec of an MLP, random networks, inputs and labels."""
     shapes = {name: Shape(shape, jnp.float32) for name, shape in SHAPES.items()}
     networks = tuple(random_arrays(shapes, i) for i in range(count))
     x = random_arrays(Shape((n, 5), jnp.float32), 7)
     return derive_spec(mlp, networks[0], x), networks, x, np.arange(n, dtype=np.int32) % 4
 
 
+def evaluate_repaired(repair, inputs, labels, points=SHARES, keys=KEYS, **options):
+    return evaluate(repair.apply, repair.networks, inputs, labels, repair.draw, points, keys, **options)
+
+
 def draw_one(repair, parameter, key=KEYS[0]):
-    """The repaired network that `evaluate` would draw."""
+    """Draw the repaired network that `evaluate` would draw."""
     return jax.jit(repair.draw)(key, jnp.asarray(parameter, jnp.float32), *repair.networks)
 
 
 def measure(spec, apply, repair, x):
-    """The layers, and the function that gives the pre-activations in each of them of a repaired network."""
+    """Return the layers, and a function from a repaired network to its pre-activations in each layer."""
     intermediates, layers = layer_finder(spec, apply)(repair.networks[0].params, x)
 
     @jax.jit
@@ -53,7 +57,7 @@ def measure(spec, apply, repair, x):
 
 
 def check_unchanged(layers, values, network):
-    """No correction changes any of these pre-activations, but for roundings of the unit's largest one."""
+    """Check that corrections change pre-activations only by rounding, relative to each unit's largest one."""
     for layer, value, (scale, shift) in zip(layers, values, network.corrections, strict=True):
         corrected = value * np.asarray(scale, np.float64) + np.asarray(shift, np.float64)
         largest = np.abs(value).max(layer.sample_axes, keepdims=True)
@@ -61,7 +65,7 @@ def check_unchanged(layers, values, network):
 
 
 def check_line(spec, apply, a, b, x):
-    """The layers, of which half way all units have the mean statistics of the networks, which stay as they are."""
+    """Check that the ends do not change and that units of the midpoint have mean statistics; return the layers."""
     repair = repaired(apply, (a, b), x, mix(linear), spec=spec)
     layers, pre_activations = measure(spec, apply, repair, x)
     ends = [pre_activations(network) for network in repair.networks[:2]]
@@ -76,7 +80,7 @@ def check_line(spec, apply, a, b, x):
     return layers
 
 
-def test_half_way_units_have_the_mean_statistics_of_the_networks(network):
+def test_repair_midpoint_units_have_mean_statistics(network):
     _, model, a, images = network
     b = jax.tree.map(lambda leaf: np.random.default_rng(2).permutation(leaf.ravel()).reshape(leaf.shape), a)
     apply = lambda params, x: model.apply({"params": params}, x)  # noqa: E731
@@ -93,20 +97,20 @@ def test_half_way_units_have_the_mean_statistics_of_the_networks(network):
         pytest.param("transformer encoder", 12, marks=pytest.mark.slow),
     ],
 )
-def test_other_architectures_are_repaired_too(name, count):
+def test_repair_of_other_architectures(name, count):
     with jax.numpy_rank_promotion("allow"):
         case = CASES[name]()
         a, b, x = random_arrays(case.params, 1), random_arrays(case.params, 2), random_arrays(case.input)
         assert len(check_line(derive_spec(case.fn, a, x), case.fn, a, b, x)) == count
 
 
-def test_layers_inside_scans_stay_as_they_are():
+def test_repair_skips_layers_inside_scans():
     case = CASES["scanned transformer"]()
     a, b, x = random_arrays(case.params, 1), random_arrays(case.params, 2), random_arrays(case.input)
     assert len(check_line(derive_spec(case.fn, a, x), case.fn, a, b, x)) == 1  # the stem
 
 
-def test_a_network_is_repaired_as_by_hand():
+def test_repair_equals_computation_by_hand():
     spec, (a, b), x, _ = problem()
     repair = repaired(mlp, (a, b), x, mix(uniform), spec=spec)
     network = draw_one(repair, 0.4)
@@ -129,7 +133,7 @@ def test_a_network_is_repaired_as_by_hand():
     assert_close(jax.jit(repair.apply)(network, x), np.maximum(hidden, 0) @ p["w3"], roundings=64)
 
 
-def test_networks_by_themselves_stay_as_they_are_whatever_the_batches():
+def test_repair_keeps_ends_for_any_batches():
     spec, networks, x, _ = problem()
     repair = repaired(mlp, networks, x, mix(linear), spec=spec, batch_size=4)
     layers, pre_activations = measure(spec, mlp, repair, x)
@@ -137,14 +141,14 @@ def test_networks_by_themselves_stay_as_they_are_whatever_the_batches():
         check_unchanged(layers, pre_activations(repair.networks[share]), draw_one(repair, share))
 
 
-def test_networks_that_the_draw_changes_first_stay_as_they_are():
+def test_repair_keeps_ends_that_the_draw_permutes():
     spec, networks, x, _ = problem()
 
     def ends(parameter, a, b):
         return a, spec.apply(parameter[1], b)
 
     def draw(key, parameter, a, b):
-        return combine(*ends(parameter, a, b), 1 - parameter[0])
+        return combine(*ends(parameter, a, b), parameter[0])
 
     repair = repaired(mlp, networks, x, draw, spec=spec, ends=ends, batch_size=10)
     layers, pre_activations = measure(spec, mlp, repair, x)
@@ -155,37 +159,37 @@ def test_networks_that_the_draw_changes_first_stay_as_they_are():
         check_unchanged(layers, pre_activations(end), network)
 
 
-def test_batches_are_averaged_and_none_is_ragged():
+def test_repair_averages_equal_batches():
     spec, networks, x, _ = problem(n=41)
     one, two = (repaired(mlp, networks, x, mix(linear), spec=spec, batch_size=size) for size in (41, 40))
     assert two.networks[-1].batches.shape == (2, 20, 5)
     for of_one, of_two in zip(draw_one(one, 0.5).corrections, draw_one(two, 0.5).corrections, strict=True):
-        np.testing.assert_allclose(of_one.scale, of_two.scale, rtol=0.2)  # about n ** -½: the batches differ
+        np.testing.assert_allclose(of_one.scale, of_two.scale, rtol=0.2)  # batches differ by about n ** -½
         assert (of_one.scale != of_two.scale).any()
 
 
 @pytest.mark.slow
-def test_side_by_side_equals_one_by_one():
+def test_repair_vmapped_equals_one_by_one():
     spec, networks, x, y = problem()
     repair = repaired(mlp, networks, x, mix(uniform), spec=spec, batch_size=20)
-    vmapped = evaluate(*repair, SHARES, KEYS, x, y, batch_size=15, vmap_size=2)
-    alone = evaluate(*repair, SHARES, KEYS, x, y, batch_size=40)
+    vmapped = evaluate_repaired(repair, x, y, batch_size=15, vmap_size=2)
+    alone = evaluate_repaired(repair, x, y, batch_size=40)
     assert_close(vmapped.loss, alone.loss, roundings=64)
     logits = jax.jit(repair.apply)(draw_one(repair, SHARES[3], KEYS[3]), x)
     assert_close(-jax.nn.log_softmax(logits)[np.arange(40), y].mean(), alone.loss[3], roundings=64)
 
 
 @pytest.mark.slow
-def test_one_device_gives_what_all_do(request):
+def test_repair_one_device_equals_all(request):
     spec, networks, x, y = problem()
-    expected = evaluate(*repaired(mlp, networks, x, mix(uniform), spec=spec), SHARES, KEYS, x, y)
+    expected = evaluate_repaired(repaired(mlp, networks, x, mix(uniform), spec=spec), x, y)
     request.getfixturevalue("one_device")
-    one = evaluate(*repaired(mlp, networks, x, mix(uniform), spec=spec), SHARES, KEYS, x, y)
+    one = evaluate_repaired(repaired(mlp, networks, x, mix(uniform), spec=spec), x, y)
     assert_close(one.loss, expected.loss, roundings=64)
 
 
 @pytest.mark.slow
-def test_a_function_may_have_a_shard_map_inside():
+def test_repair_of_function_with_shard_map_inside():
     spec, networks, x, y = problem()
 
     def ending_in_shards(params, x):
@@ -195,13 +199,12 @@ def test_a_function_may_have_a_shard_map_inside():
         return last(jax.nn.relu(hidden @ params["w2"]), params["w3"])
 
     inside, expected = (
-        evaluate(*repaired(fn, networks, x, mix(uniform), spec=spec), SHARES, KEYS, x, y)
-        for fn in (ending_in_shards, mlp)
+        evaluate_repaired(repaired(fn, networks, x, mix(uniform), spec=spec), x, y) for fn in (ending_in_shards, mlp)
     )
     assert_close(inside.loss, expected.loss, roundings=64)
 
 
-def test_nothing_is_compiled_twice():
+def test_repair_compiles_once():
     spec, networks, x, _ = problem()
     again = derive_spec(mlp, networks[0], x)
     first, second = (
@@ -212,10 +215,10 @@ def test_nothing_is_compiled_twice():
     assert first.draw is second.draw
 
 
-def test_arguments_stay_as_they_are():
+def test_repair_does_not_change_arguments():
     spec, networks, x, y = problem()
     before = jax.tree.map(np.copy, (networks, x))
-    evaluate(*repaired(mlp, networks, x, mix(uniform), spec=spec), SHARES, KEYS, x, y)
+    evaluate_repaired(repaired(mlp, networks, x, mix(uniform), spec=spec), x, y)
     assert_equal((networks, x), before)
 
 
@@ -224,7 +227,7 @@ def mlp_shares(params, networks):
     return np.asarray(shares(layer_finder(spec, mlp), params, networks, x))
 
 
-def test_shares_are_found_from_the_weights():
+def test_repair_finds_shares_from_weights():
     _, (a, b, c), _, _ = problem(3)
     assert_close(mlp_shares(combine(a, b, 0.3), (a, b)), np.array([[0.7, 0.3]] * 2), roundings=16)
     stitched = stitch(lambda name: int(name[1]))(KEYS[0], np.ones(()), a, b)
@@ -234,7 +237,7 @@ def test_shares_are_found_from_the_weights():
         assert_close(mlp_shares(blended, (a, b, c)), np.array([three] * 2), roundings=64)
 
 
-def test_the_share_of_a_random_mixture_is_about_its_mean():
+def test_repair_share_of_random_mixture_is_near_mean():
     a, b = (
         {"w": random_arrays(Shape((300, 100), jnp.float32), i), "v": random_arrays(Shape((100, 2), jnp.float32))}
         for i in (1, 2)
@@ -242,7 +245,7 @@ def test_the_share_of_a_random_mixture_is_about_its_mean():
     apply = lambda params, x: jnp.tanh(x @ params["w"]) @ params["v"]  # noqa: E731
     x = np.ones((2, 300), np.float32)
     spec = derive_spec(apply, a, x)
-    squares = (b["w"] - a["w"]) ** 2  # by which the shares of single weights are weighted
+    squares = (b["w"] - a["w"]) ** 2  # the weight of each weight's share
     for distribution, parameter, mean, std in ((uniform, 0.5, 0.5, 12**-0.5), (bernoulli, 0.2, 0.2, 0.4)):
         mixed = mix(distribution)(KEYS[0], np.array(parameter), a, b)
         tolerance = 5 * std * np.linalg.norm(squares) / squares.sum()
@@ -251,7 +254,7 @@ def test_the_share_of_a_random_mixture_is_about_its_mean():
         )
 
 
-def test_equal_networks_have_shares():
+def test_repair_finds_shares_of_equal_networks():
     _, (a, b), _, _ = problem()
     assert mlp_shares(a, (a, a)).tolist() == [[1, 0]] * 2
     of_three = mlp_shares(combine(a, b, 0.6), (a, b, b))
@@ -260,9 +263,9 @@ def test_equal_networks_have_shares():
     assert mlp_shares(a, (a,)).tolist() == [[1]] * 2
 
 
-def test_constant_units_are_only_shifted():
+def test_repair_only_shifts_constant_units():
     spec, (a, b), x, y = problem()
-    # A's first unit is constant, and in the middle of A and B the second one is.
+    # A's first unit is constant, and so is the midpoint's second unit.
     a["w1"][:, 0], a["w1"][:, 1], b["w1"][:, 1] = 0, 1, -1
     repair = repaired(mlp, (a, b), x, mix(linear), spec=spec)
     network = draw_one(repair, 0.5)
@@ -270,18 +273,18 @@ def test_constant_units_are_only_shifted():
     assert scale[1] == 1
     goal = np.mean([x.sum(1).mean() + a["b1"][1], -x.sum(1).mean() + b["b1"][1]])
     assert_close(shift[1] + network.params["b1"][1], goal, roundings=16, scale=np.abs(x).sum(1).max())
-    metrics = evaluate(*repair, jnp.linspace(-1, 2, 5), KEYS, x, y)
+    metrics = evaluate_repaired(repair, x, y, jnp.linspace(-1, 2, 5), KEYS)
     assert np.isfinite(metrics.loss).all()
 
 
-def test_a_network_without_hidden_units_stays_as_it_is():
+def test_repair_keeps_network_without_hidden_units():
     _, networks, x, _ = problem()
     apply = lambda params, x: x @ params["w1"]  # noqa: E731
-    repair = repaired(derive_spec(apply, networks[0], x), apply, mix(linear), networks, x)
+    repair = repaired(apply, networks, x, mix(linear), spec=derive_spec(apply, networks[0], x))
     assert_close(jax.jit(repair.apply)(draw_one(repair, 0.5), x), x @ combine(*networks, 0.5)["w1"], roundings=16)
 
 
-def test_networks_in_two_dtypes_and_inputs_in_a_tree_are_repaired_as_in_one():
+def test_repair_of_mixed_dtypes_and_tree_inputs():
     def fn(params, x):
         return mlp(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params), x["image"])
 
@@ -292,11 +295,11 @@ def test_networks_in_two_dtypes_and_inputs_in_a_tree_are_repaired_as_in_one():
     for other in (halves, same):
         repair = repaired(fn, (a, other), {"image": x}, mix(linear), spec=spec)
         parameters = np.linspace(0, 1, 2, dtype=np.float32)
-        found.append(evaluate(*repair, parameters, KEYS[:2], {"image": x}, y).loss)
+        found.append(evaluate_repaired(repair, {"image": x}, y, parameters, KEYS[:2]).loss)
     assert_close(found[0], found[1], roundings=ROUNDINGS)
 
 
-def test_networks_whose_layers_are_computed_in_another_order_are_refused():
+def test_repair_rejects_layers_in_another_order():
     def fn(params, x):
         first = lambda: jnp.tanh(x @ params["w1"].astype(jnp.float32))  # noqa: E731
         second = lambda: jnp.cos(x @ params["w2"].astype(jnp.float32))  # noqa: E731

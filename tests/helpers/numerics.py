@@ -11,9 +11,9 @@ EPS = float(np.finfo(np.float32).eps)
 
 
 def assert_close(actual: Any, expected: Any, *, roundings: float, scale: float | None = None) -> None:
-    """Fails unless two trees of arrays are equal up to `roundings` float32 rounding errors of a number of size `scale`.
+    """Fail unless two trees of arrays are equal up to `roundings` float32 rounding errors of a number of size `scale`.
 
-    The default scale of a leaf is its largest expected number. Give one where numbers cancel: rounding errors of
+    The default scale of a leaf is its largest expected number. Pass one where numbers cancel: rounding errors of
     1000.1 − 1000 have the scale of 1000, not that of 0.1.
     """
 
@@ -25,22 +25,27 @@ def assert_close(actual: Any, expected: Any, *, roundings: float, scale: float |
 
 
 def assert_equal(actual: Any, expected: Any) -> None:
-    """Fails unless two trees of arrays are the same bit by bit."""
-    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+    """Fail unless two trees of arrays are equal bit by bit."""
+
+    def bits(x: Any) -> Any:
+        is_key = isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return jax.random.key_data(x) if is_key else x
+
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(bits(x), bits(y)), actual, expected)
 
 
 def inner_product(a: Any, b: Any) -> float:
-    """The inner product of the floats of two trees, in double precision."""
+    """Return the inner product of the floats of two trees, in double precision."""
     return sum(float(np.vdot(x, y)) for x, y in zip(_floats(a), _floats(b), strict=True))
 
 
 def inner_product_scale(a: Any, b: Any) -> float:
-    """The largest inner product that trees of these norms can have: the scale of its rounding errors."""
+    """Return the largest inner product of trees with these norms: the scale of its rounding errors."""
     return float(np.sqrt(inner_product(a, a) * inner_product(b, b)))
 
 
 def assert_never_falls(values: Sequence[float], slack: float = 0.0) -> None:
-    """Fails if a number is smaller than the one before it, by more than `slack`."""
+    """Fail if a number is smaller than the one before it by more than `slack`."""
     assert all(later >= earlier - slack for earlier, later in itertools.pairwise(values)), values
 
 
