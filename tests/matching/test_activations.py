@@ -1,4 +1,4 @@
-"""Activation matching: planted permutations are found, scores are NumPy's, and batches and devices do not matter."""
+"""Activation matching: planted permutations are recovered, scores equal NumPy's, batches and devices do not matter."""
 
 import itertools
 
@@ -20,7 +20,7 @@ from mcomb.matching.weights import match_weights
 
 
 def add_noise(params, amount, seed=5):
-    """Parameters with noise of `amount` times each leaf's standard deviation."""
+    """Add noise of `amount` times each leaf's standard deviation."""
     rng = np.random.default_rng(seed)
 
     def add(leaf):
@@ -35,14 +35,14 @@ def apply_of(model):
 
 
 def check_recovered(spec, params, fn, inputs, **options):
-    """A planted permutation is found, up to the order of units that are dead."""
+    """Check that a planted permutation is recovered, up to the order of dead units."""
     planted = spec.random(jax.random.key(7))
     expected = spec.invert(planted)
     permuted = add_noise(spec.apply(planted, params), 1e-3)
     matching = match_activations(spec, params, permuted, fn, inputs, **options)
     undone = correlations(spec, params, spec.apply(expected, permuted), fn, inputs, **options)
     for name, values in undone.items():
-        alive = values > 0.2  # where a stream's unit is dead in some of its arrays, the mean is below 1
+        alive = values > 0.2  # the mean is below 1 for units that are dead in some arrays
         assert alive.mean() > 0.4
         np.testing.assert_array_equal(matching.perms[name][alive], expected[name][alive])
         np.testing.assert_array_equal(np.sort(matching.perms[name]), spec.identity()[name])
@@ -54,7 +54,7 @@ OTHERS = ("scanned transformer", "decoder with tied embeddings", "mixer")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_planted_permutation_of_all_kinds_of_units_is_recovered(name):
+def test_activations_recover_all_kinds_of_units(name):
     with jax.numpy_rank_promotion("allow"):
         case = CASES[name]()
         spec = derive_spec(case.fn, case.params, case.input)
@@ -62,25 +62,25 @@ def test_a_planted_permutation_of_all_kinds_of_units_is_recovered(name):
         check_recovered(spec, random_arrays(case.params), case.fn, inputs, batch_size=16)
 
 
-def test_a_planted_permutation_of_our_networks_is_recovered(network):
+def test_activations_recover_units_of_lab_networks(network):
     setup, model, params, images = network
     inputs = np.random.default_rng(0).random((40, *setup.dataset.image), np.float32)
     check_recovered(spec_of(model, params, images), params, apply_of(model), inputs)
 
 
-def test_a_spec_written_by_hand_is_matched_too():
+def test_activations_take_handwritten_spec():
     inputs = np.random.default_rng(0).random((40, 8, 8, 1), np.float32)
     params = random_arrays(jax.eval_shape(MLP(1, 10).init, jax.random.key(0), inputs)["params"])
     check_recovered(mlp_spec(params), params, apply_of(MLP(1, 10)), inputs)
 
 
 def planted(spec, params):
-    """A network with its units in another order, and the order in which they are in place again."""
+    """Return a network with permuted units, and the permutation that undoes it."""
     order = spec.random(jax.random.key(7))
     return add_noise(spec.apply(order, params), 1e-3), spec.invert(order)
 
 
-def test_units_that_are_seen_nowhere_are_matched_by_weights_and_named():
+def test_activations_leave_unseen_units_to_weights():
     def fn(params, x):
         x = x @ (params["u"] @ params["v"])
         return jax.lax.cond(x.sum() > 0, lambda x: jnp.tanh(x @ params["w"]) @ params["out"], lambda x: x[..., :2], x)
@@ -97,7 +97,7 @@ def test_units_that_are_seen_nowhere_are_matched_by_weights_and_named():
     assert not correlations(spec, params, permuted, fn, x)["w"].any()
 
 
-def test_weights_decide_between_units_that_activations_do_not_tell_apart():
+def test_activations_break_ties_by_weights():
     def fn(params, x):
         hidden = jnp.tanh(x @ params["in"])[:, :1] @ params["multiples"]  # of one another
         dead = jax.nn.relu(hidden @ params["up"] - 100) + params["constants"].reshape(1, -1)
@@ -115,8 +115,8 @@ def test_weights_decide_between_units_that_activations_do_not_tell_apart():
     assert_equal(matching.perms, expected)
 
 
-def test_positions_are_no_activations():
-    """What is the largest is a number that changes when the codes are permuted, which says nothing of the units."""
+def test_activations_exclude_argmax_positions():
+    """An argmax changes when the codes are permuted, so its values say nothing about the units."""
 
     def fn(params, x):
         largest = jnp.argmax(jnp.einsum("nd,due->nue", x, params["a"]), -1)
@@ -129,7 +129,7 @@ def test_positions_are_no_activations():
     assert_equal(match_activations(spec, params, permuted, fn, x).perms, expected)
 
 
-def test_units_inside_a_while_loop_are_matched_by_weights_and_named():
+def test_activations_leave_while_loops_to_weights():
     def fn(params, x):
         step = lambda carry: (carry[0] + 1, carry[1] + jnp.tanh(carry[1] @ params["up"]) @ params["down"])  # noqa: E731
         return jax.lax.while_loop(lambda carry: carry[0] < 2, step, (0, x))[1]
@@ -143,8 +143,8 @@ def test_units_inside_a_while_loop_are_matched_by_weights_and_named():
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_units_of_rows_that_are_sorted_by_expert_are_matched_by_weights_and_named(flat):
-    """Of two networks these are different rows, unless both choose alike, and the rows of each in another order."""
+def test_activations_leave_sorted_experts_to_weights(flat):
+    """The two networks sort rows differently, unless both choose the same experts."""
     rng = np.random.default_rng(0)
     params = {"router": (4, 3), "in": (3, 4, 6), "out": (3, 6, 6), "last": (6, 2)}
     params = {name: np.float32(rng.normal(size=shape)) for name, shape in params.items()}
@@ -170,8 +170,8 @@ def test_units_of_rows_that_are_sorted_by_expert_are_matched_by_weights_and_name
     assert_equal(matching.perms, expected)
 
 
-def test_units_that_do_not_vary_over_single_examples_are_matched_by_weights_and_named():
-    """There is only one, or each is compared with the others of a batch, of which it is the only one."""
+def test_activations_leave_constant_units_to_weights():
+    """There is only one example, or each example is normalised over a batch of one."""
 
     def fn(params, x):
         hidden = jnp.tanh(x @ params["one"])
@@ -187,8 +187,8 @@ def test_units_that_do_not_vary_over_single_examples_are_matched_by_weights_and_
         assert_equal(matching.perms, match_weights(spec, params, permuted).perms)
 
 
-def test_weights_decide_nothing_that_activations_tell():
-    """Two units swapped, all the weights of the next layer swapped back: for correlations that is no reason."""
+def test_activations_prevail_over_weights():
+    """Two units are swapped but their outgoing weights are not, which correlations ignore."""
     spec, a, _, inputs, _ = layers()
     a["bias"] += 3  # alive
     order = np.array([1, 0, 2, 3, 4])
@@ -197,7 +197,7 @@ def test_weights_decide_nothing_that_activations_tell():
     assert match_activations(spec, a, b, layer, inputs).perms["P"].tolist() == order.tolist()
 
 
-def test_layers_of_a_stack_are_matched_in_one_order():
+def test_activations_match_layers_of_a_stack_in_one_order():
     def fn(params, x):
         x = x @ params["in"]
         for i in range(3):
@@ -214,7 +214,7 @@ def test_layers_of_a_stack_are_matched_in_one_order():
 
 
 def deep(params, x):
-    """Two hidden layers, and the gradient of them with respect to the inputs as forces have it."""
+    """Return two hidden layers and their gradient with respect to the inputs, as forces are."""
 
     def energy(x):
         return (jnp.tanh(jnp.tanh(x @ params["one"]) @ params["two"]) @ params["three"]).sum()
@@ -226,14 +226,14 @@ DEEP = {"one": Shape((3, 6), jnp.float32), "two": Shape((6, 7), jnp.float32), "t
 
 
 @pytest.mark.parametrize("fn", [deep, lambda params, x: jax.jvp(lambda x: deep(params, x), (x,), (x,))[1]])
-def test_functions_with_derivatives_inside_are_matched(fn):
+def test_activations_of_functions_with_gradients(fn):
     params, x = random_arrays(DEEP), np.random.default_rng(0).standard_normal((40, 3), np.float32)
     spec = derive_spec(fn, params, x)
     permuted, expected = planted(spec, params)
     assert_equal(match_activations(spec, params, permuted, fn, x).perms, expected)
 
 
-def test_networks_in_two_dtypes_are_matched():
+def test_activations_of_networks_in_two_dtypes():
     def fn(params, x):
         hidden = jnp.tanh(x @ params["one"].astype(jnp.float32))
         return jnp.tanh(hidden.astype(params["two"].dtype) @ params["two"]) @ params["three"]
@@ -246,7 +246,7 @@ def test_networks_in_two_dtypes_are_matched():
     assert_equal(match_activations(spec, halves, params, fn, x).perms, spec.invert(expected))
 
 
-def test_a_network_whose_dtype_makes_it_another_program_is_refused():
+def test_activations_reject_dtype_that_changes_program():
     def fn(params, x):
         hidden = jnp.tanh(x @ params["one"])
         return hidden @ params["two"] if hidden.dtype == jnp.float32 else hidden.sum(-1, keepdims=True) * params["two"]
@@ -263,7 +263,7 @@ def test_a_network_whose_dtype_makes_it_another_program_is_refused():
         match_activations(spec, params, halves, twice, both)
 
 
-def test_a_network_whose_dtype_changes_the_order_of_what_it_computes_is_refused():
+def test_activations_reject_dtype_that_changes_order():
     def fn(params, x):
         hidden = x @ params["one"].astype(jnp.float32)
         parts = [lambda: jnp.tanh(hidden) @ params["two"], lambda: jnp.cos(hidden) @ params["three"]]
@@ -278,7 +278,7 @@ def test_a_network_whose_dtype_changes_the_order_of_what_it_computes_is_refused(
         match_activations(derive_spec(fn, params, x), params, halves, fn, x)
 
 
-def test_inputs_may_be_a_tree():
+def test_activations_of_tree_inputs():
     def fn(params, x):
         return jnp.tanh(x["image"] @ params["one"] + x["more"][0][:, None]) @ params["two"] @ params["three"]
 
@@ -293,7 +293,7 @@ def test_inputs_may_be_a_tree():
 
 
 def between_shards(params, x, *names):
-    """Two hidden layers, the first of them after a shard_map and the second inside another."""
+    """Compute two hidden layers: the first after a shard_map, the second inside another."""
     mesh, by = Mesh(np.array(jax.devices()), "device"), P(*names)
     last = jax.shard_map(
         lambda x, two, three: jnp.tanh(x @ two) @ three, mesh=mesh, in_specs=(by, P(), P()), out_specs=by
@@ -302,7 +302,7 @@ def between_shards(params, x, *names):
     return last(jnp.tanh(doubled @ params["one"]), params["two"], params["three"])
 
 
-def test_a_function_may_have_a_shard_map_inside():
+def test_activations_of_function_with_shard_map_inside():
     params, x = random_arrays(DEEP), np.random.default_rng(0).standard_normal((40, 3), np.float32)
     spec = derive_spec(between_shards, params, x)
     permuted, expected = planted(spec, params)
@@ -310,7 +310,7 @@ def test_a_function_may_have_a_shard_map_inside():
         assert_equal(match_activations(spec, params, permuted, between_shards, x).perms, expected)
 
 
-def test_its_axis_may_have_any_name():
+def test_activations_of_shard_map_with_any_axis_name():
     def fn(params, x):
         def inner(x, one):
             hidden = jnp.tanh(x @ one)
@@ -326,7 +326,7 @@ def test_its_axis_may_have_any_name():
     assert_equal(match_activations(spec, params, permuted, fn, x).perms["two"], expected["two"])
 
 
-def test_a_shard_map_that_needs_many_examples_is_refused():
+def test_activations_reject_shard_map_of_many_examples():
     def fn(params, x):
         return between_shards(params, x, "device")
 
@@ -347,7 +347,7 @@ AXES = {"in": (None, "P"), "bias": ("P",), "out": ("P", None)}
 
 
 def layers(units=5, rows=37):
-    """Two networks of one hidden layer, their spec, some inputs, and their hidden units in double precision."""
+    """Return two networks of one hidden layer, their spec, inputs, and their hidden units in float64."""
     shapes = {"in": (3, units), "bias": (units,), "out": (units, 2)}
     a, b = (random_arrays({name: Shape(shape, jnp.float32) for name, shape in shapes.items()}, seed) for seed in (0, 1))
     inputs = np.random.default_rng(0).standard_normal((rows, 3), np.float32)
@@ -359,7 +359,7 @@ def layers(units=5, rows=37):
 
 
 def all_correlations(spec, a, b, inputs, batch_size):
-    """The correlations of all units with all units, from those of equal units for each shift."""
+    """Return the correlations of all pairs of units, from those of equal units for each shift."""
     units = np.arange(spec.sizes["P"])
     matrix = np.zeros((len(units), len(units)))
     for shift in units:
@@ -370,7 +370,7 @@ def all_correlations(spec, a, b, inputs, batch_size):
 
 
 @pytest.mark.parametrize("batch_size", [1, 5, 200])
-def test_streamed_correlations_are_those_of_numpy_all_at_once(batch_size):
+def test_activations_correlations_equal_numpy(batch_size):
     spec, a, b, inputs, hidden = layers()
     for params in (a, b):
         params["bias"] += 3  # alive
@@ -378,7 +378,7 @@ def test_streamed_correlations_are_those_of_numpy_all_at_once(batch_size):
     assert_close(all_correlations(spec, a, b, inputs, batch_size), expected, roundings=64, scale=1)
 
 
-def test_streamed_variances_are_those_of_numpy_all_at_once():
+def test_activations_variances_equal_numpy():
     spec, a, _, inputs, hidden = layers()
     a["bias"][1] = -1000  # dead
     expected = hidden(a).var(0)
@@ -386,7 +386,7 @@ def test_streamed_variances_are_those_of_numpy_all_at_once():
     assert expected[1] == 0
 
 
-def test_a_large_mean_costs_no_precision_and_dead_units_correlate_with_nothing():
+def test_activations_of_large_means_and_dead_units():
     spec, a, b, inputs, hidden = layers(rows=301)
     for params in (a, b):
         params["bias"] += 1000
@@ -403,7 +403,7 @@ def test_a_large_mean_costs_no_precision_and_dead_units_correlate_with_nothing()
 
 
 @pytest.mark.parametrize("inner_products", [False, True])
-def test_one_hidden_layer_is_matched_optimally(inner_products):
+def test_activations_match_one_hidden_layer_optimally(inner_products):
     spec, a, b, inputs, hidden = layers()
     products = hidden(a).T @ hidden(b) if inner_products else np.corrcoef(hidden(a).T, hidden(b).T)[:5, 5:]
     best = max(itertools.permutations(range(5)), key=lambda order: np.nan_to_num(products)[range(5), order].sum())
@@ -415,7 +415,7 @@ def test_one_hidden_layer_is_matched_optimally(inner_products):
 
 
 @pytest.mark.slow
-def test_one_device_gives_what_all_do(request):
+def test_activations_one_device_equals_all(request):
     case = CASES["grouped convolution"]()
     a, b = random_arrays(case.params, 0), random_arrays(case.params, 1)
     inputs = random_arrays(Shape((7, *case.input.shape[1:]), case.input.dtype))
@@ -428,7 +428,7 @@ def test_one_device_gives_what_all_do(request):
     assert {name: values.shape for name, values in one.items()} == {name: spec.shape(name) for name in spec.sizes}
 
 
-def test_arguments_are_left_alone_and_equal_specs_are_compiled_for_once():
+def test_activations_are_pure_and_compile_once():
     spec, a, b, inputs, _ = layers()
     before = jax.tree.map(np.copy, (a, b, inputs))
     first = match_activations(spec, a, b, layer, inputs)
@@ -440,7 +440,7 @@ def test_arguments_are_left_alone_and_equal_specs_are_compiled_for_once():
     assert first.trace == again.trace
 
 
-def test_what_cannot_be_matched_is_refused():
+def test_activations_reject_misfits_and_nan():
     spec, a, b, inputs, _ = layers()
     with pytest.raises(UserError, match=r"bias is \(5,\) in A and \(6,\) in B"):
         match_activations(spec, a, b | {"bias": np.zeros(6, np.float32)}, layer, inputs)

@@ -11,7 +11,7 @@ from zoo import CASES, random_arrays
 from mcomb import PermutationSpec, derive_spec
 from mcomb.errors import UserError
 from mcomb.matching import many
-from mcomb.matching.many import Alignment, align_many
+from mcomb.matching.many import MultiAlignment, align_many
 from mcomb.matching.weights import match_weights
 
 
@@ -23,8 +23,13 @@ def spec_and_params(family):
         return derive_spec(case.fn, params, case.input), params
 
 
+def align_networks(spec, networks, **options):
+    """Align networks with a given spec, which makes the function and the inputs irrelevant."""
+    return align_many(lambda params, x: x, networks, np.zeros(1), spec=spec, **options)
+
+
 def noisy_copies(family, count, amount):
-    """A spec, copies of one network with noise and with their units in random orders, and these orders."""
+    """Return a spec, noisy copies of one network with their units in random orders, and these orders."""
     spec, params = spec_and_params(family)
 
     def add_noise(leaf, rng):
@@ -42,7 +47,7 @@ def noisy_copies(family, count, amount):
 
 
 def unrelated_networks(family, count):
-    """A spec and networks of which hardly anything but noise is left."""
+    """Return a spec and networks that are almost only noise."""
     spec, networks, _ = noisy_copies(family, count, 10.0)
     return spec, networks
 
@@ -52,29 +57,31 @@ def unrelated_networks(family, count):
     "family",
     ["grouped convolution", *(pytest.param(name, marks=pytest.mark.slow) for name in ("scanned transformer", "NNX"))],
 )
-def test_noisy_copies_are_brought_into_one_order(family, reference):
+def test_align_many_recovers_orders_of_noisy_copies(family, reference):
     spec, networks, planted = noisy_copies(family, 4, 0.3)
-    alignment = align_many(spec, networks, reference=reference)
+    alignment = align_networks(spec, networks, reference=reference)
     for i, j in itertools.permutations(range(4), 2):
         assert_equal(alignment.between(i, j), spec.compose(planted[i], spec.invert(planted[j])))
+    for found, perms, network in zip(alignment.params, alignment.perms, networks, strict=True):
+        assert_equal(found, spec.apply(perms, network))
     if reference is not None:
         assert_equal(alignment.perms[reference], spec.identity())
 
 
 @pytest.mark.parametrize("reference", [1, None])
 @pytest.mark.parametrize("family", [pytest.param("scanned transformer", marks=pytest.mark.slow), "grouped convolution"])
-def test_permutations_between_networks_are_transitive(family, reference):
-    """Also for networks that do not fit, and for permutations that are nested in others."""
+def test_align_many_permutations_are_transitive(family, reference):
+    """The networks have nothing in common, and some permutations are nested in others."""
     spec, networks = unrelated_networks(family, 3)
-    alignment = align_many(spec, networks, reference=reference)
+    alignment = align_networks(spec, networks, reference=reference)
     for i, j, k in itertools.product(range(3), repeat=3):
         assert_equal(spec.compose(alignment.between(i, j), alignment.between(j, k)), alignment.between(i, k))
         assert_equal(alignment.between(i, i), spec.identity())
 
 
-def test_with_a_reference_each_network_is_matched_to_it():
+def test_align_many_matches_each_network_to_reference():
     spec, networks = unrelated_networks("VGG", 3)
-    alignment = align_many(spec, networks, reference=1, seed=3)
+    alignment = align_networks(spec, networks, reference=1, seed=3)
     for i in (0, 2):
         assert_equal(alignment.perms[i], match_weights(spec, networks[1], networks[i], seed=3).perms)
 
@@ -83,9 +90,9 @@ def test_with_a_reference_each_network_is_matched_to_it():
     "family",
     ["grouped convolution", *(pytest.param(name, marks=pytest.mark.slow) for name in ("scanned transformer", "VGG"))],
 )
-def test_the_barycentre_never_gets_worse_and_ends_where_no_network_can_be_matched_better(family):
+def test_align_many_ends_at_local_optimum(family):
     spec, networks = unrelated_networks(family, 4)
-    alignment = align_many(spec, networks, reference=None)
+    alignment = align_networks(spec, networks, reference=None)
     assert_never_falls(alignment.trace)
 
     def objective(networks):
@@ -101,7 +108,7 @@ def test_the_barycentre_never_gets_worse_and_ends_where_no_network_can_be_matche
         assert matching.objective - matching.trace[0] <= many.TOLERANCE * alignment.objective + 16 * EPS * scale
 
 
-def test_each_matching_starts_from_the_networks_current_permutations(monkeypatch):
+def test_align_many_starts_from_current_permutations(monkeypatch):
     starts = []
 
     def record(*args, start, **options):
@@ -110,7 +117,7 @@ def test_each_matching_starts_from_the_networks_current_permutations(monkeypatch
 
     monkeypatch.setattr(many, "match_weights", record)
     spec, networks = unrelated_networks("VGG", 3)
-    alignment = align_many(spec, networks, reference=None)
+    alignment = align_networks(spec, networks, reference=None)
     assert len(starts) == 3 * len(alignment.trace) - 1 > 3
     for start in starts[:2]:  # the first round does not match the network that it visits first
         assert_equal(start, spec.identity())
@@ -118,7 +125,7 @@ def test_each_matching_starts_from_the_networks_current_permutations(monkeypatch
     assert last == {tuple(np.concatenate(list(perms.values())).tolist()) for perms in alignment.perms}
 
 
-def test_the_first_round_matches_each_network_to_those_before_it_only(monkeypatch):
+def test_align_many_first_round_uses_earlier_networks(monkeypatch):
     calls = []
 
     def record(spec, target, network, **options):
@@ -128,16 +135,16 @@ def test_the_first_round_matches_each_network_to_those_before_it_only(monkeypatc
 
     monkeypatch.setattr(many, "match_weights", record)
     spec, networks = unrelated_networks("VGG", 3)
-    align_many(spec, networks, reference=None)
+    align_networks(spec, networks, reference=None)
     (first, _, aligned), (second, *_) = calls[:2]
     assert any(jax.tree.all(jax.tree.map(np.array_equal, first, network)) for network in networks)
     assert_equal(second, jax.tree.map(np.add, first, aligned))
 
 
-def test_arguments_are_left_alone_and_equal_seeds_give_equal_results():
+def test_align_many_is_deterministic_and_pure():
     spec, networks = unrelated_networks("VGG", 3)
     before = jax.tree.map(np.copy, networks)
-    first, again = (align_many(spec, networks, reference=None, seed=2) for _ in range(2))
+    first, again = (align_networks(spec, networks, reference=None, seed=2) for _ in range(2))
     assert_equal(networks, before)
     assert_equal(first.perms, again.perms)
     assert first.trace == again.trace
@@ -146,14 +153,24 @@ def test_arguments_are_left_alone_and_equal_seeds_give_equal_results():
 @pytest.mark.parametrize(
     ("count", "reference", "words"), [(1, 0, "1 networks"), (3, 3, "no network 3 among 3"), (3, -1, "from 0 to 2")]
 )
-def test_what_cannot_be_aligned_is_refused(count, reference, words):
+def test_align_many_rejects_misuse(count, reference, words):
     spec, networks = unrelated_networks("VGG", 3)
     with pytest.raises(UserError, match=words):
-        align_many(spec, networks[:count], reference=reference)
+        align_networks(spec, networks[:count], reference=reference)
 
 
 @pytest.mark.parametrize("pair", [(0, 9), (-1, 0), (2, 2)])
-def test_there_is_nothing_between_networks_that_are_not_there(pair):
-    found = Alignment(PermutationSpec({}, {}), ({}, {}), 0.0, (0.0,))
+def test_align_many_between_rejects_unknown_networks(pair):
+    found = MultiAlignment(({}, {}), ({}, {}), PermutationSpec({}, {}), 0.0, (0.0,))
     with pytest.raises(UserError, match=r"there is no network .* among 2: give an index from 0 to 1"):
         found.between(*pair)
+
+
+def test_align_many_derives_spec_by_default():
+    case = CASES["VGG"]()
+    spec, networks = unrelated_networks("VGG", 2)
+    found = align_many(case.fn, networks, case.input)
+    assert found.spec == spec
+    expected = align_networks(spec, networks)
+    assert_equal((found.params, found.perms), (expected.params, expected.perms))
+    assert repr(found) == f"MultiAlignment(2 networks, sum of inner products {found.objective:.4g})"

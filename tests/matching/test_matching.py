@@ -26,7 +26,7 @@ def weights(seed, dtype=np.float32):
     }
 
 
-def test_parts_have_one_permutation_or_none_on_each_axis():
+def test_weight_parts_have_at_most_one_permutation_per_axis():
     a, b = weights(0), weights(1)
     fused, *joined, scalar = weight_parts(SPEC, a, b)
     assert fused.labels == ("P", 2, "Q")
@@ -38,7 +38,7 @@ def test_parts_have_one_permutation_or_none_on_each_axis():
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize("permuted", [False, True])
-def test_the_objective_is_the_inner_product_in_single_precision(dtype, permuted):
+def test_objective_is_inner_product_in_float32(dtype, permuted):
     a, b = weights(0, dtype), weights(1, dtype)
     perms = SPEC.random(jax.random.key(0)) if permuted else None
     expected = inner_product(a, SPEC.apply(perms, b) if permuted else b)
@@ -47,7 +47,7 @@ def test_the_objective_is_the_inner_product_in_single_precision(dtype, permuted)
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 3))
-def test_each_assignment_problem_of_a_batch_is_solved(seed, batch):
+def test_solve_assignment_solves_each_of_batch(seed, batch):
     scores = np.random.default_rng(seed).standard_normal((batch, 2, 4, 4))
     found = solve_assignment(scores)
     for index in np.ndindex(batch, 2):
@@ -58,7 +58,7 @@ def test_each_assignment_problem_of_a_batch_is_solved(seed, batch):
 
 
 def random_scores(rng, kind, n):
-    """Scores without structure, with ties, all equal, on which solvers take long, or of very different sizes."""
+    """Return scores that are random, tied, equal, hard for solvers, or of very different sizes."""
     normal = rng.standard_normal((n, n))
     scores = {
         "normal": normal,
@@ -75,8 +75,8 @@ KINDS = st.sampled_from(["normal", "ties", "equal", "products", "range"])
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(KINDS, min_size=1, max_size=5), st.integers(1, 40), st.integers(0, 2**32), st.floats(0, 100))
-def test_prices_change_no_optimum_however_scores_change(kinds, n, seed, first_price):
-    """A sequence of problems, each from the prices of the one before, has the optima that scipy finds from nothing."""
+def test_solve_assignment_prices_change_no_optimum(kinds, n, seed, first_price):
+    """Problems that start from the previous prices have the optima that scipy finds without prices."""
     rng = np.random.default_rng(seed)
     prices = first_price * rng.standard_normal(n)
     for kind in kinds:
@@ -91,7 +91,7 @@ def test_prices_change_no_optimum_however_scores_change(kinds, n, seed, first_pr
         assert np.isfinite(prices).all()
 
 
-def test_at_fair_prices_fewer_rows_would_rather_have_another_column():
+def test_fair_prices_leave_fewer_rows_dissatisfied():
     scores = np.random.default_rng(0).standard_normal((60, 60)).astype(np.float32)
     assigned = solve_assignment(scores)
 

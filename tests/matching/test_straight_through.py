@@ -10,7 +10,7 @@ from numerics import assert_close, assert_equal, inner_product, inner_product_sc
 
 from mcomb import combine, derive_spec, score
 from mcomb.errors import Diverged, UserError
-from mcomb.evaluation.objectives import classify
+from mcomb.evaluation.objectives import cross_entropy
 from mcomb.keys import stream
 from mcomb.matching import straight_through
 from mcomb.matching.straight_through import match_straight_through
@@ -31,11 +31,12 @@ def mlp(params, images):
 
 def training_loss(params, rows, data, key):
     images, labels = data
-    return jnp.mean(classify(mlp(params, images[rows]), labels[rows]).loss, where=rows >= 0), None
+    losses, _ = jax.vmap(cross_entropy)(mlp(params, images[rows]), labels[rows])
+    return jnp.mean(losses, where=rows >= 0), None
 
 
 def train(seed, data, epochs):
-    """A network of 64, 16, 16 and 10 units after so many epochs."""
+    """Train a network of 64, 16, 16 and 10 units."""
     rng = np.random.default_rng(seed)
     shapes = {"w1": (64, 16), "b1": (16,), "w2": (16, 16), "b2": (16,), "w3": (16, 10)}
     params = {name: rng.standard_normal(s, np.float32) * np.float32(s[0] ** -0.5) for name, s in shapes.items()}
@@ -46,7 +47,7 @@ def train(seed, data, epochs):
 
 @pytest.fixture(scope="module")
 def pair(digits):
-    """What the matcher takes: a spec, two networks that are not trained to the end, their function, and the data."""
+    """Return the matcher's arguments: spec, two networks that are not fully trained, function, inputs, labels."""
     a, b = (train(seed, digits.train, epochs=10) for seed in (0, 1))
     return derive_spec(mlp, a, digits.train.images[:1]), a, b, mlp, *digits.train
 
@@ -57,12 +58,12 @@ def found(pair):
 
 
 def held_out_loss(pair, perms):
-    """The loss of the midpoint on the last tenth of the data."""
+    """Return the loss of the midpoint on the last tenth of the data."""
     spec, a, b, apply, images, labels = pair
     return score(apply, combine(a, spec.apply(perms, b), 0.5), images[-140:], labels[-140:]).loss
 
 
-def test_it_is_better_than_weight_matching_on_held_out_data(pair, found):
+def test_straight_through_beats_weights_on_held_out_data(pair, found):
     spec, a, b, *_ = pair
     plain = match_weights(spec, a, b)
     assert_close(found.losses[0], held_out_loss(pair, plain.perms), roundings=16)
@@ -70,7 +71,7 @@ def test_it_is_better_than_weight_matching_on_held_out_data(pair, found):
     assert min(found.losses) < 0.9 * found.losses[0]
 
 
-def test_the_objective_is_the_inner_product_as_in_weight_matching(pair, found):
+def test_straight_through_objective_is_inner_product(pair, found):
     spec, a, b, *_ = pair
     aligned, scale = spec.apply(found.perms, b), inner_product_scale(a, b)
     assert_close(found.objective, inner_product(a, aligned), roundings=16, scale=scale)
@@ -79,18 +80,18 @@ def test_the_objective_is_the_inner_product_as_in_weight_matching(pair, found):
     assert found.objective == found.trace[np.argmin(found.losses)]
 
 
-def test_leaves_that_are_not_floats_are_refused(pair):
+def test_straight_through_rejects_leaves_without_floats(pair):
     spec, a, b, *rest = pair
     with pytest.raises(UserError, match="count is no float"):
         match_straight_through(spec, a | {"count": np.int32(1)}, b, *rest)
 
 
-def test_no_steps_are_weight_matching(pair):
+def test_straight_through_of_no_steps_is_weight_matching(pair):
     spec, a, b, *_ = pair
     assert_equal(match_straight_through(*pair, steps=0).perms, match_weights(spec, a, b).perms)
 
 
-def test_arguments_are_left_alone_and_equal_seeds_give_equal_results(pair, found):
+def test_straight_through_is_deterministic_and_pure(pair, found):
     before = jax.tree.map(np.copy, pair[1:3])
     on_device = jax.device_put(pair[1:3])
     again = match_straight_through(pair[0], *on_device, *pair[3:], **OPTIONS)
@@ -100,7 +101,7 @@ def test_arguments_are_left_alone_and_equal_seeds_give_equal_results(pair, found
     assert match_straight_through(*pair, **OPTIONS, seed=1).losses != found.losses
 
 
-def test_held_out_labels_choose_the_result_but_do_not_train(pair, found):
+def test_straight_through_does_not_train_on_held_out(pair, found):
     *networks, labels = pair
     wrong = np.concatenate([labels[:-140], (labels[-140:] + 1) % 10])
     other = match_straight_through(*networks, wrong, **OPTIONS)
@@ -108,7 +109,7 @@ def test_held_out_labels_choose_the_result_but_do_not_train(pair, found):
     assert other.losses != found.losses
 
 
-def test_held_out_data_is_evaluated_only_when_a_permutation_has_changed(pair, found, monkeypatch):
+def test_straight_through_evaluates_only_changed_matchings(pair, found, monkeypatch):
     calls = []
     monkeypatch.setattr(
         straight_through, "score", lambda *args, **options: calls.append(args) or score(*args, **options)
@@ -121,7 +122,7 @@ def test_held_out_data_is_evaluated_only_when_a_permutation_has_changed(pair, fo
 
 
 @pytest.mark.parametrize("falls", [True, False])
-def test_a_loss_that_still_falls_at_the_end_is_said(pair, monkeypatch, capsys, falls):
+def test_straight_through_says_when_loss_still_falls(pair, monkeypatch, capsys, falls):
     losses = iter([2.0, 1.0] if falls else [1.0, 2.0])
     monkeypatch.setattr(straight_through, "score", lambda *args, **options: SimpleNamespace(loss=next(losses)))
     found = match_straight_through(*pair, steps=1, learning_rate=1.0)
@@ -129,7 +130,7 @@ def test_a_loss_that_still_falls_at_the_end_is_said(pair, monkeypatch, capsys, f
     assert ("the held-out loss is lowest after step 1 of 1, and more steps" in capsys.readouterr().err) == falls
 
 
-def test_each_matching_starts_from_the_last_one(pair, monkeypatch):
+def test_straight_through_starts_from_last_matching(pair, monkeypatch):
     starts, ends = [], []
 
     def record(*args, start=None, **options):
@@ -146,8 +147,8 @@ def test_each_matching_starts_from_the_last_one(pair, monkeypatch):
 
 
 @pytest.mark.slow
-def test_one_device_finds_what_all_find(pair, request):
-    """Most numbers of devices do not divide a minibatch of seven, and its padding must count for nothing."""
+def test_straight_through_one_device_equals_all(pair, request):
+    """Most numbers of devices do not divide a minibatch of seven; its padding must not count."""
     on_all = match_straight_through(*pair, **OPTIONS, batch_size=7)
     request.getfixturevalue("one_device")
     on_one = match_straight_through(*pair, **OPTIONS, batch_size=7)
@@ -159,7 +160,7 @@ def test_one_device_finds_what_all_find(pair, request):
     ("part", "words"),
     [(slice(1200), "not a number in step 1"), (slice(1300, None), "not a number on the held-out data")],
 )
-def test_a_loss_that_is_not_finite_is_an_error(pair, part, words):
+def test_straight_through_raises_diverged(pair, part, words):
     *networks, images, labels = pair
     broken = images.astype(np.float32)
     broken[part] = np.nan
@@ -168,14 +169,14 @@ def test_a_loss_that_is_not_finite_is_an_error(pair, part, words):
 
 
 @pytest.mark.parametrize("count", [0, 1, 1399])
-def test_every_input_needs_a_label(pair, count):
+def test_straight_through_requires_label_for_each_input(pair, count):
     *networks, labels = pair
     with pytest.raises(UserError, match=f"the labels {count}"):
         match_straight_through(*networks, labels[:count])
 
 
-def test_weights_of_half_precision_are_learnt_in_single(pair, monkeypatch):
-    """Steps that bfloat16 rounds away are taken: a hundredth of a percent of the weights' norm."""
+def test_straight_through_learns_bfloat16_in_float32(pair, monkeypatch):
+    """Steps of a hundredth of a percent of the weights' norm, which bfloat16 would round away, have an effect."""
     spec, a, b, *rest = pair
     halves, seen = [jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), own) for own in (a, b)], []
 

@@ -22,7 +22,7 @@ from mcomb.matching.matching import weight_parts
 from mcomb.matching.weights import coordinate_descent, match_weights, visit_orders
 from mcomb.trees import named_leaves
 
-ROUNDINGS = 16  # of the largest possible inner product: what an objective may be off
+ROUNDINGS = 16  # of the largest possible inner product
 
 
 def add_noise(params, amount, seed=5):
@@ -32,13 +32,13 @@ def add_noise(params, amount, seed=5):
 
 @cache
 def cached_spec(model, shapes, image):
-    """The same spec for all tests of a model: deriving it takes longer than most of them."""
+    """Derive a spec once for all tests of a model, because it takes longer than most of them."""
     return spec_of(model, jax.tree.unflatten(*shapes), jax.ShapeDtypeStruct(image, np.float32))
 
 
 @pytest.fixture
 def problem(network):
-    """The spec and the weights of a network."""
+    """Return the spec and the weights of a network."""
     _, model, params, images = network
     leaves, tree = jax.tree.flatten(params)
     shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
@@ -49,7 +49,7 @@ def check_objective(objective, a, b):
     assert_close(objective, inner_product(a, b), roundings=ROUNDINGS, scale=inner_product_scale(a, b))
 
 
-def test_the_objective_is_the_inner_product_and_never_falls(problem):
+def test_weights_objective_is_inner_product_and_never_falls(problem):
     spec, a = problem
     b = add_noise(a, 3.0)
     matching = match_weights(spec, a, b)
@@ -59,7 +59,7 @@ def test_the_objective_is_the_inner_product_and_never_falls(problem):
     assert_never_falls(matching.trace)
 
 
-def test_arguments_are_left_alone_and_equal_seeds_give_equal_results(problem):
+def test_weights_is_deterministic_and_pure(problem):
     spec, a = problem
     b = add_noise(a, 3.0)
     before = jax.tree.map(np.copy, (a, b))
@@ -76,8 +76,8 @@ leaf_layouts = st.lists(st.sampled_from(LAYOUTS), min_size=1, max_size=3)
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(leaf_layouts, min_size=1, max_size=5), st.integers(0, 2**32), st.integers(0, 3))
-def test_the_end_is_a_local_optimum_of_every_permutation(leaves, weights, seed):
-    """Brute force over all values of one permutation, with the others held, finds nothing better."""
+def test_weights_ends_at_local_optimum(leaves, weights, seed):
+    """Brute force over one permutation, with the others fixed, finds nothing better."""
     spec = PermutationSpec({f"leaf{i}": tuple(layouts) for i, layouts in enumerate(leaves)}, SIZES)
     shapes = {name: [spec.length(axis) if axis else 2 for axis in layouts] for name, layouts in spec.axes.items()}
     rng = np.random.default_rng(weights)
@@ -96,7 +96,7 @@ def test_the_end_is_a_local_optimum_of_every_permutation(leaves, weights, seed):
 
 
 def check_every_sweep(spec, a, b):
-    """Descents that are stopped after no sweep, one sweep and so on: each ends higher than the one before."""
+    """Check that descents of more sweeps end higher."""
     parts, objectives = list(weight_parts(spec, a, b)), []
     for count in range(len(match_weights(spec, a, b).trace)):
         stopped = coordinate_descent(spec, parts, None, itertools.islice(visit_orders(list(spec.sizes), 0), count))
@@ -107,20 +107,20 @@ def check_every_sweep(spec, a, b):
     assert objectives[-1] > objectives[0]
 
 
-def test_every_sweep_raises_the_inner_product(problem):
+def test_weights_every_sweep_raises_objective(problem):
     spec, a = problem
     check_every_sweep(spec, a, add_noise(a, 5.0))
 
 
 @pytest.mark.parametrize("seed", [8, 9, 11, 13, 14, 21, 28, 37])  # nested permutations; the same one on two axes
-def test_every_sweep_raises_the_inner_product_for_random_programs(seed):
+def test_weights_every_sweep_raises_random_objective(seed):
     program = Program(seed, 8)
     a = program.params()
     spec = derive_spec(program, a, program.input)
     check_every_sweep(spec, a, add_noise(spec.apply(spec.random(jax.random.key(seed)), a), 1.0))
 
 
-def test_scalars_count_and_integers_do_not():
+def test_weights_count_scalars_but_not_integers():
     a = {"w": np.eye(4, dtype=np.float32), "temperature": np.float32(2), "count": np.int32(3)}
     spec = PermutationSpec.from_axes(a, {"w": (None, "P"), "temperature": (), "count": ()})
     b = spec.apply({"P": np.array([2, 0, 3, 1])}, a)
@@ -129,14 +129,14 @@ def test_scalars_count_and_integers_do_not():
     assert_equal(spec.apply(matching.perms, b), a)
 
 
-def test_no_restart_is_refused():
+def test_weights_rejects_no_restarts():
     a = {"w": np.eye(4)}
     with pytest.raises(UserError, match="restarts is 0: give a whole number"):
         match_weights(PermutationSpec.from_axes(a, {"w": (None, "P")}), a, a, restarts=0)
 
 
-def plaincoordinate_descent(spec, a, b, seed):
-    """The permutations that coordinate descent ends at if all scores are computed anew at every visit, in float64."""
+def plain_descent(spec, a, b, seed):
+    """Descend with all scores computed anew at every visit, in float64."""
     leaves = {name: (np.float64(named_leaves(a)[name]), np.float64(named_leaves(b)[name])) for name in spec.axes}
     perms, solved = spec.identity(), 0
     for order in visit_orders(list(spec.sizes), seed):
@@ -157,17 +157,17 @@ def plaincoordinate_descent(spec, a, b, seed):
             return perms, solved
 
 
-def test_the_shortcuts_change_no_permutation(problem):
-    """Kept scores, skipped visits and problems that are solved in parallel lead where the plain algorithm leads."""
+def test_weights_shortcuts_change_no_permutation(problem):
+    """Cached scores, skipped visits and parallel problems give the result of the plain algorithm."""
     spec, a = problem
     b = add_noise(a, 5.0)
-    matching, (expected, solved) = match_weights(spec, a, b, seed=3), plaincoordinate_descent(spec, a, b, seed=3)
+    matching, (expected, solved) = match_weights(spec, a, b, seed=3), plain_descent(spec, a, b, seed=3)
     assert_equal(matching.perms, expected)
     assert matching.skipped > 0
     assert matching.solved < solved
 
 
-def test_a_descent_goes_on_from_where_it_is_told_to(problem):
+def test_weights_continue_from_start(problem):
     spec, a = problem
     b = add_noise(a, 3.0)
     first = match_weights(spec, a, b)
@@ -179,7 +179,7 @@ def test_a_descent_goes_on_from_where_it_is_told_to(problem):
     assert_equal(match_weights(spec, a, a, start=planted).perms, spec.identity())
 
 
-def test_a_coarse_first_descent_ends_at_a_local_optimum_of_all_weights(problem):
+def test_weights_coarse_ends_at_local_optimum(problem):
     spec, a = problem
     b = add_noise(a, 3.0)
     coarse = match_weights(spec, a, b, coarse=True)
@@ -187,7 +187,7 @@ def test_a_coarse_first_descent_ends_at_a_local_optimum_of_all_weights(problem):
     assert_equal(match_weights(spec, a, b, start=coarse.perms).perms, coarse.perms)
 
 
-def test_of_several_restarts_the_best_is_kept():
+def test_weights_keep_best_of_twelve_restarts():
     rng = np.random.default_rng(0)
     shapes = {"in": (4, 9), "mid": (9, 9), "out": (9, 2)}
     a, b = ({name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()} for _ in "ab")
@@ -200,8 +200,8 @@ def test_of_several_restarts_the_best_is_kept():
     check_objective(best.objective, a, spec.apply(best.perms, b))
 
 
-def test_one_hidden_layer_is_matched_optimally():
-    """With a single permutation a visit solves the whole problem: brute force finds nothing better."""
+def test_weights_match_one_hidden_layer_optimally():
+    """One visit solves the whole problem of a single permutation, so brute force finds nothing better."""
     rng = np.random.default_rng(0)
     a, b = ({"in": rng.normal(size=(3, 5)), "out": rng.normal(size=(5, 2))} for _ in "ab")
     spec = PermutationSpec.from_axes(a, {"in": (None, "P"), "out": ("P", None)})
@@ -209,7 +209,7 @@ def test_one_hidden_layer_is_matched_optimally():
     assert match_weights(spec, a, b).perms["P"].tolist() == list(best)
 
 
-def test_a_permutation_on_both_axes_of_a_leaf_never_lowers_the_objective():
+def test_weights_of_square_permutation_never_fall():
     rng = np.random.default_rng(0)
     for seed in range(10):
         a, b = ({"recurrent": rng.normal(size=(6, 6)), "bias": rng.normal(size=6)} for _ in "ab")
@@ -219,7 +219,7 @@ def test_a_permutation_on_both_axes_of_a_leaf_never_lowers_the_objective():
         check_objective(matching.objective, a, spec.apply(matching.perms, b))
 
 
-def test_networks_that_do_not_fit_the_spec_are_refused(problem):
+def test_weights_reject_networks_that_do_not_fit(problem):
     spec, a = problem
     wide = jax.tree.map(lambda leaf: leaf.repeat(2, axis=-1), a)
     with pytest.raises(UserError, match="the networks to match differ"):
@@ -228,13 +228,13 @@ def test_networks_that_do_not_fit_the_spec_are_refused(problem):
         match_weights(spec, wide, wide)
 
 
-def test_weights_that_are_not_numbers_are_refused(problem):
+def test_weights_reject_nan(problem):
     spec, a = problem
     with pytest.raises(UserError, match="not finite"):
         match_weights(spec, a, jax.tree.map(lambda leaf: leaf * np.nan, a))
 
 
-def test_complex_weights_are_matched_as_pairs_of_reals():
+def test_weights_match_complex_as_pairs_of_reals():
     def fn(params, x):
         return jnp.abs(jnp.tanh(x @ params["in"]) @ params["out"])
 
@@ -252,7 +252,7 @@ def test_complex_weights_are_matched_as_pairs_of_reals():
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6))])
-def test_the_second_restart_undoes_a_permutation_of_grouped_queries(seed):
+def test_weights_second_restart_recovers_grouped_queries(seed):
     rng = np.random.default_rng(seed)
     a = jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape, np.float32), grouped_query_shapes())
     spec = derive_spec(grouped_queries, a, np.zeros((2, 5), np.int32))
@@ -262,7 +262,7 @@ def test_the_second_restart_undoes_a_permutation_of_grouped_queries(seed):
     assert_equal(match_weights(spec, a, b, restarts=2).perms, spec.invert(planted))
 
 
-def test_the_second_restart_undoes_a_permutation_of_rows_and_columns():
+def test_weights_second_restart_recovers_rows_and_columns():
     def fn(params, x):
         return x * jnp.trace(jnp.tanh(params))
 
@@ -273,7 +273,7 @@ def test_the_second_restart_undoes_a_permutation_of_rows_and_columns():
     assert_equal(match_weights(spec, a, b, restarts=2).perms, spec.invert(planted))
 
 
-def test_restarts_start_anew_and_the_best_is_kept(problem):
+def test_weights_restarts_differ_and_best_is_kept(problem):
     spec, a = problem
     b = add_noise(spec.apply(spec.random(jax.random.key(1)), a), 1.0)
     matching = match_weights(spec, a, b, restarts=4)
@@ -282,19 +282,19 @@ def test_restarts_start_anew_and_the_best_is_kept(problem):
 
 
 def dense_pair(n, seed=0):
-    """The spec and the weights of two networks whose middle leaf is by far the largest."""
+    """Return the spec and the weights of two networks whose middle leaf is by far the largest."""
     rng = np.random.default_rng(seed)
     shapes = {"in": (8, n), "mid": (n, n), "out": (n, 4)}
     a, b = ({name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()} for _ in "ab")
     return PermutationSpec.from_axes(a, {"in": (None, "P"), "mid": ("P", "Q"), "out": ("Q", None)}), a, b
 
 
-def test_matching_takes_four_copies_of_the_largest_leaf(monkeypatch):
-    """Two kept scores, and an assignment problem in double precision."""
+def test_weights_use_memory_of_four_largest_leaves(monkeypatch):
+    """Two cached scores, and an assignment problem in double precision."""
     monkeypatch.setattr(weights, "BLOCK_SIZE", 64)  # in proportion as for 8192 units
     spec, a, b = dense_pair(512)
     parts, orders = list(weight_parts(spec, a, b)), list(itertools.islice(visit_orders(list(spec.sizes), 0), 3))
-    match_weights(*dense_pair(8))  # what is made once does not count
+    match_weights(*dense_pair(8))  # caches that are filled once do not count
     tracemalloc.start()
     matching = coordinate_descent(spec, parts, None, orders)
     peak = tracemalloc.get_traced_memory()[1]
@@ -303,7 +303,7 @@ def test_matching_takes_four_copies_of_the_largest_leaf(monkeypatch):
     assert peak < 4.7 * a["mid"].nbytes
 
 
-def test_blocks_of_scores_change_no_permutation(monkeypatch):
+def test_weights_blocks_change_no_permutation(monkeypatch):
     spec, a, b = dense_pair(100)
     whole = match_weights(spec, a, b)
     monkeypatch.setattr(weights, "BLOCK_SIZE", 32)
@@ -312,7 +312,7 @@ def test_blocks_of_scores_change_no_permutation(monkeypatch):
     assert len(whole.trace) > 3
 
 
-def test_a_long_descent_shows_where_it_is_and_a_short_one_nothing(monkeypatch, capsys):
+def test_weights_show_progress_of_long_descents(monkeypatch, capsys):
     spec, a, b = dense_pair(20)
     match_weights(spec, a, b)
     assert capsys.readouterr().err == ""
