@@ -13,7 +13,7 @@ from mcomb.io.paths import AnyPath
 from mcomb.merging.average import require_networks, weighted_sum
 from mcomb.merging.fine_tuning import descend
 from mcomb.symmetry.derive import derive_spec
-from mcomb.symmetry.spec import PermutationSpec, axis_names
+from mcomb.symmetry.spec import PermutationSpec, axis_names, require_spec
 from mcomb.trees import (
     Apply,
     Array,
@@ -100,6 +100,7 @@ def learn_shares(
         raise UserError(f"Cannot learn shares per {per!r}: choose from {', '.join(GRANULARITIES)}.")
     require_networks(networks)
     spec = derive_spec(apply, networks[0], inputs) if spec is None else spec
+    require_spec(spec)
     for network in networks:
         spec.validate(network)
     mapping = _Shares(spec, per, beyond)

@@ -13,7 +13,7 @@ from mcomb.merging.learned import LearnedShares, learn_shares
 from mcomb.merging.partial import PartlyMerged, merge_partly
 from mcomb.merging.refit import refit_average
 from mcomb.symmetry.derive import derive_spec
-from mcomb.symmetry.spec import PermutationSpec
+from mcomb.symmetry.spec import PermutationSpec, require_spec
 from mcomb.trees import Apply, Inputs, Labels, Params, from_lists
 
 
@@ -100,6 +100,7 @@ def merge(
     if "spec" in chosen.needs and spec is None:
         spec = derive_spec(apply, networks[0], inputs)
     if spec is not None:
+        require_spec(spec)
         for network in networks:
             spec.validate(network)
     given = {"labels": labels, "loss": loss, "spec": spec}

@@ -9,8 +9,10 @@ from numerics import assert_close, assert_equal
 import mcomb
 from mcomb import PermutationSpec, learn_shares, merge
 from mcomb.errors import UserError
-from mcomb.merging.fisher import fisher_information
-from mcomb.merging.learned import GRANULARITIES
+from mcomb.merging.average import average_networks
+from mcomb.merging.fisher import fisher_average, fisher_information
+from mcomb.merging.learned import GRANULARITIES, LearnedShares
+from mcomb.merging.refit import refit_average
 from mcomb.trees import named_leaves
 
 rng = np.random.default_rng(0)
@@ -19,7 +21,7 @@ LABELS = rng.integers(0, 3, 600).astype(np.int32)
 INPUTS = (CENTRES[LABELS] + rng.normal(size=(600, 5))).astype(np.float32)
 
 
-HELD_OUT, LEARNT_FROM = slice(540, None), slice(540)
+HELD_OUT, TRAINED_ON = slice(540, None), slice(540)
 
 
 def apply(params, x):
@@ -50,18 +52,15 @@ def loss(params, rows=slice(None)):
 
 
 @cache
-def learnt(per):
+def learned(per):
     return learn_shares(apply, (A, B), INPUTS, LABELS, spec=SPEC, per=per, steps=60, batch_size=30)
 
 
-OF_EVERY_DAY = ("network",)
-
-
 @pytest.mark.parametrize(
-    "per", [pytest.param(per, marks=() if per in OF_EVERY_DAY else pytest.mark.slow) for per in GRANULARITIES]
+    "per", [pytest.param(per, marks=() if per == "network" else pytest.mark.slow) for per in GRANULARITIES]
 )
-def test_learnt_shares_are_better_than_the_average_on_held_out_data_and_inside_the_cube(per):
-    found = learnt(per)
+def test_learn_shares_beats_average_inside_cube(per):
+    found = learned(per)
     average = merge(apply, (A, B), INPUTS, LABELS, method="average", spec=SPEC).params
     assert_close(found.losses[0], loss(average, HELD_OUT), roundings=64)
     assert found.loss == min(found.losses) < found.losses[0]
@@ -69,14 +68,12 @@ def test_learnt_shares_are_better_than_the_average_on_held_out_data_and_inside_t
     (shares,) = found.shares
     for name, share in named_leaves(shares).items():
         assert ((share > 0) & (share < 1)).all(), name
-    # The combination is the one with these shares.
-    v = jax.tree.map(lambda share: 1 - share, shares)
-    assert_close(found.params, mcomb.combine(A, B, 1 - (v)), roundings=8)
+    assert_close(found.params, mcomb.combine(A, B, shares), roundings=8)
 
 
 @pytest.mark.slow
-def test_shares_are_as_many_as_the_granularity_says():
-    shares = {per: learnt(per).shares[0] for per in GRANULARITIES}
+def test_learn_shares_granularity():
+    shares = {per: learned(per).shares[0] for per in GRANULARITIES}
     distinct = {per: len(np.unique(flat(tree))) for per, tree in shares.items()}
     assert distinct["network"] == 1
     assert distinct["layer"] == 2
@@ -89,7 +86,7 @@ def test_shares_are_as_many_as_the_granularity_says():
 
 
 @pytest.mark.slow
-def test_where_one_network_is_right_and_the_other_noise_its_share_is_learnt():
+def test_learn_shares_prefers_network_over_noise():
     right = learn_shares(apply, (A, B), INPUTS, LABELS, spec=SPEC, beyond=True, steps=200, learning_rate=0.03).params
     noise = network(9, scale=5.0)
     found = learn_shares(apply, (noise, right), INPUTS, LABELS, spec=SPEC, per="network", steps=200, batch_size=30)
@@ -97,18 +94,18 @@ def test_where_one_network_is_right_and_the_other_noise_its_share_is_learnt():
 
 
 @pytest.mark.slow
-def test_beyond_the_cube_the_loss_on_the_data_it_learns_from_is_lower():
+def test_learn_shares_beyond_cube_fits_better():
     inside, beyond = (
         learn_shares(
             apply, (A, B), INPUTS, LABELS, spec=SPEC, beyond=beyond, steps=200, batch_size=540, learning_rate=0.03
         )
         for beyond in (False, True)
     )
-    assert loss(beyond.params, LEARNT_FROM) < loss(inside.params, LEARNT_FROM)
+    assert loss(beyond.params, TRAINED_ON) < loss(inside.params, TRAINED_ON)
     assert flat(beyond.shares).min() < 0 or flat(beyond.shares).max() > 1
 
 
-def test_three_networks_share_each_weight():
+def test_learn_shares_of_three_networks():
     found = learn_shares(apply, (A, B, C), INPUTS, LABELS, spec=SPEC, per="leaf", steps=40, batch_size=30)
     assert len(found.shares) == 2
     assert found.loss < found.losses[0]
@@ -122,7 +119,7 @@ def test_three_networks_share_each_weight():
 
 
 @pytest.mark.slow
-def test_the_same_seed_gives_the_same_shares_and_another_does_not():
+def test_learn_shares_depends_on_seed_only():
     first, again, other = (
         learn_shares(apply, (A, B), INPUTS, LABELS, spec=SPEC, steps=20, batch_size=30, seed=seed) for seed in (0, 0, 1)
     )
@@ -130,20 +127,20 @@ def test_the_same_seed_gives_the_same_shares_and_another_does_not():
     assert first.losses == again.losses != other.losses
 
 
-def test_it_ends_where_the_held_out_loss_no_longer_falls():
+def test_learn_shares_stops_early():
     labels = LABELS.copy()
-    labels[HELD_OUT] = (labels[HELD_OUT] + 1) % 3  # what is learnt does not help on these
+    labels[HELD_OUT] = (labels[HELD_OUT] + 1) % 3  # learning does not help on these
     found = learn_shares(apply, (A, B), INPUTS, labels, spec=SPEC, steps=400, batch_size=270, beyond=True)
     assert len(found.losses) < 21
     assert found.loss == min(found.losses)
 
 
 @pytest.mark.parametrize("method", ["average", "fisher"])
-def test_a_network_merged_with_itself_is_itself(method):
+def test_merge_of_network_with_itself_is_itself(method):
     assert_close(merge(apply, (A, A), INPUTS, LABELS, method=method, spec=SPEC).params, A, roundings=4)
 
 
-def test_networks_on_different_devices_are_merged():
+def test_merge_of_networks_on_different_devices():
     there = [jax.device_put(own, device) for own, device in ((A, jax.devices()[0]), (B, jax.devices()[-1]))]
     for method in ("average", "fisher", "refit"):
         merged, expected = (
@@ -151,10 +148,10 @@ def test_networks_on_different_devices_are_merged():
         )
         assert_close(merged, expected, roundings=2**12 if method == "refit" else 64)
     found = learn_shares(apply, there, INPUTS, LABELS, spec=SPEC, per="network", steps=60, batch_size=30)
-    assert_equal(found.losses, learnt("network").losses)
+    assert_equal(found.losses, learned("network").losses)
 
 
-def test_a_leaf_may_be_a_plain_number():
+def test_merge_of_plain_number_leaves():
     a, b = ({**own, "scale": number} for own, number in ((A, 1.0), (B, 3.0)))
     run = lambda params, x: params["scale"] * apply(params, x)  # noqa: E731
     spec = mcomb.derive_spec(run, a, INPUTS)
@@ -162,7 +159,7 @@ def test_a_leaf_may_be_a_plain_number():
     assert np.isfinite(learn_shares(run, (a, b), INPUTS, LABELS, spec=spec, per="network", steps=2).loss)
 
 
-def test_fisher_information_of_half_precision_is_added_up_in_single():
+def test_fisher_information_of_bfloat16_is_in_float32():
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), A)
     inputs, labels = np.tile(INPUTS[:1], (3000, 1)).astype(jnp.bfloat16), np.tile(LABELS[:1], 3000)
     one, many = (fisher_information(apply, half, inputs[:n], labels[:n]) for n in (1, 3000))
@@ -170,22 +167,22 @@ def test_fisher_information_of_half_precision_is_added_up_in_single():
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_the_average_of_half_precision_is_rounded_once(dtype):
+def test_average_of_half_precision_rounds_once(dtype):
     halves = [jax.tree.map(lambda leaf: leaf.astype(dtype), own) for own in (A, B, C)]
     found = merge(apply, halves, INPUTS, method="average", spec=SPEC).params
     exact = jax.tree.map(lambda *leaves: np.mean([leaf.astype(np.float32) for leaf in leaves], axis=0), *halves)
     for leaf, expected in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
         assert leaf.dtype == dtype
-        rounding = jnp.finfo(dtype).eps / 2 * np.abs(expected)  # half a unit in the last place is at most this
+        rounding = jnp.finfo(dtype).eps / 2 * np.abs(expected)  # at least half a unit in the last place
         assert (np.abs(np.float32(leaf) - expected) <= 1.01 * rounding).all()
 
 
-def test_the_average_is_half_way():
+def test_average_is_midpoint():
     merged = merge(apply, (A, B), INPUTS, LABELS, method="average", spec=SPEC).params
     assert_close(merged, mcomb.combine(A, B, 0.5), roundings=2)
 
 
-def test_fisher_information_is_the_mean_squared_gradient_of_each_example():
+def test_fisher_information_is_mean_squared_gradient():
     found = fisher_information(apply, A, INPUTS[:11], LABELS[:11])
 
     def one(params, i):
@@ -200,8 +197,8 @@ def loss_of_one(logits, label):
     return mcomb.cross_entropy(logits, label)[0]
 
 
-def test_fisher_weighs_by_what_the_loss_depends_on():
-    # The units of one network that lead nowhere have no information: the other's are taken.
+def test_fisher_ignores_units_without_effect():
+    # Units without outgoing weights carry no information, so the other network's units are taken.
     blind = jax.tree.map(np.copy, B)
     blind["last"]["kernel"][:4] = 0
     merged = merge(apply, (A, blind), INPUTS, LABELS, method="fisher", spec=SPEC).params
@@ -209,17 +206,17 @@ def test_fisher_weighs_by_what_the_loss_depends_on():
     assert np.abs(merged["first"]["bias"][4:] - A["first"]["bias"][4:]).min() > 0
 
 
-def test_leaves_that_are_no_floats_are_the_first_networks():
+def test_merge_keeps_integers_of_first_network():
     a, b = ({**own, "steps": np.array(2**40 + i), "key": jax.random.key(i)} for i, own in enumerate((A, B)))
     spec = mcomb.derive_spec(apply, a, INPUTS)
     for method in ("average", "fisher", "refit", "learned"):
-        options = {"steps": 4} if method == "learned" else {}
-        merged = merge(apply, (a, b), INPUTS, LABELS, method=method, spec=spec, **options).params
+        chosen = mcomb.learned(steps=4) if method == "learned" else method
+        merged = merge(apply, (a, b), INPUTS, LABELS, method=chosen, spec=spec).params
         assert merged["steps"] == 2**40
         assert merged["key"] == a["key"]
 
 
-def test_values_of_units_are_added_where_a_weight_connects_them():
+def test_add_units_sums_values_of_connected_units():
     spec = PermutationSpec(
         {"w": (mcomb.Segments(("P", 2)), mcomb.Blocks(("H", "D"))), "v": (None, "P")},
         {"P": 3, "H": 2, "D": 4},
@@ -235,17 +232,80 @@ def test_values_of_units_are_added_where_a_weight_connects_them():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"method": "magic"}, "there is no method 'magic' to merge by: choose from average, fisher, refit, learned"),
-        ({"method": "fisher", "per": "unit"}, "the method fisher has no option per: leave it out"),
-        ({"per": "neuron"}, "there are no shares per 'neuron': choose from network, layer, leaf, unit, weight"),
-        ({"steps": 0}, "steps is 0"),
-        ({"networks": (A,)}, "fewer than two networks"),
+        ({"method": "magic"}, "Unknown method 'magic': choose from average, fisher, refit, learned, or configure one"),
+        ({"method": "partial"}, r"Method \"partial\" has no default budget: pass mcomb.partial\(budget=1.5\)"),
+        (
+            {"method": mcomb.learned(per="neuron")},
+            "Cannot learn shares per 'neuron': choose from network, layer, leaf, unit, weight",
+        ),
+        ({"method": mcomb.learned(steps=0)}, "steps is 0"),
+        ({"labels": None}, "Cannot merge by learned without labels: pass them, or merge by refit or average"),
+        ({"labels": None, "method": "fisher"}, "Cannot merge by fisher without labels"),
+        ({"networks": (A,)}, "Merging needs two or more networks"),
         ({"networks": (A, {"first": A["first"]})}, "the networks to merge differ"),
         ({"labels": LABELS[:5]}, "the labels 5"),
         ({"inputs": INPUTS[:1], "labels": LABELS[:1]}, "1 examples are too few"),
     ],
 )
-def test_what_cannot_be_merged_is_said(change, words):
+def test_merge_rejects_misuse(change, words):
     given = {"networks": (A, B), "apply": apply, "inputs": INPUTS, "labels": LABELS} | change
     with pytest.raises(UserError, match=words):
-        merge(SPEC, **given)
+        merge(**given, spec=SPEC)
+
+
+@pytest.mark.parametrize(
+    ("method", "function"),
+    [
+        ("average", lambda: average_networks(apply, (A, B), INPUTS)),
+        ("fisher", lambda: fisher_average(apply, (A, B), INPUTS, labels=LABELS, loss=mcomb.cross_entropy)),
+        (mcomb.refit(ridge=0.5), lambda: refit_average(apply, (A, B), INPUTS, spec=SPEC, ridge=0.5)),
+        (
+            mcomb.learned(per="network", steps=5, batch_size=30, seed=3),
+            lambda: learn_shares(apply, (A, B), INPUTS, LABELS, per="network", steps=5, batch_size=30, seed=3),
+        ),
+    ],
+    ids=["average", "fisher", "refit", "learned"],
+)
+def test_merge_by_each_method_equals_its_function(method, function):
+    """The spec is derived by default."""
+    found, expected = merge(apply, (A, B), INPUTS, LABELS, method=method), function()
+    assert found.apply is apply
+    if isinstance(expected, LearnedShares):
+        assert found.details.losses == expected.losses
+        assert_equal(found.details.shares, expected.shares)
+        expected = expected.params
+    assert_equal(found.params, expected)
+    name = method if isinstance(method, str) else method.name
+    assert repr(found).startswith(f"Merged(by {name}(")
+
+
+def test_merge_options_change_result():
+    held, loose = (merge(apply, (A, B), INPUTS, method=mcomb.refit(ridge=ridge)).params for ridge in (1e6, 1e-3))
+    average = mcomb.combine(A, B, 0.5)
+    assert np.abs(flat(held) - flat(average)).max() < 1e-3 < np.abs(flat(loose) - flat(average)).max()
+
+
+@pytest.mark.parametrize("method", ["average", "refit", mcomb.partial(budget=1.5)])
+def test_merge_without_labels(method):
+    merged = merge(apply, (A, B), INPUTS, method=method)
+    assert np.isfinite(merged.apply(merged.params, INPUTS)).all()
+
+
+def test_merge_passes_loss_on():
+    target = np.random.default_rng(0).normal(size=(600, 3)).astype(np.float32)
+    by_labels = merge(apply, (A, B), INPUTS, LABELS, method="fisher").params
+    found = merge(apply, (A, B), INPUTS, target, method="fisher", loss=mcomb.squared_error).params
+    expected = fisher_average(apply, (A, B), INPUTS, labels=target, loss=mcomb.squared_error)
+    assert_equal(found, expected)
+    assert np.abs(flat(found) - flat(by_labels)).max() > 0.01
+
+
+def test_method_of_users_own():
+    """Any function that returns parameters can merge."""
+
+    def scale_first(apply, networks, inputs, *, scale):
+        return jax.tree.map(lambda leaf: scale * leaf, networks[0])
+
+    found = merge(apply, (A, B), INPUTS, method=mcomb.Method("first", scale_first, options={"scale": 2}))
+    assert_equal(found.params, jax.tree.map(lambda leaf: 2 * leaf, A))
+    assert repr(found) == "Merged(by first(scale=2))"

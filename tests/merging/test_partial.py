@@ -49,7 +49,7 @@ def mean_output(fn, networks, x):
 
 
 def apart(spec, merged):
-    """For each permutation, which of its units are apart."""
+    """Return which units of each permutation are kept apart."""
     units = {name: merged.params.get("apart", {}).get(name.replace("/", "."), []) for name in spec.sizes}
     return {
         name: np.isin(np.arange(np.prod(spec.shape(name))), units[name]).reshape(spec.shape(name)) for name in units
@@ -61,7 +61,7 @@ def apart(spec, merged):
     [pytest.param((A, B), "layer", marks=pytest.mark.slow), ((A, B, C), "unit")],
     ids=["layers", "units"],
 )
-def test_from_the_average_network_to_the_mean_of_the_outputs(networks, per):
+def test_partial_merge_ranges_from_average_to_ensemble(networks, per):
     budgets = np.linspace(1, len(networks), 4)
     every = [merge_partly(apply, networks, X, spec=SPEC, budget=budget, per=per) for budget in budgets]
     average = merge(apply, networks, X, method="average", spec=SPEC).params
@@ -73,7 +73,7 @@ def test_from_the_average_network_to_the_mean_of_the_outputs(networks, per):
         assert merged.weights == size(merged.params) <= budget * size(A)
         parts = [np.unique(mask) for mask in apart(SPEC, merged).values()]
         assert per == "unit" or all(len(part) == 1 for part in parts)
-        if per == "unit":  # one unit more would be too many
+        if per == "unit":  # one more unit would exceed the budget
             most = (len(networks) - 1) * (8 + 1 + 6)
             assert merged.weights > budget * size(A) - most
     for fewer, more in itertools.pairwise(every):
@@ -81,7 +81,7 @@ def test_from_the_average_network_to_the_mean_of_the_outputs(networks, per):
             assert not (apart(SPEC, fewer)[name] & ~apart(SPEC, more)[name]).any()
 
 
-def test_a_merged_unit_is_the_mean_of_what_the_networks_give_it():
+def test_partial_merge_averages_merged_units():
     merged = merge_partly(apply, (A, B), X, spec=SPEC, budget=1.5)
     first, second = apart(SPEC, merged).values()
     assert 0 < first.sum() < len(first)
@@ -107,7 +107,7 @@ def test_a_merged_unit_is_the_mean_of_what_the_networks_give_it():
     assert_close(merged.apply(merged.params, X), (streams[0] + streams[1]) / 2, roundings=64)
 
 
-def test_units_that_do_not_match_are_those_that_stay_apart():
+def test_partial_merge_keeps_unmatched_units_apart():
     a = network(1, (5, 12, 3))
     b = jax.tree.map(np.copy, a)
     planted = np.isin(np.arange(12), [2, 7, 11])
@@ -123,7 +123,7 @@ def test_units_that_do_not_match_are_those_that_stay_apart():
     assert np.abs(apply(average, X) - goal).max() > 0.1
 
 
-def test_units_that_never_change_are_merged_and_those_that_do_in_one_network_only_are_not():
+def test_partial_merge_splits_constant_units_last():
     rng = np.random.default_rng(4)
     dead = jax.tree.map(np.copy, A), jax.tree.map(lambda leaf: leaf + normal(rng, *leaf.shape) / 10, A)
     for own in dead:
@@ -159,7 +159,7 @@ ARCHITECTURES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_any_architecture_is_merged_partly(name):
+def test_partial_merge_of_any_architecture(name):
     case = CASES[name]()
     x = random_arrays(jax.ShapeDtypeStruct((8, *case.input.shape[1:]), case.input.dtype), 3)
     a, b = (mcomb.estimate_statistics(case.fn, random_arrays(case.params, seed), x) for seed in (1, 2))
@@ -170,10 +170,10 @@ def test_any_architecture_is_merged_partly(name):
     assert_close(jax.jit(every.apply)(every.params, x), mean_output(fn, (a, b), x), roundings=2**10)
     assert size(a) < half.weights == size(half.params) <= 1.5 * size(a)
     found = jax.jit(half.apply)(half.params, x)
-    with pytest.MonkeyPatch.context() as patch:  # each stream by itself, then the mean over the streams
-        patch.setattr("mcomb.partial_merging._product", lambda *args: None)
+    with pytest.MonkeyPatch.context() as patch:  # compute each stream by itself, then the mean over the streams
+        patch.setattr("mcomb.merging.partial._product", lambda *args: None)
         assert_close(found, jax.jit(partial(half.apply))(half.params, x), roundings=2**10)
-    # A network merged with itself is itself, whatever is apart.
+    # A network merged with itself is itself, whichever units are apart.
     masks = jax.tree.map(np.asarray, _masks(spec, half.params))
     floats = {name: leaf for name, leaf in named_leaves(a).items() if is_inexact(leaf)}
     is_own = {name: _any_unit(spec, masks, spec.axes[name], leaf.shape) for name, leaf in floats.items()}
@@ -182,7 +182,7 @@ def test_any_architecture_is_merged_partly(name):
     assert_close(jax.jit(half.apply)(same, x), fn(a, x), roundings=2**10)
 
 
-def test_a_file_and_the_work_grow_with_the_budget_only(tmp_path):
+def test_partial_merge_size_and_flops_follow_budget(tmp_path):
     networks = [network(seed, (64, 256, 256, 256, 10)) for seed in (1, 2)]
     x = normal(RNG, 32, 64)
     spec = mcomb.derive_spec(apply, networks[0], x)
@@ -193,12 +193,12 @@ def test_a_file_and_the_work_grow_with_the_budget_only(tmp_path):
         mcomb.write_checkpoint(tmp_path / "merged.safetensors", merged.params)
         assert merged.weights > 1.2 * size(networks[0])
         assert (tmp_path / "merged.safetensors").stat().st_size < (budget + 0.03) * one
-        # The last layer, of 1 in 60 weights, works for each network by itself.
+        # The last layer, with 1 in 60 weights, is computed for each network.
         assert flops(merged.apply, merged.params, x) < (budget + 0.03) * work
 
 
 def flops(fn, params, x):
-    """The additions and multiplications of all matrix products."""
+    """Count the additions and multiplications of all matrix products."""
     products = [eqn for eqn in all_equations(jax.make_jaxpr(fn)(params, x)) if eqn.primitive.name == "dot_general"]
     assert products
     sizes = [(eqn.outvars[0].aval.size, eqn.invars[0].aval, eqn.params["dimension_numbers"][0][0]) for eqn in products]
@@ -206,11 +206,11 @@ def flops(fn, params, x):
 
 
 @pytest.mark.parametrize("budget", [1, 1.5, 2])
-def test_it_is_measured_and_written_as_any_network(tmp_path, budget):
+def test_partial_merge_is_scored_and_written(tmp_path, budget):
     merged = merge_partly(apply, (A, B), X, spec=SPEC, budget=budget)
     labels = RNG.integers(0, 3, len(X))
     found = mcomb.score(merged.apply, merged.params, X, labels)
-    assert_equal(found.predicted, np.argmax(merged.apply(merged.params, X), axis=1))
+    assert_close(found.accuracy, np.mean(merged.apply(merged.params, X).argmax(1) == labels), roundings=1)
     for path in (tmp_path / "folder", tmp_path / "file.safetensors", tmp_path / "file.npz", tmp_path / "file.msgpack"):
         mcomb.write_checkpoint(path, merged.params)
         read = mcomb.read_checkpoint(path)
@@ -218,12 +218,12 @@ def test_it_is_measured_and_written_as_any_network(tmp_path, budget):
         assert_equal(apply_partly_merged(SPEC, apply)(read, X), merged.apply(merged.params, X))
 
 
-def test_a_function_without_permutations_is_merged_leaf_by_leaf():
+def test_partial_merge_without_permutations():
     def fixed(params, x):
         return jnp.cumsum(x @ params["w"], axis=1) * params["s"][None]
 
     a, b = ({"w": normal(RNG, 5, 4), "s": normal(RNG, 4), "steps": np.int32(i)} for i in (1, 2))
-    b["w"] = a["w"]  # so that these are apart last
+    b["w"] = a["w"]  # equal weights are split last
     spec = mcomb.derive_spec(fixed, a, X)
     assert not spec.sizes
     merged = merge_partly(fixed, (a, b), X, spec=spec, budget=1.5)
@@ -240,17 +240,28 @@ def test_a_function_without_permutations_is_merged_leaf_by_leaf():
         ({"budget": 2.5}, r"the budget is 2\.5"),
         ({"budget": np.nan}, "the budget is nan"),
         ({"per": "weight"}, "there is no merging per 'weight': choose from unit, layer"),
-        ({"networks": (A,)}, "fewer than two networks"),
+        ({"networks": (A,)}, "Merging needs two or more networks"),
         ({"apply": lambda params, x: apply(params, x).argmax(1)}, "no floats, which have no mean"),
     ],
 )
-def test_what_cannot_be_merged_is_said(change, words):
-    given = {"networks": (A, B), "apply": apply, "inputs": X, "budget": 1.5} | change
+def test_partial_merge_rejects_misuse(change, words):
+    given = {"networks": (A, B), "apply": apply, "inputs": X, "budget": 1.5, "per": "unit"} | change
+    method = mcomb.partial(budget=given.pop("budget"), per=given.pop("per"))
     with pytest.raises(UserError, match=words):
-        merge_partly(SPEC, **given)
+        merge(**given, method=method, spec=SPEC)
 
 
-def test_units_that_cannot_be_seen_are_named():
+def test_partial_merge_returns_function_and_details():
+    found = merge(apply, (A, B), X, method=mcomb.partial(budget=1.5))
+    direct = merge_partly(apply, (A, B), X, spec=SPEC, budget=1.5)
+    assert_equal(found.params, direct.params)
+    assert_equal(found.apply(found.params, X), direct.apply(direct.params, X))
+    assert isinstance(found.details, mcomb.PartlyMerged)
+    assert found.details.weights == direct.weights
+    assert repr(found) == "Merged(by partial(budget=1.5, per='unit'))"
+
+
+def test_partial_merge_names_unsupported_units():
     def branched(params, x):
         hidden = jnp.tanh(x @ params["up"])
         return jax.lax.cond(x.sum() > 0, lambda h: h @ params["down"], lambda h: -h @ params["down"], hidden)
@@ -270,8 +281,8 @@ def test_units_that_cannot_be_seen_are_named():
             merge_partly(fn, (a, b), X, spec=spec, budget=1.5)
 
 
-def test_means_of_half_precision_do_not_overflow():
-    """A mean of numbers that are near the largest one is near it, too."""
+def test_partial_merge_of_float16_does_not_overflow():
+    """The mean of numbers near the largest float16 is near it too."""
 
     def half(params, x):
         return jnp.tanh(x @ params["w"]) @ params["v"]
@@ -282,7 +293,7 @@ def test_means_of_half_precision_do_not_overflow():
         return jax.tree.map(lambda leaf: leaf.astype(np.float16), weights)
 
     a, b, x = large(1), large(2), np.abs(X).astype(np.float16)
-    merged = merge_partly(mcomb.derive_spec(half, a, x), (a, b), half, x, budget=2)
+    merged = merge(half, (a, b), x, method=mcomb.partial(budget=2))
     outputs, theirs = merged.apply(merged.params, x), [np.float32(half(own, x)) for own in (a, b)]
     assert outputs.dtype == np.float16
     assert np.abs(sum(theirs)).max() > np.finfo(np.float16).max  # the sum overflows

@@ -9,7 +9,7 @@ from zoo import random_arrays
 import mcomb
 from mcomb import merge
 from mcomb.errors import UserError
-from mcomb.merging.refit import find_places, list_fittable
+from mcomb.merging.refit import find_places, list_fittable, refit_maps
 from mcomb.symmetry.intermediates import list_intermediates
 from mcomb.trees import map_named, named_leaves
 
@@ -19,7 +19,7 @@ RNG = np.random.default_rng(0)
 class Everything(nn.Module):
     """Convolutions, strided and dilated, norms, attention, dense layers.
 
-    No mean over positions is in it: what varied little would go into the last maps, and roundings would hide weights.
+    It takes no mean over positions, which would vary so little that rounding hides the weights of the last maps.
     """
 
     @nn.compact
@@ -55,18 +55,18 @@ def maps_of(fn, params, x):
     return list_fittable(list_intermediates(spec, fn, params, x), params)
 
 
-def test_complex_maps_stay_the_average():
+def test_refit_keeps_average_of_complex_maps():
     fn = lambda params, x: jnp.imag(x.astype(np.complex64) @ params["complex"]) @ params["real"]  # noqa: E731
     x = RNG.normal(size=(40, 5)).astype(np.float32)
     a, b = ({name: RNG.normal(size=(5, 5)).astype(np.float32) for name in ("complex", "real")} for _ in range(2))
     a, b = (own | {"complex": own["complex"] + 1j * own["real"]} for own in (a, b))
-    merged = merge(mcomb.derive_spec(fn, a, x), (a, b), fn, x, method="refit")
+    merged = merge(fn, (a, b), x, method="refit").params
     average = mcomb.combine(a, b, 0.5)
     assert_close(merged["complex"], average["complex"], roundings=4)
     assert np.abs(merged["real"] - average["real"]).max() > 0.01
 
 
-def test_all_linear_maps_with_weights_of_their_own_are_found():
+def test_refit_finds_all_linear_maps():
     found = maps_of(apply, A, X)
     assert sorted(own.kernel.leaf for own in found) == sorted(f"{name}/kernel" for name in MAPS)
     assert {own.kernel.leaf for own in found if own.bias is None} == {"dilated/kernel"}
@@ -75,27 +75,27 @@ def test_all_linear_maps_with_weights_of_their_own_are_found():
         assert sorted(own.kernel.positions.ravel()) == list(range(kernel.size))
 
 
-def test_a_network_refitted_to_itself_stays_as_it_is():
+def test_refit_of_network_with_itself_changes_nothing():
     assert_equal(merge(apply, (A, A), X, method="refit", spec=SPEC).params, A)
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in MAPS[:-2] else ()) for name in MAPS]
 )
-def test_weights_that_were_changed_are_found_again(name):
-    """Each kind of map sees its inputs in the order of its weights: the least squares are exact."""
+def test_refit_recovers_changed_weights(name):
+    """Least squares are exact if each kind of map sees its inputs in the order of its weights."""
     noise = np.random.default_rng(2)
     changed = map_named(
         lambda leaf, own: own + noise.normal(size=own.shape).astype(np.float32) if leaf.startswith(name) else own, A
     )
     found = refit_maps(SPEC, (A, A), changed, apply, X, ridge=1e-7)
     assert_close(apply(found, X), apply(A, X), roundings=2**14)
-    # Up to 13,500 is the condition number of what goes into each of these maps.
-    if name not in MAPS[2:5]:  # what a norm gives is dependent: many maps are one
+    # The inputs of these maps have condition numbers up to 13,500.
+    if name not in MAPS[2:5]:  # the outputs of a norm are dependent, so several maps are equivalent
         assert_close(named_leaves(found)[f"{name}/kernel"], named_leaves(A)[f"{name}/kernel"], roundings=2**16)
 
 
-def test_refitting_brings_the_average_closer_to_the_networks_layer_by_layer():
+def test_refit_is_closer_to_mean_output_than_average():
     def dense(params, x):
         for layer in params[:-1]:
             x = jax.nn.relu(x @ layer["w"] + layer["b"][None])
@@ -108,17 +108,14 @@ def test_refitting_brings_the_average_closer_to_the_networks_layer_by_layer():
 
     a, b = (jax.tree.map(np.float32, some(seed)) for seed in (1, 2))
     x = np.random.default_rng(3).normal(size=(450, 6)).astype(np.float32)
-    spec = mcomb.derive_spec(dense, a, x)
-    aligned = spec.apply(mcomb.match(spec, a, b).perms, b)
-    goal = (dense(a, x) + dense(aligned, x)) / 2
-    far, near = (
-        np.square(dense(merge(dense, (a, aligned), x, method=method, spec=spec).params, x) - goal).mean()
-        for method in ("average", "refit")
-    )
+    aligned = mcomb.align(dense, a, b, x)
+    goal = (dense(a, x) + dense(aligned.params, x)) / 2
+    merged = [merge(dense, (a, aligned.params), x, method=method, spec=aligned.spec) for method in ("average", "refit")]
+    far, near = (np.square(dense(found.params, x) - goal).mean() for found in merged)
     assert near < far / 2
 
 
-def test_weights_used_twice_or_made_of_parameters_stay():
+def test_refit_skips_tied_and_computed_weights():
     def odd(params, x):
         x = jnp.tanh(x @ params["tied"])
         x = jnp.tanh(x @ params["tied"].T)
@@ -134,7 +131,7 @@ def test_weights_used_twice_or_made_of_parameters_stay():
     assert [own.kernel.leaf for own in maps_of(odd, params, x)] == ["left"]
 
 
-def test_weights_on_the_left_of_a_product_are_refitted():
+def test_refit_of_weights_left_of_product():
     def left(params, x):
         return jnp.einsum("ok,nk->no", params["w"], x) + params["b"][None]
 
@@ -145,7 +142,7 @@ def test_weights_on_the_left_of_a_product_are_refitted():
     assert_close(refit_maps(spec, (right, right), wrong, left, x, ridge=1e-7), right, roundings=2**10)
 
 
-def test_half_precision_is_refitted_with_one_rounding():
+def test_refit_of_bfloat16_rounds_once():
     def single(params, x):
         return x @ params.astype(jnp.float32)
 
@@ -159,7 +156,7 @@ def test_half_precision_is_refitted_with_one_rounding():
     assert_equal(found, right)
 
 
-def test_a_bias_of_positions_is_no_bias_of_units():
+def test_refit_skips_bias_of_positions():
     def positioned(params, x):
         return x @ params["w"] + params["p"][None]
 
@@ -167,7 +164,7 @@ def test_a_bias_of_positions_is_no_bias_of_units():
     assert maps_of(positioned, params, RNG.normal(size=(5, 6, 4)).astype(np.float32)) == []
 
 
-def test_places_follow_entries_through_any_rearrangement():
+def test_refit_places_follow_rearranged_entries():
     def arranged(params, x):
         return x @ params["w"].reshape(2, 3, 4).transpose(2, 0, 1).reshape(4, 6)[::-1]
 
@@ -181,18 +178,18 @@ def test_places_follow_entries_through_any_rearrangement():
     assert_equal(found.kernel.positions, expected)
 
 
-def test_what_cannot_be_refitted_is_said():
+def test_refit_rejects_misuse():
     scale = {"s": np.ones(3, np.float32)}
     x = np.ones((5, 3), np.float32)
     fn = lambda params, x: x * params["s"][None]  # noqa: E731
     with pytest.raises(UserError, match="there is no linear map with weights of its own"):
-        merge(mcomb.derive_spec(fn, scale, x), (scale, scale), fn, x, method="refit")
+        merge(fn, (scale, scale), x, method="refit")
     with pytest.raises(UserError, match=r"ridge is 0\.0"):
-        merge(apply, (A, A), X, method=mcomb.refit(ridge=0.0), spec=SPEC).params
+        merge(apply, (A, A), X, method=mcomb.refit(ridge=0.0), spec=SPEC)
 
 
 class Normed(nn.Module):
-    """Five layers, each with a BatchNorm behind it."""
+    """Five layers, each followed by a BatchNorm."""
 
     @nn.compact
     def __call__(self, x):
@@ -202,7 +199,7 @@ class Normed(nn.Module):
         return nn.Dense(3, name="head")(x)
 
 
-def test_each_map_fits_the_statistics_that_are_returned():
+def test_refit_fits_maps_to_returned_statistics():
     run, x = Normed().apply, np.random.default_rng(4).normal(size=(500, 6)).astype(np.float32)
     shapes = jax.eval_shape(Normed().init, jax.random.key(0), x)
     shapes = {name: shapes[name] for name in ("params", "batch_stats")}
@@ -214,5 +211,5 @@ def test_each_map_fits_the_statistics_that_are_returned():
     goal = (run(a, x) + run(b, x)) / 2
     into = np.c_[seen["intermediates"]["last"][0], np.ones(len(x))]
     best = into @ np.linalg.lstsq(into, goal)[0]
-    # No head fits the outputs better: the one that is returned sees the activations that it was fitted to.
+    # No head fits the outputs better, because this one sees the activations that it was fitted to.
     assert np.square(outputs - goal).sum() < 1.001 * np.square(best - goal).sum()
