@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, PRNGKeyArray
 
-from mcomb.errors import UserError
+from mcomb.errors import UserError, brief
 from mcomb.keys import fold_names, stream, unrolled
 from mcomb.trees import Array, Params, at_least_float32, in_dtype_of, is_inexact, map_named, named_leaves, require_alike
 
@@ -100,7 +100,7 @@ def combine(a: Params, b: Params, share: Params) -> Params:
         >>> quarter = mcomb.combine(a, b, 0.25)  # three quarters of A, a quarter of B
     """
 
-    def combine_leaf(share: Any, a: Array, b: Array) -> Array:
+    def combine_leaf(share: Any, a: Any, b: Any) -> Any:  # leaves may be numbers
         share = float(share) if isinstance(share, int) else share  # JAX rejects integers beyond 32 bits
         return _mix(a, b, share) if is_inexact(a) else a
 
@@ -118,7 +118,7 @@ def combine(a: Params, b: Params, share: Params) -> Params:
     return jax.tree.map(combine_leaf, every, a, b)
 
 
-def _mix(a: Array, b: Array, share: Any) -> Array:
+def _mix(a: Any, b: Any, share: Any) -> Array:
     """Return v · a + (1 − v) · b for the paper's v = 1 − share."""
     v = 1 - share
     return in_dtype_of(a, v * at_least_float32(a) + (1 - v) * at_least_float32(b))
@@ -129,7 +129,7 @@ def _share_dtype(leaf: Array) -> Any:
     return jnp.promote_types(leaf.dtype, jnp.float32)
 
 
-def over_reals(function: Callable[..., Array], a: Array, *others: Array) -> Array:
+def over_reals(function: Callable[..., Array], a: Any, *others: Any) -> Any:
     """What a function of real arrays makes of leaves: complex numbers are pairs of reals, what is no float is A's."""
     if not is_inexact(a):
         return a
@@ -279,8 +279,10 @@ def sample(a: Params, b: Params, distribution: Distribution, point: float, *, se
     Examples:
         >>> mixture = mcomb.sample(a, b, mcomb.uniform, 0.5)
     """
+    if not isinstance(distribution, Distribution):
+        raise UserError(f"{brief(distribution)} is no distribution: pass one such as mcomb.uniform.")
     distribution.check(point)
-    return as_draw(distribution)(stream(seed, "sample"), jnp.float32(point), a, b)
+    return mix(distribution)(stream(seed, "sample"), jnp.float32(point), a, b)
 
 
 def as_draw(draw: Distribution | Draw, count: int = 2) -> Draw:

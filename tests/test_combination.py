@@ -10,7 +10,7 @@ from numerics import EPS, assert_close, assert_equal
 from scipy import stats
 from scipy.optimize import brentq
 
-from mcomb import combine, linear, uniform
+from mcomb import Distribution, combine, linear, sample, uniform
 from mcomb.combination import bernoulli, blend, centered, hyperplane, minmax, mix, stitch, subcube, truncated_rate
 from mcomb.errors import UserError
 
@@ -22,7 +22,7 @@ compiled = cache(jax.jit)
 
 
 def draw(distribution, parameter, a, b, seed=0):
-    """A combination of A and B, drawn as `evaluate` draws it: in a compiled function."""
+    """Draw a combination of A and B in a compiled function, as `evaluate` does."""
     return compiled(mix(distribution))(jax.random.key(seed), jnp.float32(parameter), a, b)
 
 
@@ -31,23 +31,23 @@ def draw_shares(distribution, parameter, seed=0):
 
 
 def check_mean(shares, mean, deviation):
-    """The mean of a sample is within five standard errors, and rounding, of the expected one."""
+    """Check that the mean of a sample is within five standard errors, and rounding, of the expected one."""
     assert abs(shares.mean() - mean) <= 5 * deviation / np.sqrt(COUNT) + EPS
 
 
-def test_v_one_is_a_and_v_zero_is_b():
+def test_combine_share_zero_is_a_and_one_is_b():
     assert_equal(combine(A, B, 0.0), A)
     assert_equal(combine(A, B, 1.0), B)
 
 
-def test_each_weight_has_its_own_coefficient():
-    v = {"x": {"kernel": jnp.array([[1.0, 0, 0], [0, 1, 0]]), "bias": jnp.zeros(3)}, "y": jnp.ones((2, 3))}
-    mixed = combine(A, B, 1 - (v))
+def test_combine_takes_share_of_each_weight():
+    share = {"x": {"kernel": jnp.array([[0.0, 1, 1], [1, 0, 1]]), "bias": jnp.ones(3)}, "y": jnp.zeros((2, 3))}
+    mixed = combine(A, B, share)
     assert_equal(mixed, {"x": {"kernel": np.array([[0, -2, -3], [-4, 4, -6]]), "bias": B["x"]["bias"]}, "y": A["y"]})
 
 
-def test_a_whole_branch_may_have_one_coefficient():
-    mixed = combine(A, B, 1 - ({"x": 1.0, "y": 0.25}))
+def test_combine_takes_one_share_per_branch():
+    mixed = combine(A, B, {"x": 0.0, "y": 0.75})
     assert_equal(mixed["x"], A["x"])
     assert_equal(mixed["y"], np.full((2, 3), 0.25 * 7 - 0.75 * 8))
 
@@ -66,15 +66,15 @@ def test_uniform_shares_fill_their_interval(s, seed):
     assert abs(shares.var() - deviation**2) <= 5 * np.sqrt(0.8 / COUNT) * deviation**2 + EPS
 
 
-def test_every_leaf_and_every_key_has_its_own_coefficients():
+def test_mix_draws_differ_by_leaf_and_key():
     zeros, ones = (jax.tree.map(lambda leaf, v=v: jnp.full_like(leaf, v), A) for v in (0, 1))
     shares, other = (draw(uniform, 0.5, zeros, ones, seed) for seed in (0, 1))
     assert (np.abs(shares["x"]["kernel"] - shares["y"]) > EPS).all()
     assert (np.abs(shares["y"] - other["y"]) > EPS).all()
 
 
-def test_coefficients_depend_only_on_the_name_of_a_leaf():
-    """Another leaf in the tree does not change the numbers: random streams are named, not counted."""
+def test_mix_draws_depend_only_on_leaf_name():
+    """Another leaf in the tree does not change the numbers, because random streams are named, not counted."""
     whole = draw(uniform, 0.5, A, B)
     assert_equal(whole["y"], draw(uniform, 0.5, {"y": A["y"]}, {"y": B["y"]})["y"])
 
@@ -91,33 +91,33 @@ def test_leaves_whose_names_share_a_hash_have_their_own_shares():
 
 
 @pytest.mark.parametrize("distribution", [linear, subcube, hyperplane, bernoulli])
-def test_sweeps_begin_at_a_and_end_at_b_exactly(distribution):
+def test_distribution_range_runs_from_a_to_b(distribution):
     for seed in range(3):
         assert_equal(draw(distribution, 0, A, B, seed), A)
         assert_equal(draw(distribution, 1, A, B, seed), B)
 
 
-def test_linear_is_the_same_share_for_all_weights():
+def test_linear_has_same_share_for_all_weights():
     assert_close(draw(linear, 0.25, A, B), combine(A, B, 0.25), roundings=2)
 
 
 @pytest.mark.parametrize(
     ("share", "low", "high"), [(0.1, 0, 0.2), (0.25, 0, 0.5), (0.5, 0, 1), (0.75, 0.5, 1), (0.9, 0.8, 1)]
 )
-def test_the_subcube_has_its_centre_at_the_share(share, low, high):
+def test_subcube_is_centred_at_share(share, low, high):
     assert stats.kstest(draw_shares(subcube, share), stats.uniform(low, high - low).cdf).pvalue > 1e-3
 
 
 @settings(max_examples=15, deadline=None)
 @given(st.floats(0, 1), st.integers(0, 100))
-def test_bernoulli_takes_b_with_its_probability(p, seed):
+def test_bernoulli_takes_b_with_probability(p, seed):
     shares = draw_shares(bernoulli, p, seed)
     assert set(np.unique(shares)) <= {0.0, 1.0}
     check_mean(shares, p, np.sqrt(p * (1 - p)))
 
 
 def truncated_exponential(mean):
-    """The rate and the cdf of the exponential distribution truncated to [0, 1] that has this mean, in float64."""
+    """Return rate and cdf of the exponential distribution truncated to [0, 1] with this mean, in float64."""
     small = min(mean, 1 - mean)
     rate = brentq(lambda r: stats.truncexpon.mean(b=r, scale=1 / r) - small, 1e-3, 2 / small, xtol=1e-12)
     lower = stats.truncexpon(b=rate, scale=1 / rate)
@@ -125,7 +125,7 @@ def truncated_exponential(mean):
 
 
 @pytest.mark.parametrize("mean", [0.01, 0.1, 0.3, 0.45, 0.46, 0.49, 0.55, 0.8, 0.99])
-def test_hyperplane_shares_follow_the_truncated_exponential(mean):
+def test_hyperplane_follows_truncated_exponential(mean):
     mean = float(np.float32(mean))
     rate, cdf = truncated_exponential(mean)
     found = float(compiled(truncated_rate)(jnp.float32(min(mean, 1 - mean))))
@@ -149,24 +149,24 @@ def test_hyperplane_is_stable_for_every_mean(mean, seed):
     check_mean(shares, mean, min(np.sqrt(1 / 12), mean, 1 - mean))
 
 
-def test_centered_shares_fill_the_box_around_a():
+def test_centered_fills_box_around_a():
     assert stats.kstest(draw_shares(centered, 0.3), stats.uniform(-0.3, 0.6).cdf).pvalue > 1e-3
     assert_equal(draw(centered, 0, A, B), A)
 
 
-def test_max_and_min_take_the_larger_and_the_smaller_weight():
+def test_minmax_takes_larger_and_smaller_weights():
     a, b = {"w": jnp.array([1.0, -3.0, 2.0, 0.5])}, {"w": jnp.array([-2.0, 1.0, 2.0, -0.25])}
     for share, expected in ((0, [-2, -3, 2, 0.5]), (1, [1, 1, 2, -0.25]), (0.5, [-0.5, -1, 2, 0.125])):
         assert_equal(minmax(jax.random.key(0), jnp.float32(share), a, b)["w"], np.array(expected))
 
 
-def test_stitching_takes_the_lower_layers_from_b():
+def test_stitch_takes_lower_layers_from_b():
     draw_stitched = stitch({"x/kernel": 1, "x/bias": 1, "y": 2}.__getitem__)
     for layer, expected in enumerate((A, {"x": B["x"], "y": A["y"]}, B)):
         assert_equal(draw_stitched(jax.random.key(0), jnp.float32(layer), A, B), expected)
 
 
-def test_blending_three_networks_starts_from_a():
+def test_blend_of_three_networks_starts_from_a():
     c = jax.tree.map(jnp.ones_like, A)
     inside = jax.tree.map(lambda a, b, c: (a + b + 2 * c) / 4, A, B, c)
     for shares, expected in (([0, 0], A), ([1, 0], B), ([0, 1], c), ([0.25, 0.5], inside)):
@@ -174,7 +174,7 @@ def test_blending_three_networks_starts_from_a():
         assert_close(blended, expected, roundings=4, scale=15)  # the largest difference of two weights
 
 
-def test_leaves_that_are_no_floats_are_those_of_a():
+def test_combine_keeps_integers_of_a():
     def tree(scale):
         keys = jax.random.split(jax.random.key(scale), 2)
         counts = {"steps": jnp.array([1, 2]) * scale, "used": jnp.array([scale > 1])}
@@ -188,7 +188,7 @@ def test_leaves_that_are_no_floats_are_those_of_a():
         assert_equal(jax.random.key_data(mixed["key"]), jax.random.key_data(a["key"]))
 
 
-def test_a_complex_weight_is_mixed_as_two_weights():
+def test_mix_of_complex_weights_draws_two_shares():
     a, b = jnp.zeros(COUNT, jnp.complex64), jnp.full(COUNT, 1 + 1j, jnp.complex64)
     mixed = np.asarray(draw(uniform, 0.5, a, b))
     check_mean(mixed.real, 0.5, 12**-0.5)
@@ -206,7 +206,7 @@ def in_half(tree, dtype):
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("distribution", [linear, uniform, subcube, hyperplane, bernoulli, centered])
-def test_half_precision_is_drawn_and_mixed_in_single(distribution, dtype):
+def test_mix_of_half_precision_is_in_float32(distribution, dtype):
     halves = [in_half(own, dtype) for own in (A, B)]
     singles = [in_half(own, jnp.float32) for own in halves]
     found, expected = (draw(distribution, 0.3, *both) for both in (halves, singles))
@@ -216,7 +216,7 @@ def test_half_precision_is_drawn_and_mixed_in_single(distribution, dtype):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_shares_of_half_precision_weights_are_fine(dtype):
+def test_distribution_shares_of_half_precision_are_float32(dtype):
     for distribution, parameter, mean in ((uniform, 0.5, 0.5), (hyperplane, 0.05, 0.05), (linear, 0.3, 0.3)):
         shares = distribution(jax.random.key(0), jnp.float32(parameter), jnp.zeros(COUNT, dtype))
         assert shares.dtype == jnp.float32
@@ -226,11 +226,11 @@ def test_shares_of_half_precision_weights_are_fine(dtype):
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("convert", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
-def test_combinations_keep_the_dtype_of_half_precision(dtype, convert):
+def test_combine_keeps_half_precision(dtype, convert):
     a, b = (jax.tree.map(convert, in_half(own, dtype)) for own in (A, B))
     middle = in_half(combine(A, B, 0.5), dtype)  # exact: whole numbers and halves
     for v in (0.5, np.float32(0.5), np.float64(0.5), jnp.float32(0.5), jnp.array(0.5, dtype)):
-        found = combine(a, b, 1 - (v))
+        found = combine(a, b, v)
         assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype(dtype)}
         assert_equal(found, middle)
     for found in (
@@ -241,9 +241,9 @@ def test_combinations_keep_the_dtype_of_half_precision(dtype, convert):
         assert_equal(found, middle)
 
 
-def test_single_precision_combined_by_doubles_stays_single():
+def test_combine_by_float64_share_keeps_float32():
     a, b = (jax.tree.map(np.asarray, own) for own in (A, B))
-    for leaf in jax.tree.leaves(combine(a, b, 1 - (np.float64(0.3)))):
+    for leaf in jax.tree.leaves(combine(a, b, np.float64(0.3))):
         assert leaf.dtype == np.float32
 
 
@@ -260,8 +260,11 @@ OUTSIDE = [
 
 
 @pytest.mark.parametrize(("distribution", "parameter", "remedy"), OUTSIDE)
-def test_parameters_out_of_range_are_refused(distribution, parameter, remedy):
-    key, problem = jax.random.key(0), f"no {distribution.__name__} shares for {parameter:g}: give {remedy}"
+def test_distribution_rejects_points_out_of_range(distribution, parameter, remedy):
+    name, point = distribution.parameter, f"{parameter:g}"
+    key, problem = jax.random.key(0), f"{name} = {point} is out of range for {distribution!r}: pass {remedy}"
+    with pytest.raises(UserError, match=problem):
+        sample(A, B, distribution, parameter)
     with pytest.raises(UserError, match=problem):
         distribution(key, jnp.float32(parameter), jnp.zeros(3))
     with pytest.raises(UserError, match=problem):
@@ -272,12 +275,33 @@ def test_parameters_out_of_range_are_refused(distribution, parameter, remedy):
     ("distribution", "parameter"),
     [(linear, -1), (linear, 2), (uniform, 0.75), (centered, 3), (subcube, 1), (hyperplane, 0), (bernoulli, 1)],
 )
-def test_parameters_at_the_ends_and_beyond_are_taken(distribution, parameter):
-    """A line goes on beyond A and B, and so do the boxes around A and around the middle."""
+def test_distribution_takes_ends_and_extrapolation(distribution, parameter):
+    """The line extends beyond A and B, and so do the boxes around A and around the midpoint."""
     drawn = mix(distribution)(jax.random.key(0), jnp.float32(parameter), A, B)
     assert_close(drawn, draw(distribution, parameter, A, B), roundings=8, scale=40.0)
 
 
-def test_a_trace_checks_no_parameters():
+def test_distribution_accepts_any_traced_point():
     drawn = jax.jit(mix(bernoulli))(jax.random.key(0), jnp.float32(1.5), A, B)
     assert_equal(drawn, B)
+
+
+def test_sample_draws_each_weight_by_itself():
+    zeros, ones = ({"w": jnp.full(COUNT, value)} for value in (0.0, 1.0))
+    found = np.asarray(sample(zeros, ones, uniform, 0.25)["w"])
+    check_mean(found, 0.5, 0.5 * 12**-0.5)
+    assert 0.25 <= found.min() < 0.26
+    assert 0.74 < found.max() <= 0.75
+    assert_equal(sample(zeros, ones, uniform, 0.25)["w"], found)
+    assert (sample(zeros, ones, uniform, 0.25, seed=1)["w"] != found).mean() > 0.99
+
+
+def test_sample_of_linear_equals_combine():
+    assert_close(sample(A, B, linear, 0.25), combine(A, B, 0.25), roundings=2)
+
+
+def test_distribution_of_users_own():
+    """Its shares are those of its function, and it shows its name."""
+    half = Distribution("half", "p", 0.0, 1.0, lambda key, p, leaf: jnp.full(leaf.shape, p / 2))
+    assert repr(half) == "half"
+    assert_close(sample(A, B, half, 0.5), combine(A, B, 0.25), roundings=2)

@@ -1,6 +1,6 @@
-"""Whatever is given to a public function: a correct result, or an error that says in a sentence what is wrong with it.
+"""Public functions return a correct result for any arguments, or raise an error of one sentence.
 
-The short form tries a few dozen inputs of each function, the long one, `pytest -m long`, some thousands.
+The short form tries a few inputs of each function; the long form, `pytest -m long`, tries a thousand.
 """
 
 import tempfile
@@ -19,7 +19,13 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis.extra import numpy as hnp
 
 import mcomb
+from mcomb.combination import mix
 from mcomb.errors import Diverged, UserError
+from mcomb.evaluation.evaluate import evaluate
+from mcomb.evaluation.repair import repaired
+from mcomb.matching.activations import match_activations
+from mcomb.matching.straight_through import match_straight_through
+from mcomb.matching.weights import match_weights
 
 X = np.random.default_rng(0).normal(size=(6, 3)).astype(np.float32)
 Y = np.arange(6) % 2
@@ -33,7 +39,7 @@ STATISTICS = {"mean": np.zeros(2, np.float32), "variance": np.ones(2, np.float32
 
 
 def normalised(params, x):
-    """The outputs of a network, normalised by running statistics."""
+    """Return the outputs of a network, normalised by running statistics."""
     centred = apply(params["net"], x) - params["mean"][None]
     return centred * jax.lax.rsqrt(params["variance"][None] + 1e-5)
 
@@ -54,7 +60,7 @@ INTEGERS = st.sampled_from([0, 1, 2, 3, 7, -1, 2**31 - 1, 2**32 - 1])
 
 
 def changed(tree, where, how):
-    """The tree with one leaf changed."""
+    """Return the tree with one leaf changed."""
     leaves, structure = jax.tree.flatten(tree)
     leaves[where % len(leaves)] = how(leaves[where % len(leaves)])
     return jax.tree.unflatten(structure, leaves)
@@ -109,6 +115,7 @@ PERMS = st.one_of(
     ),
 )
 SPECS = st.sampled_from([SPEC, SPEC, SPEC, FOREIGN, mcomb.PermutationSpec({}, {})])
+OPTIONAL_SPEC = (SPEC, st.one_of(SPECS, st.sampled_from([None, None, "spec", A])))
 KEYS = st.one_of(
     st.sampled_from([0, 1, 3]).map(lambda count: jax.random.split(jax.random.key(0), count)),
     st.sampled_from([None, 0, jax.random.key(0), np.arange(3), [jax.random.key(0)] * 3]),
@@ -129,55 +136,58 @@ def is_finite(tree):
     return all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(tree))
 
 
-def is_right_matching(found, spec, a, b, *rest, **options):
-    spec.check_perms(found.perms)
-    aligned = spec.apply(found.perms, b)
-    assert np.isfinite(found.objective)
+def is_right_alignment(found, apply, a, b, *rest, spec, **options):
+    assert spec in (None, found.spec)
+    matching = found.matching
+    found.spec.check_perms(matching.perms)
+    assert np.isfinite(matching.objective)
     is_network = jax.tree.structure(b) == jax.tree.structure(A)  # and no tree without leaves, which fits an empty spec
     if is_network and is_finite(apply(b, X)) and np.any(apply(b, X)):
-        spec.check(apply, b, X, perms=found.perms)
-    assert jax.tree.structure(aligned) == jax.tree.structure(b)
+        found.spec.check(apply, b, X, perms=matching.perms)
+    assert jax.tree.structure(found.params) == jax.tree.structure(b)
+    assert repr(found)
 
 
-def is_right_combination(found, a, b, v):
+def is_right_combination(found, a, b, *rest, **options):
     for leaf, one, other in zip(*map(jax.tree.leaves, (found, a, b)), strict=True):
         assert np.shape(leaf) == np.shape(one) == np.shape(other)
 
 
-def is_right_metrics(found, apply, draw, networks, parameters, keys, inputs, labels, *, loss, metrics=None, **options):
-    assert len(found.loss) == len(keys)
+def is_right_sweep(found, apply, networks, inputs, labels, draw, *, points, samples, loss, metrics, **options):
+    shape = (points if np.ndim(points) == 0 else len(points), 1 if draw is mcomb.linear else 10)
+    assert found.loss.shape == (shape if samples is None else (shape[0], samples))
+    assert len(found.points) == shape[0]
     assert found.values.keys() >= {*(metrics or {})}
-    if loss is not mcomb.cross_entropy:
-        return
-    assert ((found.accuracy >= 0) & (found.accuracy <= 1)).all()
-    assert (np.isfinite(found.loss) | (found.accuracy < 1)).all()  # what overflows is not right
-    assert (found.agreement.sum((1, 2)) == len(labels)).all()
+    assert len(found.ends) == len(networks)
+    assert repr(found)
+    if metrics is None and "accuracy" in found.values:
+        assert ((found.accuracy >= 0) & (found.accuracy <= 1)).all()
+        if loss is mcomb.cross_entropy:
+            assert (np.isfinite(found.loss) | (found.accuracy < 1)).all()  # an overflow is not correct
+        np.testing.assert_allclose(found.agreement.sum((2, 3)), 1)
 
 
-def is_right_score(found, apply, params, inputs, labels, *, loss, **options):
+def is_right_score(found, apply, params, inputs, labels, *, loss, metrics, **options):
     assert is_finite(found.loss)
-    if loss is not mcomb.cross_entropy:
-        return
-    assert found.predicted.shape == (len(labels),)
-    assert found.accuracy == np.mean(found.predicted == labels)
+    if loss is mcomb.cross_entropy and metrics is None:
+        assert 0 <= found.accuracy <= 1
 
 
-def is_right_alignment(found, spec, networks, **options):
+def is_right_multi_alignment(found, apply, networks, *rest, **options):
+    assert len(found.params) == len(networks)
     for perms in found.perms:
-        spec.check_perms(perms)
+        found.spec.check_perms(perms)
 
 
-def is_right_merge(found, spec, networks, *rest, **options):
-    params = getattr(found, "params", found)
-    assert jax.tree.structure(params) == jax.tree.structure(networks[0])
-    for leaf, one in zip(*map(jax.tree.leaves, (params, networks[0])), strict=True):
+def is_right_merge(found, apply, networks, inputs, *rest, method=None, **options):
+    if isinstance(method, mcomb.Method) and method.name == "partial":
+        one = sum(np.size(leaf) for leaf in jax.tree.leaves(networks[0]))
+        assert one <= found.details.weights <= method.options["budget"] * one
+        assert len(found.apply(found.params, inputs)) == len(inputs)
+        return
+    assert jax.tree.structure(found.params) == jax.tree.structure(networks[0])
+    for leaf, one in zip(*map(jax.tree.leaves, (found.params, networks[0])), strict=True):
         assert np.shape(leaf) == np.shape(one)
-
-
-def is_right_partial_merge(found, spec, networks, apply, inputs, *, budget, **options):
-    one = sum(np.size(leaf) for leaf in jax.tree.leaves(networks[0]))
-    assert one <= found.weights <= budget * one
-    assert len(found.apply(found.params, inputs)) == len(inputs)
 
 
 def is_like(found, apply, params, *rest, **options):
@@ -185,7 +195,7 @@ def is_like(found, apply, params, *rest, **options):
 
 
 def write_and_read(params, ending, target):
-    """What comes back of a tree that is written."""
+    """Write a tree and read it back."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, f"network{ending}")
         mcomb.write_checkpoint(path, params)
@@ -193,15 +203,10 @@ def write_and_read(params, ending, target):
 
 
 def is_what_was_written(found, params, ending, target):
-    """In the target's dtypes, where there is one: what was written as float32 may be asked for as bfloat16."""
+    """Compare in the dtypes of the target, which may be narrower than those written."""
     dtypes = [jnp.result_type(leaf) for leaf in jax.tree.leaves(params if target is None else target)]
     for leaf, one, dtype in zip(*map(jax.tree.leaves, (found, params)), dtypes, strict=True):
         np.testing.assert_array_equal(np.asarray(leaf, np.float32), np.asarray(np.asarray(one, dtype), np.float32))
-
-
-def is_a_draw(found, key, parameter, *networks):
-    for leaf, one in zip(*map(jax.tree.leaves, (found, networks[0])), strict=True):
-        assert np.shape(leaf) == np.shape(one)
 
 
 def is_a_sum_and_a_count(found, output, label):
@@ -213,19 +218,19 @@ def is_right_between(found, i, j):
 
 
 def is_right_training(found, apply, params, *rest, **options):
-    assert jax.tree.structure(found[0]) == jax.tree.structure(params)
-    assert np.isfinite(found[1])
+    assert jax.tree.structure(found.params) == jax.tree.structure(params)
+    assert np.isfinite(found.loss)
 
 
 def anything(found, *args, **options):
-    """That it has come back is enough."""
+    """Accept any result."""
 
 
 LOSS = (
     mcomb.cross_entropy,
     st.sampled_from(
         [
-            *(mcomb.token_cross_entropy, mcomb.squared_error, mcomb.accuracy, "mse", None, len, {}),
+            *(mcomb.squared_error, mcomb.accuracy, "mse", None, len, {}),
             lambda output, label: (output.sum(), 1),
             lambda output, label: output,
             lambda output, label: (output, 1),
@@ -234,7 +239,6 @@ LOSS = (
     ),
 )
 METRICS = (None, st.sampled_from([{}, {"mine": mcomb.accuracy}, {"loss": mcomb.accuracy}, {3: len}, [len], "accuracy"]))
-MIXES = DRAWS.map(mix)
 PAIRS = st.tuples(TREES, TREES)
 LISTS = st.lists(st.sampled_from([A, B, network(2, units=5), {}, changed(A, 0, with_nan)]), max_size=3)
 WHOLE = st.sampled_from([1, 4, 7, 0, -1])
@@ -254,62 +258,57 @@ DESCENT = {
     "keep": KEEP,
 }
 
-ALIGNMENT = mcomb.align_many(SPEC, [A, B])
+ALIGNMENT = mcomb.align_many(apply, [A, B], X)
 INDICES = st.sampled_from([0, 1, 2, -1, 9, "A", None, 0.5])
+RESTARTS = st.sampled_from([2, 4, 0, -1, 1.5, "2"])
+MATCHERS = st.one_of(
+    st.sampled_from(["weights", "activations", "ste", "x", "", None, len, match_weights]),
+    st.builds(mcomb.weights, restarts=RESTARTS, seed=SEED[1], start=st.none() | PERMS, coarse=st.booleans()),
+    st.builds(mcomb.activations, inner_products=st.booleans(), batch_size=SIZES),
+    st.builds(mcomb.straight_through, steps=STEPS, learning_rate=NUMBERS, batch_size=SIZES, seed=SEED[1]),
+)
+BUDGETS = st.one_of(NUMBERS, st.sampled_from([1.5, "2"]))
+METHODS = st.one_of(
+    st.sampled_from(["fisher", "refit", "average", "partial", "x", None, len]),
+    st.builds(mcomb.partial, budget=BUDGETS, per=st.sampled_from(["unit", "layer", "x", None])),
+    st.builds(mcomb.refit, ridge=st.one_of(NUMBERS, st.just("1"))),
+    st.builds(mcomb.learned, per=st.sampled_from(["network", "unit"]), steps=STEPS, batch_size=SIZES, keep=KEEP[1]),
+)
+POINTS = st.one_of(PARAMETERS, st.sampled_from([2, 1, 0, "2", None, [0.5], [], [[0.5]], ["x"]]))
 
-# For each function what its result must be, and for each of its arguments a right value and others, right or wrong.
+# For each function: the check of its result, and for each argument a correct value and others, correct or wrong.
 CALLS = {
     mcomb.combine: (
         is_right_combination,
         [*NETWORKS, (0.5, st.one_of(TREES, NUMBERS, st.just({"up": 0.5, "down": 1.0})))],
         {},
     ),
-    mcomb.match: (
-        is_right_matching,
-        [(SPEC, SPECS), *NETWORKS, (apply, st.none()), (X, ARRAYS), (Y, LABELS)],
-        {"matcher": ("weights", st.sampled_from(["weights", "activations", "x", ""])), "seed": SEED},
+    mcomb.sample: (
+        is_right_combination,
+        [*NETWORKS, (mcomb.uniform, st.one_of(DRAWS, st.sampled_from(["uniform", None]))), (0.5, NUMBERS)],
+        {"seed": SEED},
     ),
-    match_weights: (
-        is_right_matching,
-        [(SPEC, SPECS), *NETWORKS],
-        {
-            "start": (None, PERMS),
-            "seed": SEED,
-            "restarts": (1, st.sampled_from([2, 4, 0, -1, 1.5, "2"])),
-            "coarse": (False, st.booleans()),
-        },
-    ),
-    match_activations: (
-        is_right_matching,
-        [(SPEC, SPECS), *NETWORKS, APPLY, (X, ARRAYS)],
-        {"batch_size": (4, WHOLE), "inner_products": (False, st.booleans())},
-    ),
-    match_straight_through: (
-        is_right_matching,
-        [(SPEC, SPECS), *NETWORKS, APPLY, (X, ARRAYS), (Y, LABELS)],
-        {
-            "loss": LOSS,
-            "steps": (1, STEPS),
-            "learning_rate": (0.01, NUMBERS),
-            "batch_size": (4, SIZES),
-            "seed": SEED,
-        },
+    mcomb.align: (
+        is_right_alignment,
+        [APPLY, *NETWORKS, (X, ARRAYS), (Y, LABELS)],
+        {"matcher": ("weights", MATCHERS), "spec": OPTIONAL_SPEC, "loss": LOSS},
     ),
     mcomb.align_many: (
-        is_right_alignment,
-        [(SPEC, SPECS), ([A, B, A], LISTS)],
-        {"reference": (0, st.sampled_from([1, 5, -1, None, 1.0, "A"])), "seed": SEED},
+        is_right_multi_alignment,
+        [APPLY, ([A, B, A], LISTS), (X, ARRAYS)],
+        {"spec": OPTIONAL_SPEC, "reference": (0, st.sampled_from([1, 5, -1, None, 1.0, "A"])), "seed": SEED},
     ),
     mcomb.merge: (
         is_right_merge,
-        [(SPEC, SPECS), ((A, B), st.one_of(PAIRS, LISTS)), APPLY, (X, ARRAYS), (Y, LABELS)],
-        {"method": ("average", st.sampled_from(["fisher", "refit", "average", "x", None])), "loss": LOSS},
+        [APPLY, ((A, B), st.one_of(PAIRS, LISTS, st.none())), (X, ARRAYS), (Y, LABELS)],
+        {"method": ("average", METHODS), "spec": OPTIONAL_SPEC, "loss": LOSS},
     ),
     mcomb.learn_shares: (
         is_right_merge,
-        [(SPEC, SPECS), ((A, B), st.one_of(PAIRS, LISTS)), APPLY, (X, ARRAYS), (Y, LABELS)],
+        [APPLY, ((A, B), st.one_of(PAIRS, LISTS)), (X, ARRAYS), (Y, LABELS)],
         {
             "per": ("unit", st.sampled_from(["network", "weight", "x", None])),
+            "spec": OPTIONAL_SPEC,
             "beyond": (False, st.booleans()),
             "loss": LOSS,
             **DESCENT,
@@ -320,21 +319,21 @@ CALLS = {
         [APPLY, (A, TREES), (X, ARRAYS), (Y, LABELS)],
         {"loss": LOSS, **DESCENT},
     ),
-    evaluate: (
-        is_right_metrics,
+    mcomb.sweep: (
+        is_right_sweep,
         [
-            *(APPLY, (mix(mcomb.linear), MIXES), ((A, B), PAIRS), (np.zeros(3), PARAMETERS)),
-            *((jax.random.split(jax.random.key(0), 3), KEYS), (X, ARRAYS), (Y, LABELS)),
+            *(APPLY, ((A, B), st.one_of(PAIRS, LISTS, st.sampled_from([None, A]))), (X, ARRAYS), (Y, LABELS)),
+            (mcomb.linear, st.one_of(DRAWS, st.sampled_from(["uniform", None, len, A]))),
         ],
         {
+            "points": ([0.0, 0.5], POINTS),
+            "samples": (None, st.sampled_from([1, 2, 0, -1, 1.5, "1"])),
             "loss": LOSS,
             "metrics": METRICS,
-            "temperatures": (None, st.sampled_from([(), (0.0,), (-1.0, 2.0), (float("nan"),), [0.5, 2.0], 2.0, "x"])),
-            "references": (
-                None,
-                st.sampled_from([np.zeros((2, 6), int), np.zeros((2, 5), int), np.zeros((6, 2), int), X, "AB"]),
-            ),
+            "repair": (False, st.booleans()),
+            "spec": OPTIONAL_SPEC,
             "statistics_from": (None, ARRAYS),
+            "seed": SEED,
             "batch_size": (4, SIZES),
             "vmap_size": (None, st.sampled_from([1, 2, 0, -3, 1.5, "1"])),
         },
@@ -342,43 +341,28 @@ CALLS = {
     mcomb.score: (
         is_right_score,
         [APPLY, (A, TREES), (X, ARRAYS), (Y, LABELS)],
-        {
-            "loss": LOSS,
-            "metrics": METRICS,
-            "batch_size": (4, SIZES),
-            "temperatures": (None, st.sampled_from([(), (0.0,), (float("inf"),)])),
-        },
+        {"loss": LOSS, "metrics": METRICS, "batch_size": (4, SIZES)},
     ),
-    mcomb.check_spec: (
+    SPEC.check: (
         anything,
-        [APPLY, (A, TREES), (SPEC, SPECS), (X, ARRAYS)],
+        [APPLY, (A, TREES), (X, ARRAYS)],
         {"perms": (None, PERMS), "draws": (1, st.sampled_from([0, -1]))},
     ),
     mcomb.derive_spec: (anything, [APPLY, (A, TREES), (X, ARRAYS)], {}),
-    repaired: (
-        anything,
-        [(SPEC, SPECS), APPLY, (mix(mcomb.uniform), MIXES), ((A, B), PAIRS), (X, ARRAYS)],
-        {"batch_size": (4, SIZES)},
-    ),
-    merge_partly: (
-        is_right_partial_merge,
-        [(SPEC, SPECS), ((A, B), st.one_of(PAIRS, LISTS, st.none())), APPLY, (X, ARRAYS)],
-        {"budget": (1.5, st.one_of(NUMBERS, st.just("2"))), "per": ("unit", st.sampled_from(["layer", "x", None]))},
-    ),
     mcomb.estimate_statistics: (is_like, [APPLY, (A, TREES), (X, ARRAYS)], {"batch_size": (4, SIZES)}),
     write_and_read: (
         is_what_was_written,
         [(A, TREES), (".npz", st.sampled_from(["", ".npz", ".safetensors", ".msgpack"])), (None, TREES)],
         {},
     ),
-    **{
-        mix(distribution): (is_a_draw, [KEY, (np.float32(0.5), SHARES), *NETWORKS], {})
-        for distribution in DISTRIBUTIONS
-    },
-    mcomb.cross_entropy: (is_a_sum_and_a_count, [(X[0], ARRAYS), (np.int32(1), LABELS)], {}),
-    mcomb.token_cross_entropy: (is_a_sum_and_a_count, [(X, ARRAYS), (Y, LABELS)], {}),
+    mcomb.cross_entropy: (is_a_sum_and_a_count, [(X, ARRAYS), (Y, LABELS)], {}),
     mcomb.accuracy: (is_a_sum_and_a_count, [(X, ARRAYS), (Y, LABELS)], {}),
     mcomb.squared_error: (is_a_sum_and_a_count, [(X, ARRAYS), (X, ARRAYS)], {}),
+    mcomb.tempered_cross_entropy: (
+        anything,
+        [((1.0, 2.0), st.sampled_from([(), (0.0,), (-1.0, 2.0), (float("nan"),), [0.5, 2.0], 2.0, "x", None]))],
+        {},
+    ),
     ALIGNMENT.between: (is_right_between, [(0, INDICES), (1, INDICES)], {}),
     SPEC.apply: (anything, [(SPEC.identity(), PERMS), (A, TREES)], {}),
     SPEC.invert: (anything, [(SPEC.identity(), PERMS)], {}),
@@ -389,7 +373,7 @@ CALLS = {
 
 @st.composite
 def calls(draw, positional, options):
-    """Arguments of which about one in four is another than the right one."""
+    """Draw arguments of which about one in four is not the default one."""
 
     def one(right, others):
         return draw(others) if draw(st.integers(0, 3)) == 0 else right
@@ -398,7 +382,7 @@ def calls(draw, positional, options):
 
 
 def try_inputs(function, count):
-    """How often a function gave a result and how often it refused, of the right input and so many others."""
+    """Call a function with its correct arguments and so many others; count results and errors."""
     is_right, positional, options = CALLS[function]
     right = [argument for argument, _ in positional], {name: option for name, (option, _) in options.items()}
     outcomes = {"right": 0, "refused": 0}
@@ -430,7 +414,7 @@ def try_inputs(function, count):
 
 @pytest.fixture(autouse=True)
 def as_users_have_it():
-    """Without the checks of shapes and ranks that there are only under pytest; warnings are no errors."""
+    """Turn off the checks of shapes, ranks and warnings that exist only under pytest."""
     before = jaxtyping.config.jaxtyping_disable
     jaxtyping.config.update("jaxtyping_disable", True)
     with jax.numpy_rank_promotion("allow"), np.errstate(all="ignore"), warnings.catch_warnings():
@@ -440,7 +424,8 @@ def as_users_have_it():
 
 
 KEYS_OF_THREE = jax.random.split(jax.random.key(0), 3)
-EVALUATE = (apply, mix(mcomb.linear), (A, B), np.zeros(3, np.float32), KEYS_OF_THREE, X, Y)
+EVALUATE = (apply, (A, B), X, Y, mcomb.linear, np.zeros(3, np.float32), KEYS_OF_THREE)
+SWEEP = (apply, (A, B), X, Y, mcomb.linear)
 WITH_DATA = (SPEC, A, B, apply, X, Y)
 LINEAR = (jax.random.key(0), np.float32(0.5))
 
@@ -451,91 +436,99 @@ LINEAR = (jax.random.key(0), np.float32(0.5))
     [
         (evaluate, EVALUATE, "batch_size"),
         (evaluate, EVALUATE, "vmap_size"),
+        (mcomb.sweep, SWEEP, "samples"),
+        (mcomb.sweep, SWEEP, "batch_size"),
+        (mcomb.sweep, SWEEP, "vmap_size"),
+        (mcomb.sweep, SWEEP, "seed"),
         (mcomb.score, (apply, A, X, Y), "batch_size"),
         (match_weights, (SPEC, A, B), "restarts"),
         (match_weights, (SPEC, A, B), "seed"),
         (match_straight_through, WITH_DATA, "steps"),
         (match_straight_through, WITH_DATA, "batch_size"),
-        (mcomb.align_many, (SPEC, [A, B]), "reference"),
+        (mcomb.align_many, (apply, [A, B], X), "reference"),
         (mcomb.fine_tune, (apply, A, X, Y), "steps"),
         (mcomb.fine_tune, (apply, A, X, Y), "batch_size"),
         (mcomb.fine_tune, (apply, A, X, Y), "seed"),
-        (repaired, (SPEC, apply, mix(mcomb.linear), (A, B), X), "batch_size"),
-        (mcomb.check_spec, (apply, A, SPEC, X), "draws"),
+        (partial(repaired, spec=SPEC), (apply, (A, B), X, mcomb.linear), "batch_size"),
+        (SPEC.check, (apply, A, X), "draws"),
     ],
     ids=lambda value: getattr(value, "__name__", value) if isinstance(value, str) or callable(value) else "",
 )
-def test_a_size_is_a_whole_number(function, args, name, value):
+def test_inputs_sizes_must_be_whole_numbers(function, args, name, value):
     with pytest.raises(UserError, match=rf"({name} |no network ).*give (a whole number|an index)"):
         function(*args, **{name: value})
 
 
 @pytest.mark.parametrize(
-    ("args", "options", "problem"),
+    ("args", "problem"),
     [
-        ({4: None}, {}, "the keys are of type NoneType: give an array"),
-        ({4: jax.random.key(0)}, {}, "the keys are of type .*Array: give an array"),
-        ({2: None}, {}, "the networks are of type NoneType: give a tuple"),
-        ({2: A}, {}, "the networks are of type dict: give a tuple"),
-        ({}, {"references": np.zeros((2, 5), int)}, r"references have the shape \(2, 5\) .* of shape \(2, 6\)"),
-        ({}, {"references": np.zeros((6, 2), int)}, r"references have the shape \(6, 2\) .* of shape \(2, 6\)"),
-        ({}, {"references": np.zeros((2, 600), int)}, r"references have the shape \(2, 600\) .* of shape \(2, 6\)"),
-        ({}, {"references": np.zeros((2, 6))}, "references have .* dtype float64: give"),
-        ({}, {"references": "AB"}, r"references have the shape \(\) .*: give"),
-        ({}, {"temperatures": 2.0}, r"temperatures are 2\.0: give a tuple of numbers"),
-        ({}, {"temperatures": ("warm",)}, "temperature 0 is warm: give more than 0"),
+        ({6: None}, "The keys are a NoneType: pass an array"),
+        ({6: jax.random.key(0)}, "The keys are a .*Array: pass an array"),
+        ({1: None}, "The networks are a NoneType: pass a tuple"),
+        ({1: A}, "The networks are a dict: pass a tuple"),
     ],
 )
-def test_what_cannot_be_evaluated_is_named(args, options, problem):
+def test_evaluate_names_wrong_arguments(args, problem):
     with pytest.raises(UserError, match=problem):
-        evaluate(*(args.get(i, arg) for i, arg in enumerate(EVALUATE)), **options)
+        evaluate(*(args.get(i, arg) for i, arg in enumerate(EVALUATE)))
 
 
-def test_temperatures_may_be_a_list_or_an_array():
-    expected = mcomb.score(apply, A, X, Y, temperatures=(1.0, 2.0)).tempered
-    for temperatures in ([1.0, 2.0], np.array([1.0, 2.0])):
-        np.testing.assert_array_equal(mcomb.score(apply, A, X, Y, temperatures=temperatures).tempered, expected)
+@pytest.mark.parametrize("networks", [None, A, A["down"]], ids=["none", "dict", "array"])
+def test_sweep_names_wrong_networks(networks):
+    with pytest.raises(UserError, match=r"The networks are a \w+: pass a tuple of parameter trees"):
+        mcomb.sweep(apply, networks, X, Y, mcomb.linear)
+
+
+@pytest.mark.parametrize("temperatures", [2.0, "warm", ("warm",), None, ()], ids=str)
+def test_tempered_cross_entropy_names_wrong_temperatures(temperatures):
+    with pytest.raises(UserError, match=r"(The temperatures are .*: pass a tuple|temperature 0 is warm: give more)"):
+        mcomb.tempered_cross_entropy(temperatures)
+
+
+@pytest.mark.parametrize("temperatures", [[1.0, 2.0], np.array([1.0, 2.0])], ids=["list", "array"])
+def test_tempered_cross_entropy_takes_lists_and_arrays(temperatures):
+    assert mcomb.tempered_cross_entropy(temperatures) is mcomb.tempered_cross_entropy((1.0, 2.0))
 
 
 @pytest.mark.parametrize(("a", "b"), [({}, []), ({"w": [1.0]}, {"w": (1.0,)}), ({}, None)], ids=str)
-@pytest.mark.parametrize("function", [partial(mcomb.combine, v=0.5), partial(mix(mcomb.linear), *LINEAR)])
-def test_networks_of_other_containers_are_not_combined(function, a, b):
+@pytest.mark.parametrize("function", [partial(mcomb.combine, share=0.5), partial(mix(mcomb.linear), *LINEAR)])
+def test_combine_rejects_networks_of_other_containers(function, a, b):
     with pytest.raises(UserError, match=r"the networks to \w+ differ in their branches .*: give trees of the same"):
         function(a, b)
 
 
 @pytest.mark.parametrize("how", ["empty", "longer"])
 @pytest.mark.parametrize("matcher", ["weights", "activations", "ste"])
-def test_networks_of_other_shapes_are_not_matched(matcher, how):
-    wrong = changed(B, 2, LEAVES[how])  # along an axis of inputs, of which the spec says nothing
+def test_align_rejects_networks_of_other_shapes(matcher, how):
+    wrong = changed(B, 2, LEAVES[how])  # along an axis of inputs, which the spec does not cover
     with pytest.raises(UserError, match=r"the networks to match differ \(up/w is \(3, 4\) in A and \(\d, 4\) in B"):
-        mcomb.match(*(SPEC, A, wrong, apply, X, Y), matcher=matcher)
+        mcomb.align(apply, A, wrong, X, Y, matcher=matcher)
 
 
 @pytest.mark.parametrize(
     "function",
     [
         lambda apply, x: match_activations(SPEC, A, B, apply, x),
-        lambda apply, x: merge_partly(apply, (A, B), x, spec=SPEC, budget=1.5),
+        lambda apply, x: mcomb.merge(apply, (A, B), x, spec=SPEC, method=mcomb.partial(budget=1.5)),
     ],
-    ids=["match_activations", "merge_partly"],
+    ids=["activations", "partial"],
 )
-def test_activations_are_those_of_each_example_by_itself(function):
+def test_activations_reject_function_of_whole_batches(function):
     def apply_rows(params, x):
-        return apply(params, x.reshape(-1, 3))  # it takes six numbers, but not one
+        return apply(params, x.reshape(-1, 3))  # it takes six numbers but not one
 
     with pytest.raises(UserError, match=r"apply_rows raised TypeError on these arguments .*: give"):
         function(apply_rows, X[:2].ravel())
 
 
 @pytest.mark.parametrize("logits", [X[:0, :0], X[:, :0], X[0, 0]], ids=np.shape)
-@pytest.mark.parametrize("objective", [mcomb.accuracy, mcomb.token_cross_entropy])
-def test_there_are_no_objectives_of_no_logits(objective, logits):
+@pytest.mark.parametrize("objective", [mcomb.accuracy, mcomb.cross_entropy])
+def test_objectives_reject_missing_logits(objective, logits):
     with pytest.raises(UserError, match="no logits: let it return one or more"):
         objective(logits, np.zeros(logits.shape[:-1], int))
 
 
-def test_networks_in_other_containers_are_matched():
+def test_weights_match_networks_in_other_containers():
     def apply_list(params, x):
         return jax.nn.relu(x @ params[0]) @ params[1]
 
@@ -544,36 +537,41 @@ def test_networks_in_other_containers_are_matched():
     assert match_weights(spec, a, tuple(b)).objective == match_weights(spec, a, b).objective
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS, ids=lambda distribution: distribution.__name__)
-def test_plain_numbers_are_mixed_as_arrays_are(distribution):
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS, ids=repr)
+def test_mix_of_plain_numbers_equals_arrays(distribution):
     draw = mix(distribution)
     expected = draw(*LINEAR, {"w": np.float32(0.5)}, {"w": np.float32(2.5)})["w"]
     assert draw(*LINEAR, {"w": 0.5}, {"w": 2.5})["w"] == expected
 
 
-@pytest.mark.parametrize("v", [2**32, -(2**40)])
-def test_coefficients_may_be_whole_numbers_beyond_32_bits(v):
+@pytest.mark.parametrize("share", [2**32, -(2**40)])
+def test_combine_takes_integers_beyond_32_bits(share):
     a, b = ({"w": jnp.full(2, value)} for value in (1.0, 0.5))
-    np.testing.assert_array_equal(mcomb.combine(a, b, 1 - (v))["w"], mcomb.combine(a, b, 1 - (float(v)))["w"])
+    np.testing.assert_array_equal(mcomb.combine(a, b, share)["w"], mcomb.combine(a, b, float(share))["w"])
 
 
-@pytest.mark.parametrize("learn", [mcomb.learn_shares, match_straight_through, mcomb.fine_tune])
-def test_learning_rates_may_be_whole_numbers_beyond_32_bits(learn):
-    networks = {mcomb.learn_shares: (SPEC, (A, A)), mcomb.fine_tune: ()}.get(learn, (SPEC, A, A))
-    args = (*networks, apply, X, Y) if networks else (apply, A, X, Y)
+LEARN = {
+    "learn_shares": partial(mcomb.learn_shares, apply, (A, A), X, Y, spec=SPEC),
+    "straight_through": lambda **options: mcomb.align(apply, A, A, X, Y, matcher=mcomb.straight_through(**options)),
+    "fine_tune": partial(mcomb.fine_tune, apply, A, X, Y),
+}
+
+
+@pytest.mark.parametrize("learn", LEARN)
+def test_learning_rates_may_be_integers_beyond_32_bits(learn):
     outcomes = []
     for rate in (2**32, float(2**32)):
         try:
-            learn(*args, steps=1, learning_rate=rate)
+            LEARN[learn](steps=1, learning_rate=rate)
         except Diverged as error:
             outcomes.append(str(error))
         else:
-            outcomes.append("learnt")
+            outcomes.append("learned")
     assert outcomes[0] == outcomes[1]
 
 
 @pytest.mark.parametrize("x", [X[:0], np.full_like(X, np.nan), np.zeros_like(X)], ids=["none", "nan", "zero"])
-def test_a_spec_is_not_checked_on_examples_that_tell_nothing(x):
+def test_spec_check_rejects_uninformative_examples(x):
     without_bias = changed(A, 1, np.zeros_like)  # so that zeros give zeros
     wrong = mcomb.PermutationSpec({"up/w": (None, None), "up/b": (None,), "down": ("P", None)}, {"P": 4})
     with pytest.raises(UserError, match="computes another function"):
@@ -585,39 +583,42 @@ def test_a_spec_is_not_checked_on_examples_that_tell_nothing(x):
 LONG_X = np.tile(X, (50, 1))
 LONG_Y = np.tile(Y, 50)
 TO_LABELS = {
-    "score": lambda y: mcomb.score(apply, A, LONG_X, y),
-    "evaluate": lambda y: evaluate(*EVALUATE[:5], LONG_X, y),
+    "score": lambda y: mcomb.score(apply, A, LONG_X, y).values,
+    "sweep": lambda y: mcomb.sweep(apply, (A, B), LONG_X, y, mcomb.linear, points=2).values,
     "fine_tune": lambda y: mcomb.fine_tune(apply, A, LONG_X, y, steps=1),
     "learn_shares": lambda y: mcomb.learn_shares(apply, (A, B), LONG_X, y, spec=SPEC, steps=1),
-    "merge": lambda y: mcomb.merge(apply, (A, B), LONG_X, y, method="fisher", spec=SPEC).params,
-    "match": lambda y: match_straight_through(SPEC, A, B, apply, LONG_X, y, steps=1),
+    "merge": lambda y: mcomb.merge(apply, (A, B), LONG_X, y, method="fisher").params,
+    "align": lambda y: mcomb.align(apply, A, B, LONG_X, y, matcher=mcomb.straight_through(steps=1)).params,
 }
 
 
 @pytest.mark.parametrize("name", TO_LABELS)
-def test_labels_may_be_a_list(name):
+def test_labels_may_be_lists(name):
     found, expected = (TO_LABELS[name](y) for y in (LONG_Y.tolist(), LONG_Y))
-    compared = (jax.tree.leaves(vars(tree) if name == "match" else tree) for tree in (found, expected))
-    for leaf, other in zip(*compared, strict=True):
+    for leaf, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         np.testing.assert_array_equal(leaf, other)
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS, ids=lambda distribution: distribution.__name__)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS, ids=repr)
 @pytest.mark.parametrize("shares", [[0, 1, 0], (0.0, 1.0, 0.0), np.array([0, 1, 0]), [False, True, False]], ids=str)
-def test_shares_may_be_a_list_or_whole_numbers(distribution, shares):
-    args = list(EVALUATE)
-    args[1:4] = mix(distribution), (A, B), np.array([0, 1, 0], np.float32)
-    expected = evaluate(*args)
-    args[3] = shares
-    np.testing.assert_array_equal(evaluate(*args).loss, expected.loss)
+def test_sweep_points_may_be_lists_or_integers(distribution, shares):
+    found, expected = (
+        mcomb.sweep(apply, (A, B), X, Y, distribution, points=points, samples=1)
+        for points in (shares, np.array([0, 1, 0], np.float32))
+    )
+    np.testing.assert_array_equal(found.loss, expected.loss)
 
 
-def draws(parameters=EVALUATE[3], networks=(A, B), draw=EVALUATE[1], run=apply, labels=LONG_Y):
-    return evaluate(run, networks, LONG_X, labels, draw, parameters, KEYS_OF_THREE)
+def draws(points=EVALUATE[5], networks=(A, B), draw=mcomb.linear, run=apply, labels=LONG_Y):
+    return evaluate(run, networks, LONG_X, labels, draw, points, KEYS_OF_THREE)
+
+
+def repair(networks=(A, B), draw=mcomb.linear, spec=SPEC):
+    return mcomb.sweep(apply, networks, X, Y, draw, points=[0.0], repair=True, spec=spec)
 
 
 class Tensor:
-    """An array of another framework, whose dtypes NumPy does not know."""
+    """An array of another framework, with a dtype that NumPy does not know."""
 
     shape, dtype = (4, 2), "torch.float32"
 
@@ -630,7 +631,7 @@ class Module(flax.linen.Module):
 
 MODULE = Module()
 VARIABLES = MODULE.init(jax.random.key(0), X)
-MATCHING = mcomb.match(SPEC, A, B)
+MATCHING = mcomb.align(apply, A, B, X).matching
 WIDE = network(2, units=5)
 NAN_X = changed(LONG_X, 0, with_nan)
 MISUSE = {
@@ -643,31 +644,23 @@ MISUSE = {
     "tensors to combine": (lambda: mcomb.combine(A | {"down": Tensor()}, B, 0.5), "down is a .*Tensor: give an array"),
     "tensors to score": (lambda: mcomb.score(apply, A | {"down": Tensor()}, X, Y), "down is a .*Tensor: give an array"),
     "tensors to derive": (lambda: mcomb.derive_spec(apply, A, Tensor()), "is a .*Tensor: give an array"),
-    "too few shares": (lambda: draws([0, 1]), r"3 keys and parameters of shape \(2,\): give an array with one"),
-    "one share": (lambda: draws(0.5), r"3 keys and parameters of shape \(\): give an array with one"),
+    "too few shares": (lambda: draws([0, 1]), r"There are 3 keys but points of shape \(2,\): pass one for each key"),
+    "one share": (lambda: draws(0.5), r"There are 3 keys but points of shape \(\): pass one for each key"),
     "no labels to learn": (
-        lambda: mcomb.merge(apply, (A, B), X, spec=SPEC).params,
-        '"learned" needs labels: give them, or merge by',
+        lambda: mcomb.merge(apply, (A, B), X),
+        "Cannot merge by learned without labels: pass them, or merge by refit or average",
     ),
     "no labels for gradients": (
-        lambda: mcomb.merge(apply, (A, B), X, method="fisher", spec=SPEC).params,
-        '"fisher" needs labels: give them, or merge by "average"',
+        lambda: mcomb.merge(apply, (A, B), X, method="fisher"),
+        "Cannot merge by fisher without labels: pass them, or merge by refit or average",
     ),
     "no labels": (lambda: mcomb.score(apply, A, X, None), "there are no labels.*: give labels"),
-    "three networks": (lambda: draws(networks=(A, B, A)), r"mix\(linear\) cannot draw from 3 networks: give two"),
-    "one network": (lambda: draws(networks=(A,)), r"mix\(linear\) cannot draw from 1 networks: give two"),
-    "three networks to repair": (
-        lambda: repaired(apply, (A, B, A), X, EVALUATE[1], spec=SPEC),
-        r"mix\(linear\) cannot draw from 3 networks: give two",
-    ),
-    "a distribution": (lambda: draws(draw=mcomb.uniform), r"uniform cannot draw .*: give mcomb\.mix\(uniform\)$"),
-    "a distribution to repair": (
-        lambda: repaired(apply, (A, B), X, mcomb.uniform, spec=SPEC),
-        r"uniform cannot draw .*: give mcomb\.mix\(uniform\)$",
-    ),
-    "a combination": (lambda: draws(draw=A), r"a dict cannot draw .*: give mcomb\.mix\(mcomb\.uniform\)"),
-    "a name to mix": (lambda: mix("uniform"), "a str is no distribution: give a function"),
-    "a draw to mix": (lambda: mix(EVALUATE[1]), r"mix\(linear\) is no distribution: give a function"),
+    "three networks": (lambda: draws(networks=(A, B, A)), "Cannot mix 3 networks with linear: pass two"),
+    "one network": (lambda: draws(networks=(A,)), "Cannot mix 1 networks with linear: pass two"),
+    "three networks to repair": (lambda: repair((A, B, A)), "Cannot mix 3 networks with linear: pass two"),
+    "a combination": (lambda: draws(draw=A), "a dict cannot draw combinations of 2 networks: pass a distribution such"),
+    "a name to sweep": (lambda: draws(draw="uniform"), "a str cannot draw .*: pass a distribution such as mcomb.unifo"),
+    "a name to sample": (lambda: mcomb.sample(A, B, "uniform", 0.5), "is no distribution: pass one such as mcomb.unif"),
     "parameters of Flax": (
         lambda: draws(run=MODULE.apply, networks=(VARIABLES["params"],) * 2),
         r'apply raised .*: give lambda params, x: model\.apply\(\{"params": params\}, x\)$',
@@ -686,42 +679,46 @@ MISUSE = {
         lambda: match_weights(SPEC, A, B, start=MATCHING),
         "object of type Matching: give its perms$",
     ),
-    "an alignment to apply": (lambda: SPEC.apply(ALIGNMENT, B), r"object of type Alignment: give its perms\[i\]"),
+    "an alignment to apply": (lambda: SPEC.apply(mcomb.align(apply, A, B, X), B), "type Alignment: give its matching"),
+    "several to apply": (lambda: SPEC.apply(ALIGNMENT, B), r"object of type MultiAlignment: give its perms\[i\]"),
     "several permutations": (lambda: SPEC.apply(ALIGNMENT.perms, B), "object of type tuple: give a dict"),
     "parameters before permutations": (lambda: SPEC.apply(B, MATCHING.perms), "permutations are given for down, up,"),
-    "widths to match": (lambda: mcomb.match(SPEC, A, WIDE), r"down is \(4, 2\) in A and \(5, 2\) in B"),
-    "widths to match to": (lambda: mcomb.match(SPEC, WIDE, A), r"down is \(5, 2\) in A and \(4, 2\) in B"),
+    "widths to match": (lambda: mcomb.align(apply, A, WIDE, X), r"down is \(4, 2\) in A and \(5, 2\) in B"),
+    "widths to match to": (lambda: mcomb.align(apply, WIDE, A, X), r"down is \(5, 2\) in A and \(4, 2\) in B"),
     "widths to draw": (lambda: draws(networks=(A, WIDE)), r"down is \(4, 2\) in A and \(5, 2\) in B"),
     "widths to align": (
-        lambda: mcomb.align_many(SPEC, [A, B, WIDE]),
+        lambda: mcomb.align_many(apply, [A, B, WIDE], X),
         r"down is \(4, 2\) in network 0 and \(5, 2\) in network 2\): give networks of one architecture and width",
     ),
     "widths to merge": (
-        lambda: mcomb.merge(apply, (A, B, WIDE), X, Y, spec=SPEC).params,
+        lambda: mcomb.merge(apply, (A, B, WIDE), X, Y),
         r"down is \(4, 2\) in network 0 and \(5, 2\) in network 2\): give networks of one architecture and width",
     ),
     "widths to repair": (
-        lambda: repaired(apply, (A, WIDE), X, EVALUATE[1], spec=SPEC),
+        lambda: repaired(apply, (A, WIDE), X, mcomb.linear, spec=SPEC),
         r"down is \(4, 2\) in network 0 and \(5, 2\) in network 1\): give networks of one architecture and width",
     ),
-    "networks before the spec": (lambda: mcomb.match(A, B, SPEC), "spec is an object of type dict: derive it with"),
-    "no spec to check": (lambda: A.check(apply, SPEC, X), "spec is an object of type dict: derive it with"),
-    "no spec to align": (lambda: mcomb.align_many([A, B], SPEC), "spec is an object of type list: derive it with"),
+    "no spec to align": (lambda: mcomb.align(apply, A, B, X, spec=A), "spec is an object of type dict: derive it with"),
+    "no spec to align many": (
+        lambda: mcomb.align_many(apply, [A, B], X, spec=[A, B]),
+        "spec is an object of type list: derive it with",
+    ),
     "no spec to merge": (
-        lambda: mcomb.merge(apply, (A, B), X, Y, spec=(A, B)).params,
+        lambda: mcomb.merge(apply, (A, B), X, Y, spec=(A, B)),
         "spec is an object of type tuple: derive it with",
     ),
-    "no spec to repair": (
-        lambda: repaired(apply, (A, B), X, EVALUATE[1], spec=None),
-        "spec is an object of type NoneType: derive it with",
+    "no spec to learn": (
+        lambda: mcomb.learn_shares(apply, (A, B), X, Y, spec=(A, B)),
+        "spec is an object of type tuple: derive it with",
     ),
-    "no list to align": (lambda: mcomb.align_many(SPEC, A), "nothing to align in 1 networks: give a list"),
+    "no spec to repair": (lambda: repair(spec="spec"), "spec is an object of type str: derive it with"),
+    "no list to align": (lambda: mcomb.align_many(apply, A, X), "nothing to align in 1 networks: give a list"),
     "the spec of another width": (lambda: SPEC.apply(MATCHING.perms, WIDE), "permutation up has 4: derive the spec"),
 }
 
 
 @pytest.mark.parametrize("name", MISUSE)
-def test_misuse_is_named_with_its_remedy(name):
+def test_misuse_is_named_with_remedy(name):
     call, problem = MISUSE[name]
     with pytest.raises(UserError, match=problem) as caught:
         call()
@@ -732,14 +729,14 @@ def test_misuse_is_named_with_its_remedy(name):
 @pytest.mark.parametrize(
     "function",
     [
-        lambda a, x: mcomb.merge(apply, (a, B), x, method="refit", spec=SPEC).params,
-        lambda a, x: mcomb.merge(apply, (a, B), x, LONG_Y, method="fisher", spec=SPEC).params,
-        lambda a, x: repaired(apply, (a, B), x, EVALUATE[1], spec=SPEC),
-        lambda a, x: match_activations(SPEC, a, B, apply, x),
-        lambda a, x: merge_partly(apply, (a, B), x, spec=SPEC, budget=1.5),
+        lambda a, x: mcomb.merge(apply, (a, B), x, method="refit", spec=SPEC),
+        lambda a, x: mcomb.merge(apply, (a, B), x, LONG_Y, method="fisher", spec=SPEC),
+        lambda a, x: repaired(apply, (a, B), x, mcomb.linear, spec=SPEC),
+        lambda a, x: mcomb.align(apply, a, B, x, matcher="activations"),
+        lambda a, x: mcomb.merge(apply, (a, B), x, method=mcomb.partial(budget=1.5)),
         lambda a, x: mcomb.estimate_statistics(normalised, STATISTICS | {"net": a}, x),
     ],
-    ids=["refit", "fisher", "repaired", "activations", "merge_partly", "estimate_statistics"],
+    ids=["refit", "fisher", "repair", "activations", "partial", "estimate_statistics"],
 )
 def test_inputs_that_are_not_finite_are_counted(function, capfd):
     with pytest.raises(UserError, match=r"^1 of 900 entries of the inputs are not finite: replace them$"):
@@ -748,13 +745,13 @@ def test_inputs_that_are_not_finite_are_counted(function, capfd):
 
 
 @pytest.mark.parametrize("method", ["refit", "fisher"])
-def test_weights_that_overflow_are_not_merged(method):
+def test_merge_rejects_weights_that_overflow(method):
     huge = jax.tree.map(lambda leaf: leaf * np.float32(1e30), A)
     with pytest.raises(Diverged, match=r"overflow on these inputs: scale inputs or weights down$"):
-        mcomb.merge(apply, (huge, B), LONG_X, LONG_Y, method=method, spec=SPEC).params
+        mcomb.merge(apply, (huge, B), LONG_X, LONG_Y, method=method, spec=SPEC)
 
 
-def test_trees_of_many_arrays_give_short_errors():
+def test_score_errors_of_many_arrays_are_short():
     many = {f"{'very ' * 30}long name {i}": X[: 1 + i % 2] for i in range(500)}
     with pytest.raises(UserError, match=r"very +1, .* and 497 more; give as many of each$") as caught:
         mcomb.score(apply, A, many, Y)
@@ -762,11 +759,11 @@ def test_trees_of_many_arrays_give_short_errors():
 
 
 @pytest.mark.parametrize("function", CALLS, ids=lambda function: function.__name__)
-def test_an_input_gives_a_right_result_or_one_sentence(function):
+def test_inputs_give_result_or_one_sentence(function):
     try_inputs(function, 6)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("function", CALLS, ids=lambda function: function.__name__)
-def test_many_an_input_gives_a_right_result_or_one_sentence(function):
+def test_inputs_by_the_thousand_give_result_or_one_sentence(function):
     assert try_inputs(function, 1000)["refused"]

@@ -1,4 +1,4 @@
-"""Leaves that are no floats come back bit for bit from every function that returns parameters."""
+"""Every function that returns parameters keeps leaves that are not floats bit for bit."""
 
 import flax.linen as nn
 import jax
@@ -10,7 +10,8 @@ from zoo import random_arrays
 
 import mcomb
 from mcomb.__main__ import Model, main
-from mcomb.combination import blend, hyperplane, minmax, stitch
+from mcomb.combination import blend, hyperplane, minmax, mix, stitch
+from mcomb.evaluation.repair import repaired
 from mcomb.io.checkpoints import read_checkpoint, write_checkpoint
 from mcomb.trees import is_inexact, map_named, named_leaves
 
@@ -29,7 +30,7 @@ SHAPES = jax.eval_shape(Net().init, jax.random.key(0), X)
 
 
 def apply(params, x):
-    """A network whose units can be masked; none of the counters is used."""
+    """Compute a network whose units can be masked; it does not use the counters."""
     variables = {name: params[name] for name in ("params", "batch_stats")}
     first = variables["params"]["first"]
     first = first | {"bias": jnp.where(params["mask"] > 0, first["bias"], 0)}
@@ -48,12 +49,12 @@ PERMS = SPEC.random(jax.random.key(3))
 KEY, HALF = jax.random.key(0), jnp.float32(0.5)
 
 
-def learned(**options):
-    return mcomb.learn_shares(apply, (A, B), X, Y, spec=SPEC, steps=2, batch_size=12, **options)
+def repair():
+    return repaired(apply, (A, B), X, mcomb.linear, spec=SPEC)
 
 
-def repaired():
-    found = repaired(apply, (A, B), X, mix(mcomb.linear), spec=SPEC)
+def repaired_midpoint():
+    found = repair()
     return found.draw(KEY, HALF, *found.networks).params
 
 
@@ -61,31 +62,26 @@ def merged(method):
     return lambda: mcomb.merge(apply, (A, B), X, Y, method=method, spec=SPEC).params
 
 
-def partly(budget):
-    return lambda: merge_partly(apply, (A, B), X, spec=SPEC, budget=budget).params["shared"]
-
-
 MAKERS = {
     "estimate_statistics": lambda: mcomb.estimate_statistics(apply, A, X),
     "average": merged("average"),
     "fisher": merged("fisher"),
     "refit": merged("refit"),
-    "learned": lambda: learned().params,
-    "fine_tune": lambda: mcomb.fine_tune(apply, A, X, Y, steps=2, batch_size=12)[0],
-    "merge_partly": partly(1.5),
-    "merge_partly, all apart": partly(2),
+    "learned": merged(mcomb.learned(steps=2, batch_size=12)),
+    "fine_tune": lambda: mcomb.fine_tune(apply, A, X, Y, steps=2, batch_size=12).params,
     "combine": lambda: mcomb.combine(A, B, 0.5),
+    "sample": lambda: mcomb.sample(A, B, mcomb.uniform, 0.5),
     "mix": lambda: mix(hyperplane)(KEY, HALF, A, B),
     "minmax": lambda: minmax(KEY, HALF, A, B),
     "blend": lambda: blend(KEY, jnp.array([0.5, 0.2]), A, B, C),
     "stitch": lambda: stitch(lambda name: 2)(KEY, jnp.float32(1), A, B),
-    "repaired": repaired,
-    "repaired, networks": lambda: repaired(apply, (A, B), X, mix(mcomb.linear), spec=SPEC).networks[0].params,
+    "repaired": repaired_midpoint,
+    "repaired, networks": lambda: repair().networks[0].params,
 }
 
 
 def assert_same(found, expected):
-    """Fails unless all leaves that are no floats are equal, and of the same dtype."""
+    """Fail unless all leaves that are not floats are equal, and of the same dtype."""
     found, expected = named_leaves(found), named_leaves(expected)
     for name, leaf in expected.items():
         if not is_inexact(leaf):
@@ -94,25 +90,34 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize("maker", MAKERS)
-def test_leaves_that_are_no_floats_keep_their_bits(maker):
+def test_leaves_of_integers_keep_their_bits(maker):
     assert_same(MAKERS[maker](), A)
 
 
+@pytest.mark.parametrize("budget", [1.5, 2])
+def test_leaves_of_partial_merge_keep_their_bits(budget):
+    """Units that are kept apart come last, and the mask moves with them."""
+    found = merged(mcomb.partial(budget=budget))()["first"]
+    assert sorted(found["mask"]) == sorted(A["mask"])
+    assert_same(found, A | {"mask": found["mask"]})
+
+
 @pytest.mark.parametrize("convert", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
-def test_permuted_integers_keep_their_bits(convert):
+def test_leaves_of_permuted_integers_keep_their_bits(convert):
     assert [name for name, _ in SPEC.axes_of(min(SPEC.sizes)) if name == "mask"]
     perms = {name: convert(perm) for name, perm in PERMS.items()}
     assert_same(SPEC.apply(perms, A), A | {"mask": A["mask"][next(iter(PERMS.values()))]})
 
 
-def test_networks_aligned_together_keep_their_bits():
+def test_leaves_of_aligned_networks_keep_their_bits():
     other = SPEC.apply(PERMS, A) | {"tracked": np.int64(2**41)}
-    found = mcomb.align_many(SPEC, (A, other))
-    assert_same(SPEC.apply(found.perms[1], other), A | {"tracked": other["tracked"]})
+    expected = A | {"tracked": other["tracked"]}
+    assert_same(mcomb.align_many(apply, (A, other), X).params[1], expected)
+    assert_same(mcomb.align(apply, A, other, X).params, expected)
 
 
-def test_integers_on_a_device_stay_with_the_floats():
-    """A function of everything can be compiled: all arrays are on the same devices."""
+def test_leaves_of_integers_stay_on_device_with_floats():
+    """A function of all leaves compiles, because all arrays are on the same device."""
     there = map_named(lambda name, leaf: leaf if name == "tracked" else jax.device_put(leaf, jax.devices()[-1]), A)
     found = mcomb.estimate_statistics(apply, there, X)
     assert found["tracked"] == A["tracked"]
@@ -120,7 +125,7 @@ def test_integers_on_a_device_stay_with_the_floats():
 
 
 @pytest.mark.parametrize("name", ["net", "net.safetensors", "net.npz", "net.msgpack"])
-def test_checkpoints_keep_bits_of_integers(tmp_path, name):
+def test_leaves_of_checkpoints_keep_their_bits(tmp_path, name):
     plain = {key: leaf for key, leaf in A.items() if key not in ("params", "batch_stats")}
     write_checkpoint(tmp_path / name, plain)
     assert_same(read_checkpoint(tmp_path / name), plain)
@@ -128,7 +133,7 @@ def test_checkpoints_keep_bits_of_integers(tmp_path, name):
 
 
 @pytest.mark.parametrize("ending", ["", ".safetensors"])
-def test_commands_keep_bits_of_integers(tmp_path, monkeypatch, ending):
+def test_leaves_of_commands_keep_their_bits(tmp_path, monkeypatch, ending):
     model = Model(lambda params, x: apply(params["net"], x), X, Y)  # a file with no "params" at its top is read whole
     monkeypatch.setattr("mcomb.__main__.load_model", lambda text: model)
     a, b, combined, aligned = (str(tmp_path / f"{name}{ending}") for name in ("a", "b", "combined", "aligned"))
@@ -142,8 +147,8 @@ def test_commands_keep_bits_of_integers(tmp_path, monkeypatch, ending):
     assert_same(found, A | {"mask": found["mask"]})
 
 
-def test_combinations_in_files_keep_bits_and_dtypes(tmp_path):
-    """Without a model, nothing is estimated."""
+def test_leaves_of_combined_files_keep_bits_and_dtypes(tmp_path):
+    """Without a model, no statistics are estimated."""
     a, b, to = (str(tmp_path / f"{name}.safetensors") for name in ("a", "b", "c"))
     for path, own in ((a, A), (b, B)):
         half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16) if is_inexact(leaf) else leaf, own)
