@@ -28,13 +28,13 @@ def assert_same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-def test_a_tree_comes_back_as_it_was_written(tmp_path):
+def test_checkpoint_round_trip(tmp_path):
     write_checkpoint(tmp_path / "net", PARAMS)
     assert_same(read_checkpoint(tmp_path / "net"), PARAMS)
     assert_same(read_checkpoint(str(tmp_path / "net"), PARAMS), PARAMS)
 
 
-def test_other_peoples_orbax_folders_are_read(tmp_path):
+def test_checkpoint_reads_plain_orbax_folders(tmp_path):
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "train-state", {"params": PARAMS, "step": jnp.array(3)})
     with ocp.CheckpointManager(tmp_path / "manager") as manager:
@@ -45,7 +45,7 @@ def test_other_peoples_orbax_folders_are_read(tmp_path):
     assert_same(read_checkpoint(tmp_path / "manager" / "1"), PARAMS)
 
 
-def test_what_several_devices_wrote_one_device_reads(tmp_path):
+def test_checkpoint_of_several_devices_is_read_by_one(tmp_path):
     mesh = Mesh(np.array(jax.devices()), "d")
     values = jnp.arange(4.0 * mesh.size)
     write_checkpoint(tmp_path / "net", jax.device_put({"k": values}, NamedSharding(mesh, PartitionSpec("d"))))
@@ -71,7 +71,7 @@ def test_what_several_devices_wrote_one_device_reads(tmp_path):
         (MemoryError(), MemoryError, None),
     ],
 )
-def test_what_the_machine_lacks_is_no_damage(error, kind, number, tmp_path, monkeypatch):
+def test_checkpoint_system_errors_are_not_damage(error, kind, number, tmp_path, monkeypatch):
     def fail(*args):
         raise error
 
@@ -83,7 +83,7 @@ def test_what_the_machine_lacks_is_no_damage(error, kind, number, tmp_path, monk
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError(errno.ENOENT, "No such file"), ValueError("DATA_LOSS: ...")])
-def test_a_missing_or_a_broken_part_is_damage(error, tmp_path, monkeypatch):
+def test_checkpoint_missing_or_broken_part_is_damage(error, tmp_path, monkeypatch):
     def fail(*args):
         raise error
 
@@ -93,7 +93,7 @@ def test_a_missing_or_a_broken_part_is_damage(error, tmp_path, monkeypatch):
         read_checkpoint(tmp_path / "net")
 
 
-def test_another_width_is_an_error_that_names_the_leaf(tmp_path):
+def test_checkpoint_of_other_width_names_leaf(tmp_path):
     write_checkpoint(tmp_path / "net", PARAMS)
     wide = {"dense": {"kernel": jnp.zeros((2, 6)), "bias": jnp.ones(6)}}
     both = r"net has dense/bias of shape \(3,\) where the model has \(6,\), has dense/kernel of shape \(2, 3\) where"
@@ -105,26 +105,26 @@ def test_another_width_is_an_error_that_names_the_leaf(tmp_path):
         read_checkpoint(tmp_path / "net", {"dense": {"kernel": jnp.zeros((2, 3))}})
 
 
-def test_a_file_of_another_ending_is_said_to_have_none_of_the_known_ones(tmp_path):
+def test_checkpoint_rejects_unknown_ending(tmp_path):
     (tmp_path / "net.safetensor").write_bytes(b"x")
     with pytest.raises(UserError, match=r"no orbax checkpoint, and ends in none of \.safetensors, \.npz and \.msg"):
         read_checkpoint(tmp_path / "net.safetensor")
 
 
 @pytest.mark.parametrize("ending", ["safetensors", "npz", "msgpack"])
-def test_a_file_in_a_folder_that_is_not_there_is_an_error_that_names_the_folder(tmp_path, ending):
+def test_checkpoint_names_missing_folder(tmp_path, ending):
     with pytest.raises(UserError, match=r"there is no folder .*nowhere: make it first"):
         write_checkpoint(tmp_path / "nowhere" / f"net.{ending}", PARAMS)
 
 
-def test_a_folder_without_a_checkpoint_is_a_clear_error(tmp_path):
+def test_checkpoint_names_folder_without_checkpoint(tmp_path):
     with pytest.raises(UserError, match="is no orbax checkpoint"):
         read_checkpoint(tmp_path / "nowhere")
 
 
 # Orbax leaves coroutines of the failed read behind, whose complaints are not ours to mend.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
-def test_a_truncated_checkpoint_is_a_clear_error(tmp_path):
+def test_checkpoint_names_truncated_folder(tmp_path):
     big = {"kernel": jnp.asarray(np.random.default_rng(0).normal(size=(300, 300)).astype(np.float32))}
     write_checkpoint(tmp_path / "net", big)
     files = [path for path in Path(tmp_path / "net").rglob("*") if path.is_file() and path.stat().st_size > 10_000]
@@ -154,7 +154,7 @@ LEAF = np.arange(12, dtype=np.float32).reshape(3, 4)
     ],
     ids=["plain", "fortran", "transposed", "strided", "broadcast", "jax", "bfloat16", "integer", "scalar", "empty"],
 )
-def test_a_safetensors_file_has_the_values_however_they_were_laid_out(leaf, tmp_path):
+def test_safetensors_keeps_values_of_any_memory_layout(leaf, tmp_path):
     tree = {"dense": {"kernel": leaf, "bias": np.ones(3, np.float32)}}
     write_checkpoint(tmp_path / "net.safetensors", tree)
     for found in (read_checkpoint(tmp_path / "net.safetensors"), read_checkpoint(tmp_path / "net.safetensors", tree)):
@@ -163,15 +163,15 @@ def test_a_safetensors_file_has_the_values_however_they_were_laid_out(leaf, tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["net.safetensors"]
 
 
-def test_a_safetensors_file_holds_what_is_said_of_the_network(tmp_path):
+def test_safetensors_keeps_metadata(tmp_path):
     write_checkpoint(tmp_path / "net.safetensors", PARAMS, {"seed": "3"})
     with safe_open(tmp_path / "net.safetensors", "numpy") as file:
         assert file.metadata() == {"seed": "3", "fingerprint": fingerprint(named_leaves(PARAMS))}
         assert set(file.keys()) == {"dense/kernel", "dense/bias"}
 
 
-def test_the_same_network_is_the_same_file(tmp_path):
-    """Whatever it is said to be: several metadata have no order of their own."""
+def test_safetensors_of_same_network_is_same_file(tmp_path):
+    """The order of metadata does not matter."""
     about = {f"key {i}": "x" * i for i in range(8)}
     contents = set()
     for i in range(4):
@@ -182,7 +182,7 @@ def test_the_same_network_is_the_same_file(tmp_path):
         assert file.metadata().items() > about.items()
 
 
-def test_a_safetensors_file_with_a_wrong_byte_is_as_it_was_or_refused(tmp_path):
+def test_safetensors_detects_wrong_byte(tmp_path):
     path = tmp_path / "net.safetensors"
     write_checkpoint(path, PARAMS)
     whole, refused = path.read_bytes(), 0
@@ -199,7 +199,7 @@ def test_a_safetensors_file_with_a_wrong_byte_is_as_it_was_or_refused(tmp_path):
 
 # Orbax leaves coroutines of the failed read behind, whose complaints are not ours to mend.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
-def test_an_orbax_folder_with_a_wrong_weight_is_refused(tmp_path):
+def test_checkpoint_detects_wrong_weight_in_orbax_folder(tmp_path):
     write_checkpoint(tmp_path / "net", PARAMS)
     files = [path for path in (tmp_path / "net").rglob("d/*") if path.is_file()]
     refused = 0
@@ -217,7 +217,7 @@ def test_an_orbax_folder_with_a_wrong_weight_is_refused(tmp_path):
     gc.collect()
 
 
-def test_other_peoples_safetensors_files_are_read_into_the_models_structure(tmp_path):
+def test_safetensors_reads_foreign_files_into_target(tmp_path):
     leaves = {f"params/{name}": np.asarray(leaf, np.float16) for name, leaf in named_leaves(PARAMS).items()}
     save_file(leaves, tmp_path / "net.safetensors")
     found = read_checkpoint(tmp_path / "net.safetensors", PARAMS)
@@ -228,20 +228,20 @@ def test_other_peoples_safetensors_files_are_read_into_the_models_structure(tmp_
     assert_same(read_checkpoint(tmp_path / "list.safetensors", listed), listed)
 
 
-def test_a_tree_of_one_leaf_is_named_too(tmp_path):
+def test_safetensors_names_single_leaf(tmp_path):
     (tmp_path / "net.msgpack").write_bytes(msgpack_serialize(np.ones(2)))
     with pytest.raises(UserError, match="has a leaf without a name, which the model does not, has no w:"):
         read_checkpoint(tmp_path / "net.msgpack", {"w": jnp.ones(2)})
 
 
-def test_weights_of_another_kind_of_number_are_refused(tmp_path):
+def test_checkpoint_rejects_other_kind_of_number(tmp_path):
     write_checkpoint(tmp_path / "net.safetensors", jax.tree.map(lambda leaf: leaf.astype(jnp.int32), PARAMS))
     with pytest.raises(UserError, match="has dense/bias of dtype int32 where the model has float32"):
         read_checkpoint(tmp_path / "net.safetensors", PARAMS)
 
 
 @pytest.mark.parametrize("size", [0, 5, 50, -1])
-def test_a_truncated_safetensors_file_is_a_clear_error(size, tmp_path):
+def test_safetensors_names_truncated_file(size, tmp_path):
     path = tmp_path / "net.safetensors"
     write_checkpoint(path, PARAMS)
     path.write_bytes(path.read_bytes()[:size])
@@ -249,20 +249,20 @@ def test_a_truncated_safetensors_file_is_a_clear_error(size, tmp_path):
         read_checkpoint(path)
 
 
-def test_a_safetensors_file_that_is_not_there_is_named(tmp_path):
+def test_safetensors_names_missing_file(tmp_path):
     with pytest.raises(UserError, match=r"there is no file .*net\.safetensors: give one that is there"):
         read_checkpoint(tmp_path / "net.safetensors")
 
 
 @pytest.mark.parametrize("above", ["a", "a/b"])
-def test_a_file_with_a_weight_above_another_is_a_clear_error(above, tmp_path):
+def test_checkpoint_rejects_name_that_is_also_a_branch(above, tmp_path):
     save_file({above: np.zeros(2), "a/b/c": np.zeros(2), "a0": np.zeros(2)}, tmp_path / "x.safetensors")
     with pytest.raises(UserError, match=rf"x\.safetensors has a/b/c and a weight {above} above it"):
         read_checkpoint(tmp_path / "x.safetensors")
 
 
 @pytest.mark.parametrize("leaf", [jnp.ones(3, jnp.bfloat16), jnp.ones(3, jnp.float8_e4m3fn)])
-def test_a_dtype_that_numpy_has_not_is_refused_and_leaves_the_file_before(leaf, tmp_path):
+def test_checkpoint_unsupported_dtype_keeps_old_file(leaf, tmp_path):
     write_checkpoint(tmp_path / "net.npz", PARAMS)
     with pytest.raises(UserError, match=r"net\.npz .* w of dtype .*float.*: give a name that ends in \.safetensors"):
         write_checkpoint(tmp_path / "net.npz", {"w": leaf})
@@ -271,20 +271,20 @@ def test_a_dtype_that_numpy_has_not_is_refused_and_leaves_the_file_before(leaf, 
 
 @pytest.mark.parametrize("ending", ["", ".npz", ".safetensors", ".msgpack"])
 @pytest.mark.parametrize("leaf", [np.array([{}, None]), np.array(["text"]), np.zeros(2, "V4"), np.zeros(2, "M8[s]")])
-def test_arrays_that_are_no_numbers_are_refused(leaf, ending, tmp_path):
+def test_checkpoint_rejects_writing_non_numeric_arrays(leaf, ending, tmp_path):
     with pytest.raises(UserError, match=r"w has the dtype .*, no numbers: leave it out"):
         write_checkpoint(tmp_path / f"net{ending}", {"w": leaf})
     assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("leaf", [np.array(["text"]), np.zeros(2, "V4"), np.zeros(2, "M8[s]"), np.zeros(2, "i4,f4")])
-def test_a_file_with_arrays_that_are_no_numbers_is_refused(leaf, tmp_path):
+def test_checkpoint_rejects_reading_non_numeric_arrays(leaf, tmp_path):
     np.savez(tmp_path / "net.npz", w=leaf)
     with pytest.raises(UserError, match=r"net\.npz cannot be used: w has the dtype .*, no numbers"):
         read_checkpoint(tmp_path / "net.npz")
 
 
-def test_plain_numbers_in_a_file_are_arrays(tmp_path):
+def test_checkpoint_reads_plain_numbers_as_arrays(tmp_path):
     (tmp_path / "net.msgpack").write_bytes(msgpack_serialize({"w": 0.5, "count": 3}))
     found = read_checkpoint(tmp_path / "net.msgpack")
     assert {name: (leaf.shape, leaf.tolist()) for name, leaf in found.items()} == {"w": ((), 0.5), "count": ((), 3)}
@@ -293,7 +293,7 @@ def test_plain_numbers_in_a_file_are_arrays(tmp_path):
 
 
 @pytest.mark.parametrize("ending", ["", ".npz", ".safetensors", ".msgpack"])
-def test_a_plain_number_in_the_target_says_nothing_of_the_dtype(ending, tmp_path):
+def test_checkpoint_target_number_implies_no_dtype(ending, tmp_path):
     path = tmp_path / f"net{ending}"
     write_checkpoint(path, {"w": np.float16(1.5), "count": 3})
     found = read_checkpoint(path, {"w": 0.5, "count": 1})
@@ -307,7 +307,7 @@ def test_a_plain_number_in_the_target_says_nothing_of_the_dtype(ending, tmp_path
 
 @pytest.mark.parametrize("leaf", [0.5, np.float32(0.5), np.ones(2, np.float32), jnp.ones(2)], ids=repr)
 @pytest.mark.parametrize("ending", ["", ".npz", ".safetensors", ".msgpack"])
-def test_a_tree_of_one_leaf_comes_back(leaf, ending, tmp_path):
+def test_checkpoint_round_trip_of_single_leaf(leaf, ending, tmp_path):
     write_checkpoint(tmp_path / f"net{ending}", leaf)
     np.testing.assert_array_equal(read_checkpoint(tmp_path / f"net{ending}", leaf), leaf)
 
@@ -323,19 +323,19 @@ def test_a_tree_of_one_leaf_comes_back(leaf, ending, tmp_path):
     ],
     ids=str,
 )
-def test_what_orbax_does_not_take_is_refused_before_it_begins(tree, problem, tmp_path):
+def test_checkpoint_rejects_trees_that_orbax_cannot_store(tree, problem, tmp_path):
     with pytest.raises(UserError, match=rf"net cannot be written, for {problem}, and orbax .*: give a name"):
         write_checkpoint(tmp_path / "net", tree)
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_folder_with_a_number_that_is_no_step_is_read(tmp_path):
+def test_checkpoint_reads_folder_with_numeric_name(tmp_path):
     write_checkpoint(tmp_path / "net" / "3" / "params", PARAMS)
     (tmp_path / "net" / "²").mkdir()
     assert_same(read_checkpoint(tmp_path / "net"), PARAMS)
 
 
-def test_a_leaf_may_have_any_name(tmp_path):
+def test_checkpoint_takes_any_leaf_name(tmp_path):
     tree = {"allow_pickle": np.ones(2), "file": {"a b": np.zeros(1), "kwds": np.arange(3)}}
     write_checkpoint(tmp_path / "net.npz", tree)
     assert_same(read_checkpoint(tmp_path / "net.npz"), tree)

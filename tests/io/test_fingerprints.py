@@ -1,4 +1,4 @@
-"""Fingerprints see every difference, and nothing else."""
+"""Fingerprints depend on every value and on nothing else."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ TREE = {"x": np.arange(4, dtype=np.float32), "y": {"z": np.ones(2, np.float32)}}
     ],
     ids=["value", "name", "place", "missing", "shape", "rank", "dtype", "width", "kind", "order", "exchanged"],
 )
-def test_whatever_differs_in_a_tree_differs_in_its_fingerprint(other):
+def test_fingerprint_differs_for_different_trees(other):
     assert fingerprint(other) != fingerprint(TREE)
 
 
@@ -51,14 +51,14 @@ LEAVES = {
 
 
 @pytest.mark.parametrize("kind", LEAVES)
-def test_numpy_and_jax_arrays_of_the_same_values_have_one_fingerprint(kind):
+def test_fingerprint_of_numpy_equals_jax(kind):
     leaf = LEAVES[kind]
     assert fingerprint({"x": jnp.asarray(leaf)}) == fingerprint({"x": leaf}) == fingerprint({"x": np.array(leaf)})
 
 
 @settings(deadline=None)
 @given(kind=st.sampled_from([name for name in LEAVES if name != "empty"]), data=st.data())
-def test_a_fingerprint_changes_with_any_bit_of_any_value(kind, data):
+def test_fingerprint_changes_with_any_bit(kind, data):
     leaf = np.ascontiguousarray(LEAVES[kind])
     changed = leaf.copy()
     raw = changed.reshape(-1).view(np.uint8)
@@ -67,18 +67,18 @@ def test_a_fingerprint_changes_with_any_bit_of_any_value(kind, data):
     assert fingerprint({"x": changed}) != fingerprint({"x": leaf})
 
 
-def test_a_fingerprint_does_not_depend_on_the_layout_in_memory():
+def test_fingerprint_ignores_memory_layout():
     leaf = LEAVES["float32"]
     assert fingerprint(np.asfortranarray(leaf)) == fingerprint(leaf)
     assert fingerprint(np.repeat(leaf, 2, axis=1)[:, ::2]) == fingerprint(leaf)
 
 
-def test_random_keys_have_fingerprints_by_value():
+def test_fingerprint_of_random_keys_is_by_value():
     first, again, other = (fingerprint({"key": jax.random.key(seed)}) for seed in (0, 0, 1))
     assert first == again != other
     assert fingerprint({"key": jax.random.split(jax.random.key(0))}) != first
 
 
-def test_scalars_of_python_have_fingerprints_by_value_and_type():
+def test_fingerprint_of_scalars_is_by_value_and_type():
     assert len({fingerprint(value) for value in (0, 1, 1.0, 2.5, True, False)}) == 6
     assert fingerprint(2.5) == fingerprint(np.float64(2.5)) != fingerprint([2.5])

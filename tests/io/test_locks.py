@@ -1,4 +1,4 @@
-"""A second process waits for the first, and a dead one blocks nobody."""
+"""A second process waits for the first, and a dead process holds no lock."""
 
 import errno
 import os
@@ -31,7 +31,7 @@ AT_ONCE = 5  # seconds: it looks twenty times a second, and the machine may be b
 
 @pytest.fixture
 def holder(tmp_path):
-    """Starts processes that take the lock and keep it until their input ends."""
+    """Start processes that take the lock and keep it until their input ends."""
     with ExitStack() as stack:
 
         def start():
@@ -48,7 +48,7 @@ def holder(tmp_path):
 
 
 @pytest.mark.parametrize("end", [pytest.param("finished", marks=pytest.mark.slow), "killed"])
-def test_a_second_process_says_once_that_it_waits_and_goes_on_when_the_first_has(end, holder):
+def test_lock_second_process_waits_and_says_so_once(end, holder):
     first = holder()
     assert first.stdout.readline() == "holds it\n"
     second = holder()
@@ -67,7 +67,7 @@ def test_a_second_process_says_once_that_it_waits_and_goes_on_when_the_first_has
     assert second.returncode == 0
 
 
-def test_a_free_lock_is_taken_without_a_word_and_freed_even_after_an_error(tmp_path, capsys):
+def test_lock_is_silent_and_released_after_error(tmp_path, capsys):
     def fail_inside():
         with lock(tmp_path / "lock", "testing"):
             with pytest.raises(TimeoutError):
@@ -81,9 +81,7 @@ def test_a_free_lock_is_taken_without_a_word_and_freed_even_after_an_error(tmp_p
 
 
 @pytest.mark.parametrize("number", [errno.ENOTSUP, errno.ENOLCK])
-def test_a_file_system_without_locks_is_worked_on_without_them_and_a_line_says_so(
-    number, tmp_path, monkeypatch, capsys
-):
+def test_lock_warns_on_file_system_without_locks(number, tmp_path, monkeypatch, capsys):
     def refuse(*args):
         raise OSError(number, os.strerror(number))
 
@@ -96,7 +94,7 @@ def test_a_file_system_without_locks_is_worked_on_without_them_and_a_line_says_s
     assert said.count("\n") == 1
 
 
-def test_a_lock_that_cannot_be_made_for_another_reason_is_an_error(tmp_path):
+def test_lock_raises_other_errors(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"), lock(tmp_path / "file" / "lock", "testing"):
         pass

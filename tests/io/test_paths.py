@@ -1,4 +1,4 @@
-"""Files are whole or not there."""
+"""Paths, and files that are written whole or not at all."""
 
 import json
 from importlib.util import find_spec
@@ -12,7 +12,7 @@ from mcomb.io.paths import as_path, atomic, in_store, make_writable, read_json, 
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+def test_atomic_writes_whole_file_or_none(tmp_path):
     target = tmp_path / "x.json"
     target.write_text("old")
 
@@ -32,7 +32,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     assert list(tmp_path.iterdir()) == [target]
 
 
-def test_json_that_cannot_be_written_leaves_the_old_file(tmp_path):
+def test_write_json_keeps_old_file_on_error(tmp_path):
     target = tmp_path / "x.json"
     value = {"a": [1, 2.5, None, "é"], "b": {"c": 1e-300}}
     write_json(target, value)
@@ -43,7 +43,7 @@ def test_json_that_cannot_be_written_leaves_the_old_file(tmp_path):
     assert list(tmp_path.iterdir()) == [target]
 
 
-def test_json_is_read_only_as_it_was_written(tmp_path):
+def test_read_json_detects_changes(tmp_path):
     target = tmp_path / "x.json"
     assert read_json(target) is None
     write_json(target, {"a": {2: [0.1, (1, 2)], 10: "x"}})  # keys that JSON makes strings of
@@ -54,19 +54,19 @@ def test_json_is_read_only_as_it_was_written(tmp_path):
         assert read_json(target) is None
 
 
-def test_a_folder_is_made_with_those_above_it_and_nothing_in_it(tmp_path):
+def test_make_writable_creates_empty_folder(tmp_path):
     assert make_writable(tmp_path / "a" / "b") == tmp_path / "a" / "b"
     assert make_writable(tmp_path / "a" / "b").is_dir()
     assert not list((tmp_path / "a" / "b").iterdir())
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+def test_make_writable_names_read_only_folder(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"cannot write to .*file/runs .*: give another --out"):
         make_writable(tmp_path / "file" / "runs")
 
 
-def test_a_path_without_a_scheme_is_local_and_one_that_nobody_knows_is_refused():
+def test_as_path_rejects_unknown_scheme():
     for text in ("runs", "/a/b", "a:b", "gs:/b", "."):
         assert as_path(text) == as_path(Path(text)) == Path(text)
         assert not in_store(as_path(text))
@@ -85,12 +85,12 @@ def test_a_path_without_a_scheme_is_local_and_one_that_nobody_knows_is_refused()
         ("ä" * 128, "ä… has more than 255 bytes"),
     ],
 )
-def test_an_address_that_is_none_is_refused(address, problem):
+def test_as_path_rejects_malformed_address(address, problem):
     with pytest.raises(UserError, match=problem):
         as_path(address)
 
 
-def test_an_address_in_a_store_stays_as_it_is_or_says_what_to_install():
+def test_as_path_of_store_keeps_address_or_names_package():
     if find_spec("gcsfs") or find_spec("tensorflow"):
         path = as_path("gs://bucket/runs") / "x"
         assert in_store(path)

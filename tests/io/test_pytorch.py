@@ -1,4 +1,4 @@
-"""A ResNet trained in PyTorch is aligned and combined here, and PyTorch computes from it what we do."""
+"""Networks trained in PyTorch are aligned and combined, and PyTorch computes the same from the result."""
 
 import importlib
 
@@ -80,7 +80,7 @@ class ResNet20(torch.nn.Module):
 
 
 def trained(seed):
-    """A network after a few steps on random images."""
+    """Train a network for a few steps on random images."""
     torch.manual_seed(seed)
     network = ResNet20()
     optimizer = torch.optim.SGD(network.parameters(), 0.05, momentum=0.9)
@@ -98,7 +98,7 @@ def logits(network, images):
         return network(torch.from_numpy(pixels.transpose(0, 3, 1, 2))).numpy()
 
 
-def test_a_resnet_goes_through_align_and_combine_and_back(tmp_path, monkeypatch):
+def test_pytorch_resnet_is_aligned_combined_and_read_back(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pytorch_resnet_model.py").write_text(MODEL)
     names = ["--model", "pytorch_resnet_model:model", "--names", "pytorch"]
@@ -155,7 +155,7 @@ class Normed(torch.nn.Module):
         return self.head(x.mean(2))
 
 
-def test_embeddings_and_batch_norms_go_there_and_back(tmp_path, monkeypatch):
+def test_pytorch_embeddings_and_batch_norms_round_trip(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pytorch_normed_model.py").write_text(NORMED)
     how = ["--model", "pytorch_normed_model:model", "--names", "pytorch"]

@@ -1,4 +1,4 @@
-"""Other people's names and layouts of weights become a function's own, and back."""
+"""Names and layouts of PyTorch and Git Re-Basin convert to ours and back."""
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ def theirs():
     return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-def test_pytorchs_layouts_become_flaxs_and_back():
+def test_names_convert_pytorch_layouts_to_flax_and_back():
     found = theirs()
     ours = to_ours(TABLES["pytorch"], found)
     assert {name: leaf.shape for name, leaf in ours.items()} == {
@@ -35,7 +35,7 @@ def test_pytorchs_layouts_become_flaxs_and_back():
 
 
 @pytest.mark.slow
-def test_git_re_basins_names_of_a_resnet_are_all_that_ours_has(tmp_path):
+def test_names_of_git_re_basin_cover_our_resnet(tmp_path):
     ours = named_leaves(SETUPS["resnet20-cifar10"].init(1, 0))
 
     def their_name(name):
@@ -62,7 +62,7 @@ def test_git_re_basins_names_of_a_resnet_are_all_that_ours_has(tmp_path):
 
 
 @pytest.mark.parametrize("ending", ["safetensors", "npz", "msgpack", "orbax"])
-def test_a_tree_is_read_as_it_was_written_in_every_format(tmp_path, ending):
+def test_names_round_trip_in_every_format(tmp_path, ending):
     tree = SETUPS["mlp-digits"].init(1, 0)
     write_checkpoint(tmp_path / f"network.{ending}", tree)
     found = read_checkpoint(tmp_path / f"network.{ending}")
@@ -71,7 +71,7 @@ def test_a_tree_is_read_as_it_was_written_in_every_format(tmp_path, ending):
 
 
 @pytest.mark.parametrize("ending", ["npz", "msgpack"])
-def test_a_file_that_is_none_is_one_clear_error(tmp_path, ending):
+def test_names_reject_broken_file(tmp_path, ending):
     path = tmp_path / f"network.{ending}"
     with pytest.raises(UserError, match="there is no file"):
         read_checkpoint(path)
@@ -80,14 +80,14 @@ def test_a_file_that_is_none_is_one_clear_error(tmp_path, ending):
         read_checkpoint(path)
 
 
-def test_a_name_that_fits_no_row_and_two_that_become_one_are_errors():
+def test_names_reject_unknown_and_ambiguous_names():
     with pytest.raises(UserError, match="in_proj_weight"):
         to_ours(TABLES["pytorch"], {"attention.in_proj_weight": np.zeros((3, 3))})
     with pytest.raises(UserError, match="both become"):
         to_ours([Row(".*", "same")], {"one": np.zeros(2), "two": np.zeros(2)})
 
 
-def test_a_table_is_read_from_a_file(tmp_path):
+def test_names_table_is_read_from_file(tmp_path):
     path = tmp_path / "names.txt"
     path.write_text("# ours\nfc(\\d)\\.weight dense\\1/kernel 1,0\n\nfc(\\d)\\.bias dense\\1/bias\n")
     ours = to_ours(read_table(str(path)), {"fc2.weight": np.zeros((4, 3)), "fc2.bias": np.zeros(4)})
@@ -104,7 +104,7 @@ def test_a_table_is_read_from_a_file(tmp_path):
         read_table("nowhere")
 
 
-def test_a_table_that_is_no_text_is_an_error(tmp_path):
+def test_names_table_must_be_text(tmp_path):
     path = tmp_path / "names.bin"
     path.write_bytes(bytes(range(128, 256)))
     with pytest.raises(UserError, match=r"names\.bin is no text .*: give a table of names"):
@@ -112,6 +112,6 @@ def test_a_table_that_is_no_text_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("name", [r"w\7", r"w\q", r"w\g<no>"])
-def test_a_name_that_cannot_be_made_of_the_pattern_is_an_error(name):
+def test_names_reject_pattern_without_inverse(name):
     with pytest.raises(UserError, match=r"the table's name w\\.* cannot be made of layer1 \(.*\): mend the table"):
         to_ours([Row(r"layer(\d)", name)], {"layer1": np.zeros(2)})

@@ -1,4 +1,4 @@
-"""Runs and checkpoints in an object store: the real clients, orbax among them, and a bucket on the loopback address."""
+"""Runs and checkpoints in an object store: real clients, including orbax, and a bucket on the loopback address."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def bucket(server):
     return server
 
 
-def test_an_object_is_there_whole_or_not_at_all(bucket):
+def test_store_writes_objects_atomically(bucket):
     path = as_path(f"{RUNS}/x.json")
     assert read_json(path) is None
     write_json(path, {"a": [0.5, "é"]})
@@ -63,7 +63,7 @@ def test_an_object_is_there_whole_or_not_at_all(bucket):
     assert read_json(path) == {"a": [0.5, "é"]}
 
 
-def test_a_place_that_can_be_written_to_is_left_as_it_is_and_another_is_named(bucket):
+def test_store_names_place_without_write_access(bucket):
     assert make_writable(as_path(RUNS)) == as_path(RUNS)
     assert not bucket.objects
     with pytest.raises(UserError, match=r"^cannot write to gs://other/runs \(no such bucket\): "):
@@ -74,7 +74,7 @@ def row(name, loss=0.5):
     return {"name": name, "loss": loss}
 
 
-def test_rows_are_an_object_for_each_call_and_one_when_a_run_goes_on(bucket, capsys):
+def test_store_keeps_rows_and_joins_them_on_resume(bucket, capsys):
     folder = as_path(f"{RUNS}/uniform")
     rows = Rows(folder, {"seed": 0})
     rows.add([row("a"), row("b")])
@@ -94,7 +94,7 @@ def test_rows_are_an_object_for_each_call_and_one_when_a_run_goes_on(bucket, cap
 
 
 @pytest.mark.parametrize("name", ["x.safetensors", "x.npz", "x.msgpack", "x"])
-def test_a_checkpoint_comes_back_as_it_was_written(bucket, name):
+def test_store_checkpoint_round_trip(bucket, name):
     tree = {"dense": {"kernel": jnp.arange(6.0).reshape(2, 3), "bias": jnp.ones(3)}}
     write_checkpoint(f"gs://bucket/{name}", tree)
     assert_equal(read_checkpoint(f"gs://bucket/{name}", tree), tree)
@@ -102,14 +102,14 @@ def test_a_checkpoint_comes_back_as_it_was_written(bucket, name):
         read_checkpoint(f"gs://bucket/none{Path(name).suffix}")
 
 
-def test_a_checkpoint_without_its_mark_is_not_there(bucket):
+def test_store_ignores_checkpoint_without_commit_mark(bucket):
     for name in ("1/commit_success.txt", "1/params/_METADATA", "2/params/_METADATA", "damaged-3/commit_success.txt"):
         bucket.put(f"networks/{name}", b"{}")
     assert saved_steps(as_path("gs://bucket/networks")) == [1]
 
 
 def start(out):
-    """A program that runs an experiment, by itself."""
+    """Run an experiment in its own process."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": os.environ["MCOMB_TESTS_DEVICES"]}
     words = [sys.executable, "-m", "experiments.uniform", *FLAGS.split(), "--out", str(out)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -121,7 +121,7 @@ def numbers(text):
 
 
 @pytest.mark.slow
-def test_an_experiment_that_is_killed_again_and_again_ends_as_on_a_disk(bucket, tmp_path):
+def test_store_killed_experiment_equals_one_on_disk(bucket, tmp_path):
     for moment in ("/2/params/manifest.ocdbt", "/3/commit_success.txt", "/samples/000002.jsonl", "/uniform.pdf"):
         with start(RUNS) as program:
             bucket.before_writing = lambda name, moment=moment, program=program: (

@@ -4,12 +4,12 @@ import sys
 
 import jax
 import jax.numpy as jnp
-import mcomb.devices
 import numpy as np
 import pytest
 from numerics import assert_equal
 
 from mcomb.errors import UserError
+from mcomb.runtime import batching
 from mcomb.runtime.batching import Sizes, _left_by_cgroups, compile_to_fit, free_memory, in_batches
 from mcomb.runtime.devices import (
     describe_devices,
@@ -22,11 +22,11 @@ from mcomb.runtime.devices import (
 )
 
 
-def test_the_mesh_has_all_devices():
+def test_device_mesh_has_all_devices():
     assert device_mesh().devices.tolist() == jax.devices()
 
 
-def test_replicated_arrays_are_on_every_device_and_not_copied_again():
+def test_replicate_copies_to_every_device_once():
     tree = {"x": np.arange(3), "y": jnp.ones(2)}
     replicated = replicate(tree)
     assert_equal(replicated, tree)
@@ -40,7 +40,7 @@ def test_replicated_arrays_are_on_every_device_and_not_copied_again():
 
 
 @pytest.mark.parametrize("tree", [jnp.arange(1000.0), np.arange(1001.0, dtype=np.float32)[1:]])
-def test_devices_of_one_cpu_share_one_copy_of_what_is_replicated(tree):
+def test_replicate_shares_one_copy_on_cpu(tree):
     places = {shard.data.unsafe_buffer_pointer() for shard in replicate(tree).addressable_shards}
     assert len(places) == 1
     if isinstance(tree, jax.Array):
@@ -49,14 +49,14 @@ def test_devices_of_one_cpu_share_one_copy_of_what_is_replicated(tree):
         assert shard.data.unsafe_buffer_pointer() == tree.unsafe_buffer_pointer()
 
 
-def test_what_its_owner_may_write_to_is_copied():
+def test_replicate_copies_writable_arrays():
     own = np.array(jnp.arange(1000.0))
     replicated = replicate(own)
     own[:] = -1
     assert_equal(replicated, jnp.arange(1000.0))
 
 
-def test_batches_have_all_rows_in_order_and_zeros_after_them():
+def test_in_batches_keeps_order_and_pads_with_zeros():
     x, y = np.arange(1, 11).reshape(5, 2), np.arange(1, 6)
     batched_x, batched_y = in_batches(3, [x, y])
     assert batched_y.tolist() == [[1, 2, 3], [4, 5, 0]]
@@ -67,7 +67,7 @@ def test_batches_have_all_rows_in_order_and_zeros_after_them():
 
 @jax.jit
 def grow(x):
-    """Needs the memory of x ᵀ x for a moment."""
+    """Return the trace of xᵀx, which takes the memory of that matrix."""
     return jnp.sort(x[:, :, None] * x[:, None, :], axis=1).sum()
 
 
@@ -81,11 +81,11 @@ def needed(sizes):
 
 
 @pytest.mark.parametrize("sizes", [Sizes(64, 40), Sizes(1, 400)])
-def test_what_fits_into_memory_by_the_programs_own_account_is_taken_at_once(sizes, monkeypatch):
+def test_compile_to_fit_chooses_largest_size_in_memory(sizes, monkeypatch):
     assert compile_to_fit(lower, sizes)[0] == sizes
     for part in (1, 0.5, 0.1, 0):
         free = part * needed(sizes)
-        monkeypatch.setattr(mcomb.devices, "free_memory", lambda free=free: free)
+        monkeypatch.setattr(batching, "free_memory", lambda free=free: free)
         found, program = compile_to_fit(lower, sizes)
         if part:
             assert needed(found) <= free < needed(Sizes(*(4 * size for size in found)))
@@ -94,7 +94,7 @@ def test_what_fits_into_memory_by_the_programs_own_account_is_taken_at_once(size
         assert np.isfinite(program(np.ones(found, np.float32)))
 
 
-def test_fewer_are_taken_where_the_compiler_itself_refuses():
+def test_compile_to_fit_shrinks_if_compiler_fails():
     def refuse(sizes):
         if sizes.combinations > 3:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: this is too much")
@@ -110,7 +110,7 @@ def test_fewer_are_taken_where_the_compiler_itself_refuses():
 
 
 class Accelerator:
-    """A device that may know how much memory it has."""
+    """Stands for a device that may report its memory."""
 
     platform = "gpu"
 
@@ -121,7 +121,7 @@ class Accelerator:
         return self.stats
 
 
-def test_free_memory_is_what_the_environment_says(monkeypatch):
+def test_free_memory_follows_environment(monkeypatch):
     monkeypatch.setenv("MCOMB_MEMORY_GB", "1.5")
     assert free_memory() == 1.5e9 / len(jax.local_devices())
     monkeypatch.setattr(jax, "local_devices", lambda: [Accelerator(bytes_limit=1500, bytes_in_use=500)] * 2)
@@ -139,8 +139,8 @@ def test_free_memory_is_what_the_environment_says(monkeypatch):
     ],
     ids=["v2", "v1"],
 )
-def test_cgroup_limits_leave_what_is_not_taken(line, folder, names, tmp_path):
-    """The group around this process's own has the lower limit; the root has none."""
+def test_free_memory_respects_cgroup_limits(line, folder, names, tmp_path):
+    """The parent group has the lower limit; the root has none."""
     groups = tmp_path / "proc"
     groups.write_text(f"1:cpu:/\n{line}\n")
     assert _left_by_cgroups(groups, tmp_path) == np.inf
@@ -153,7 +153,7 @@ def test_cgroup_limits_leave_what_is_not_taken(line, folder, names, tmp_path):
     assert _left_by_cgroups(groups, tmp_path) == 1000 - (400 - 100)
 
 
-def test_four_fifths_of_what_is_left_count_as_free(monkeypatch):
+def test_free_memory_is_four_fifths_of_available(monkeypatch):
     assert 0 < free_memory() < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(jax.local_devices())
     monkeypatch.setattr(jax, "local_devices", lambda: [Accelerator(bytes_limit=1500, bytes_in_use=500)])
     assert free_memory() == 800
@@ -165,26 +165,26 @@ def test_four_fifths_of_what_is_left_count_as_free(monkeypatch):
     ("devices", "shapes"),
     [(8, {100: (8, 1), 8: (8, 1), 7: (4, 2), 3: (2, 4), 1: (1, 8)}), (3, {5: (3, 1), 2: (1, 3)}), (1, {4: (1, 1)})],
 )
-def test_devices_that_combinations_leave_idle_share_the_images(devices, shapes):
+def test_two_axis_mesh_shares_images_on_idle_devices(devices, shapes):
     assert {k: mesh_shape(k, devices) for k in shapes} == shapes
     assert two_axis_mesh(1).devices.tolist() == [jax.devices()]
 
 
 @pytest.mark.parametrize("chosen", ["", pytest.param("3", marks=pytest.mark.slow)])
-def test_a_cpu_is_a_device_for_each_core_unless_a_number_is_chosen(chosen):
-    program = "from mcomb.devices import *; use_a_device_per_core(); print(describe_devices())"
+def test_use_a_device_per_core_unless_number_is_set(chosen):
+    program = "from mcomb.runtime.devices import *; use_a_device_per_core(); print(describe_devices())"
     environment = os.environ | {"JAX_PLATFORMS": "cpu"} | ({"JAX_NUM_CPU_DEVICES": chosen} if chosen else {})
     found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert found.stdout == f"{chosen or min(8, len(os.sched_getaffinity(0)))} × cpu\n"
 
 
-def test_devices_stay_as_they_are_once_they_are_in_use():
+def test_use_a_device_per_core_keeps_devices_in_use():
     before = jax.local_devices()
     use_a_device_per_core(at_most=1)
     assert jax.local_devices() == before
 
 
-def test_meshes_share_no_device():
+def test_meshes_of_size_share_no_device():
     devices = jax.local_devices()
     for size in range(1, len(devices) + 1):
         meshes = meshes_of(size)

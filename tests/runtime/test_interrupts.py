@@ -38,7 +38,7 @@ def start(begun=False):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_program_that_computes(number):
+def test_interrupts_end_busy_program(number):
     process = start()
     process.send_signal(number)
     _, said = process.communicate(timeout=60)
@@ -46,7 +46,7 @@ def test_a_signal_ends_a_program_that_computes(number):
     assert said.splitlines() == [LAST]
 
 
-def test_a_second_signal_ends_a_program_that_could_save():
+def test_interrupts_second_signal_ends_saving_program():
     process = start(begun=True)
     process.send_signal(signal.SIGINT)
     assert process.stderr.readline().startswith("Interrupted: saving after the current step")

@@ -1,4 +1,4 @@
-"""Real processes, two with two devices each, beside one with one, four or eight."""
+"""Two real processes with two devices each, compared with one process of one, four or eight devices."""
 
 import json
 import os
@@ -28,7 +28,7 @@ UNIFORM = "uniform --setup mlp-digits --width 2 --epochs 6 --checkpoint-every 1 
 
 
 def start(command, out, devices, *flags, cwd=ROOT):
-    """A process that runs an experiment on so many devices, with the code of a folder."""
+    """Start a process that runs an experiment on so many devices, with the code of a folder."""
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
     words = [sys.executable, "-m", f"experiments.{command.split()[0]}", *command.split()[1:]]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -36,7 +36,7 @@ def start(command, out, devices, *flags, cwd=ROOT):
 
 
 def start_two(commands, out, folders=(ROOT, ROOT)):
-    """Two processes with two devices each that run together, each with the code of its folder."""
+    """Start two connected processes with two devices each, each with the code of its folder."""
     together = ["--coordinator", f"localhost:{free_port()}", "--processes", "2", "--process"]
     pairs = enumerate(zip(commands, folders, strict=True))
     return [start(command, out, 2, *together, str(i), cwd=folder) for i, (command, folder) in pairs]
@@ -49,7 +49,7 @@ def free_port():
 
 
 def end(*running):
-    """What processes have printed, and how they have ended, after they have."""
+    """Wait for processes; return their output and exit codes."""
     try:
         printed = [process.communicate(timeout=240) for process in running]
     finally:
@@ -59,14 +59,14 @@ def end(*running):
 
 
 def end_well(*running):
-    """What the first of some processes has printed and said, after all have ended well."""
+    """Wait for processes to succeed; return the output of the first."""
     ends = end(*running)
     assert not any(code for code, *_ in ends), ends
     return ends[0][1:]
 
 
 def wait_for_step(folder, step, running):
-    """Waits until a training has saved a step, or has ended."""
+    """Wait until a training has saved a step, or has ended."""
     while max(saved_steps(folder), default=0) < step and all(process.poll() is None for process in running):
         time.sleep(0.05)
 
@@ -81,7 +81,7 @@ def flat(tree):
 
 
 @pytest.mark.slow
-def test_two_processes_go_on_after_one_was_killed_and_measure_what_one_process_does(tmp_path):
+def test_processes_resume_after_kill_and_equal_one_process(tmp_path):
     two, one = tmp_path / "two", tmp_path / "one"
     networks = Path("mlp-digits", "width-2", "networks")
     killed = two / networks / "seed-0,epochs=6"
@@ -116,7 +116,7 @@ def test_two_processes_go_on_after_one_was_killed_and_measure_what_one_process_d
 
 
 @pytest.mark.slow
-def test_two_processes_train_the_network_of_one_with_any_number_of_devices(tmp_path):
+def test_processes_train_same_network_as_one_process(tmp_path):
     command = "train --setup mlp-digits --width 2 --epochs 1 --seeds 0"
     numbers = (1, 2, 8)
     alone = [start(command, tmp_path / str(devices), devices) for devices in numbers]
@@ -132,7 +132,7 @@ def test_two_processes_train_the_network_of_one_with_any_number_of_devices(tmp_p
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The folder of a network that two processes have trained undisturbed, and what they have printed."""
+    """Return the folder of a network that two uninterrupted processes trained, and their output."""
     out = tmp_path_factory.mktemp("whole")
     printed, said = end_well(*start_two([TRAIN] * 2, out))
     assert "training seed-0" in said
@@ -140,7 +140,7 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_two_processes_find_what_they_have_finished_and_print_nothing_but_json(whole):
+def test_processes_reuse_results_and_print_only_json(whole):
     out, printed = whole
     (network,) = json.loads(printed)["networks"].values()
     assert network["path"] == str(out / TRAINED)
@@ -151,7 +151,7 @@ def test_two_processes_find_what_they_have_finished_and_print_nothing_but_json(w
 
 
 @pytest.mark.slow
-def test_two_processes_train_the_same_network_after_a_signal_and_after_both_were_killed(whole, tmp_path):
+def test_processes_resume_training_after_signal_and_kill(whole, tmp_path):
     running = start_two([TRAIN] * 2, tmp_path)
     wait_for_step(tmp_path / TRAINED, 1, running)
     running[1].send_signal(signal.SIGTERM)
@@ -174,7 +174,7 @@ def test_two_processes_train_the_same_network_after_a_signal_and_after_both_were
     np.testing.assert_array_equal(found, expected)
 
 
-def test_processes_with_other_flags_end_together_and_say_why(tmp_path):
+def test_processes_with_different_flags_fail_together(tmp_path):
     commands = ["train --setup mlp-digits --width 1 --epochs 1", "train --setup mlp-digits --width 1 --epochs 2"]
     for code, _, said in end(*start_two(commands, tmp_path)):
         assert code == 2
@@ -185,7 +185,7 @@ def test_processes_with_other_flags_end_together_and_say_why(tmp_path):
 
 
 @pytest.mark.slow
-def test_processes_with_other_code_of_the_experiments_end_together_and_say_why(tmp_path):
+def test_processes_with_different_code_fail_together(tmp_path):
     other, out = tmp_path / "other", tmp_path / "out"
     shutil.copytree(ROOT / "experiments", other / "experiments")
     other.joinpath("mcomb").symlink_to(ROOT / "mcomb")
@@ -198,7 +198,7 @@ def test_processes_with_other_code_of_the_experiments_end_together_and_say_why(t
 
 
 @pytest.mark.slow
-def test_a_process_whose_others_do_not_come_says_so():
+def test_processes_name_missing_process():
     program = "from mcomb import processes; processes.PATIENCE = 1; processes.join('localhost:{}', 2, 0)"
     words = [sys.executable, "-c", program.format(free_port())]
     ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
@@ -206,7 +206,7 @@ def test_a_process_whose_others_do_not_come_says_so():
     assert ended.stderr.splitlines()[-1] == f"error: {processes.NOT_ALL_CAME}"
 
 
-def test_a_port_that_is_in_use_is_one_clear_line(capsys):
+def test_processes_name_port_in_use(capsys):
     with socket.create_server(("localhost", 0)) as taken:
         port = taken.getsockname()[1]
         flags = f"--coordinator localhost:{port} --processes 2 --process 0"
@@ -229,7 +229,7 @@ def test_a_port_that_is_in_use_is_one_clear_line(capsys):
         ("--coordinator localhost:1 --processes 2 --process 1", "nobody answers at --coordinator localhost:1"),
     ],
 )
-def test_what_cannot_be_joined_is_one_clear_line(flags, words, capsys, monkeypatch):
+def test_processes_name_wrong_addresses(flags, words, capsys, monkeypatch):
     monkeypatch.setattr(processes, "PATIENCE", 0)
     with pytest.raises(SystemExit) as stopped:
         cli.run(lambda: train.main(["--setup", "mlp-digits", *flags.split()]))
@@ -239,7 +239,7 @@ def test_what_cannot_be_joined_is_one_clear_line(flags, words, capsys, monkeypat
     assert words in error
 
 
-def test_a_process_by_itself_decides_by_itself():
+def test_processes_single_process_needs_no_agreement():
     assert processes.is_first()
     assert not processes.are_several()
     assert processes.from_first(max, 1, 2) == 2

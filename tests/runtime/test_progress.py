@@ -1,4 +1,4 @@
-"""What programs say of their work and of its outcome, and to whom."""
+"""Progress bars, messages, colours and JSON, on terminals and in logs."""
 
 import io
 import json
@@ -12,12 +12,13 @@ from contextlib import contextmanager
 
 import pytest
 
+import mcomb
 from mcomb.runtime import progress
 from mcomb.runtime.progress import coloured, progress_bar, say, set_mode, show, show_json, warn
 
 
 def read_all(descriptor):
-    """What has come, until nothing has for a while."""
+    """Read until nothing has come for a while."""
     parts = []
     while select.select([descriptor], [], [], 0.3)[0]:
         parts.append(os.read(descriptor, 2**16))
@@ -26,7 +27,7 @@ def read_all(descriptor):
 
 @contextmanager
 def terminal():
-    """A real terminal for standard error, from here on; yields a function that reads what it shows."""
+    """Replace standard error by a real terminal; yield a function that reads from it."""
     ours, theirs = pty.openpty()
     os.set_blocking(ours, False)
     termios.tcsetwinsize(theirs, (24, 100))
@@ -44,7 +45,7 @@ def work():
             bar.update(1000)
 
 
-def test_on_a_terminal_there_is_a_bar_that_moves():
+def test_progress_bar_moves_on_terminal():
     with terminal() as read:
         work()
         shown = read()
@@ -53,7 +54,7 @@ def test_on_a_terminal_there_is_a_bar_that_moves():
 
 
 def screen(shown):
-    """The lines that a terminal of 100 columns has after these characters."""
+    """Return the lines that a terminal of 100 columns shows after these characters."""
     lines, row, column = [""], 0, 0
     for part in re.findall(r"\x1b\[A|[^\x1b]", shown):
         if part == "\x1b[A":
@@ -70,7 +71,7 @@ def screen(shown):
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_messages_after_side_by_side_bars_are_whole(first):
+def test_progress_messages_after_parallel_bars_are_whole(first):
     with terminal() as read:
         bars = [progress_bar(4, "img", f"training seed-{i}") for i in (0, 1)]
         for bar in (bars[first], bars[1 - first]):
@@ -88,7 +89,7 @@ def test_messages_after_side_by_side_bars_are_whole(first):
     assert show_lines[-1] == "results go to runs"
 
 
-def test_in_a_log_there_are_lines(capsys, monkeypatch):
+def test_progress_writes_lines_to_log(capsys, monkeypatch):
     work()
     begins, ends = capsys.readouterr().err.splitlines()
     assert begins == "training: begins at 25%"
@@ -115,7 +116,7 @@ def test_in_a_log_there_are_lines(capsys, monkeypatch):
         (True, True, '{\n "a": 1\n}\n', "a warning\n"),
     ],
 )
-def test_a_program_is_as_quiet_as_it_is_asked_to_be(quiet, json_, out, err, capsys):
+def test_progress_modes_silence_output(quiet, json_, out, err, capsys):
     set_mode(quiet=quiet, json=json_)
     say("a line")
     warn("a warning")
@@ -126,7 +127,20 @@ def test_a_program_is_as_quiet_as_it_is_asked_to_be(quiet, json_, out, err, caps
     assert bool(capsys.readouterr().err) is not quiet
 
 
-def test_json_is_that_of_every_reader(capsys):
+def test_set_progress_silences_bars_and_messages(capsys):
+    mcomb.set_progress(False)
+    say("a line")
+    work()
+    assert capsys.readouterr().err == ""
+    mcomb.set_progress(True)
+    say("a line")
+    work()
+    said = capsys.readouterr().err
+    assert said.startswith("a line\n")
+    assert "training: 100%" in said
+
+
+def test_show_json_writes_standard_json(capsys):
     set_mode(json=True)
     with pytest.raises(ValueError, match="JSON"):
         show_json({"loss": float("nan")})
@@ -136,7 +150,7 @@ def test_json_is_that_of_every_reader(capsys):
     assert json.loads(out) == {"s": "½ − s"}
 
 
-def test_colours_are_for_terminals_alone_and_for_those_who_want_them(monkeypatch):
+def test_coloured_only_on_terminals_without_no_color(monkeypatch):
     with terminal():
         assert coloured("error:", "red", sys.stderr) == "\x1b[31merror:\x1b[0m"
         assert coloured("error:", "red", io.StringIO()) == "error:"

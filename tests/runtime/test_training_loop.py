@@ -28,7 +28,7 @@ ROUNDINGS = 32  # of the largest number, after a dozen steps
 
 
 def logistic_loss(params, rows, data, key):
-    """A logistic regression with noise on its inputs; reports its accuracy."""
+    """Return the loss and the accuracy of a logistic regression with noise on its inputs."""
     inputs, labels = data
     noise = 0.1 * jax.random.normal(key, params["w"].shape)
     logits = inputs[rows] @ (params["w"] + noise) + params["b"]
@@ -49,7 +49,7 @@ def minibatches(count=12, size=7):
 
 
 def run_fit(rows, *, steps=1, loss=logistic_loss, params=None, data=None):
-    """The last parameters, all losses and all reports of a fit with so many steps in a call."""
+    """Return the last parameters, all losses and all reports of a fit with so many steps in a call."""
     start, all_data = problem()
     items = ((rows[i : i + steps], all_data if data is None else data) for i in range(0, len(rows), steps))
     history = list(fit(loss, initial_state(start if params is None else params, OPTIMIZER), items, OPTIMIZER, KEY))
@@ -62,7 +62,7 @@ update = jax.jit(OPTIMIZER.update)
 
 
 def run_plain_loop(rows):
-    """The same by a loop that anybody would write, on one device and without padding."""
+    """Return the same by a plain loop, on one device and without padding."""
     params, data = problem()
     state, losses, reports = OPTIMIZER.init(params), [], []
     for step, batch in enumerate(rows):
@@ -75,7 +75,7 @@ def run_plain_loop(rows):
 
 
 @pytest.mark.parametrize("steps", [1, 5])  # 5: the last call makes only two steps
-def test_it_is_a_plain_loop_whatever_the_number_of_steps_in_a_call(steps):
+def test_fit_equals_plain_loop_for_any_steps_per_call(steps):
     rows = minibatches()
     params, optimizer_state, losses, reports = run_plain_loop(rows)
     state, found_losses, found_reports = run_fit(rows, steps=steps)
@@ -87,8 +87,8 @@ def test_it_is_a_plain_loop_whatever_the_number_of_steps_in_a_call(steps):
     assert losses[-1] < losses[0]
 
 
-def test_padding_counts_for_nothing():
-    """Neither its rows, nor the example that its index of -1 would stand for."""
+def test_fit_ignores_padding():
+    """Neither the padding rows nor the example at index -1 count."""
     rows = minibatches() % 29  # so that the last example is only ever padding
     params, (inputs, labels) = problem()
     expected = run_plain_loop(rows)[0]
@@ -99,7 +99,7 @@ def test_padding_counts_for_nothing():
 
 
 @pytest.mark.parametrize("steps", [1, 5])
-def test_one_device_equals_all(steps, request):
+def test_fit_one_device_equals_all(steps, request):
     on_all, losses, reports = run_fit(minibatches(), steps=steps)
     request.getfixturevalue("one_device")
     on_one, one_losses, one_reports = run_fit(minibatches(), steps=steps)
@@ -108,7 +108,7 @@ def test_one_device_equals_all(steps, request):
     assert_close(one_reports, reports, roundings=4)
 
 
-def test_the_callers_arrays_survive_the_donation_of_the_state():
+def test_fit_keeps_arrays_of_caller():
     params, data = problem()
     # On the devices where `fit` wants them, and never read: else JAX would have to copy them before it donates them.
     start = replicate(initial_state(params, OPTIMIZER))
@@ -119,8 +119,8 @@ def test_the_callers_arrays_survive_the_donation_of_the_state():
     assert_equal(start, initial_state(params, OPTIMIZER))
 
 
-def test_it_goes_on_from_the_step_of_its_state():
-    """The key of a step depends on its number, so that a fit in two parts equals one that is not interrupted."""
+def test_fit_resumes_from_step_of_state():
+    """The key of a step depends on its number, so a fit in two parts equals an uninterrupted one."""
     rows, data = minibatches(10), problem()[1]
     whole, losses, _ = run_fit(rows, steps=5)
     state = initial_state(problem()[0], OPTIMIZER)
@@ -133,7 +133,7 @@ def test_it_goes_on_from_the_step_of_its_state():
 
 @pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_loss_that_is_not_finite_is_an_error_that_names_the_step(bad, steps):
+def test_fit_names_step_of_diverged_loss(bad, steps):
     _, (inputs, labels) = problem()
     rows = np.where(minibatches() == 15, 16, minibatches())
     rows[6, 2] = 15  # used in the seventh step only
@@ -142,7 +142,7 @@ def test_a_loss_that_is_not_finite_is_an_error_that_names_the_step(bad, steps):
         run_fit(rows, data=(inputs, labels), steps=steps)
 
 
-def test_a_minibatch_is_taken_only_when_its_state_is_asked_for():
+def test_fit_draws_minibatches_lazily():
     params, data = problem()
     taken = []
 
@@ -159,8 +159,8 @@ def test_a_minibatch_is_taken_only_when_its_state_is_asked_for():
     assert next(states, None) is None
 
 
-def test_the_data_may_change_from_call_to_call():
-    """Each item brings its own, as the straight-through estimator's permuted weights do."""
+def test_fit_takes_new_data_in_each_call():
+    """Each item brings its own data, as the permuted weights of the straight-through estimator do."""
 
     def loss(params, rows, target, key):
         return jnp.mean(jnp.square(params - target) + 0 * rows, where=rows >= 0), None
@@ -171,7 +171,7 @@ def test_the_data_may_change_from_call_to_call():
     assert [float(state.params) for state, _, _ in states] == [3, -1, 7]
 
 
-def test_a_second_fit_compiles_nothing():
+def test_fit_compiles_once():
     update = _compiled_update(tuned=False)
     run_fit(minibatches(), steps=5)
     compiled = update._cache_size()
@@ -181,14 +181,14 @@ def test_a_second_fit_compiles_nothing():
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 5), st.integers(0, 5), st.sampled_from([1, 7, 12, 40]), st.integers(1, 40))
-def test_an_epoch_has_each_example_at_most_once(seed, epoch, count, batch_size):
+def test_shuffled_rows_have_each_example_at_most_once(seed, epoch, count, batch_size):
     rows = shuffled_rows(seed, epoch, count, batch_size)
     assert rows.shape == (count // batch_size, batch_size)
     assert len(set(rows.ravel())) == rows.size
     assert set(rows.ravel()) <= set(range(count))
 
 
-def test_the_order_depends_on_seed_and_epoch_only():
+def test_shuffled_rows_depend_on_seed_and_epoch_only():
     first = shuffled_rows(0, 0, 50, 10)
     assert_equal(shuffled_rows(0, 0, 50, 10), first)
     assert_equal(shuffled_rows(0, 0, 50, 25).ravel(), first.ravel())  # nor on the batch size
@@ -196,14 +196,14 @@ def test_the_order_depends_on_seed_and_epoch_only():
         assert (shuffled_rows(seed, epoch, 50, 10) != first).any()
 
 
-def test_an_epoch_is_one_call_but_for_convolutions_on_cpu():
+def test_steps_per_call_is_epoch_except_for_convolutions():
     dense, kernel = np.zeros((4, 4), np.float32), np.zeros((3, 3, 4, 4), np.float32)
     assert steps_per_call({"w": dense}, 500) == 500
     assert steps_per_call({"w": dense, "k": kernel}, 500) == 1
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_one_number_in_a_tree_that_is_not_finite_is_found(bad):
+def test_fit_finds_single_nan_in_tree(bad):
     tree = {"x": np.ones((2, 3), np.float32), "y": [np.zeros(4, np.float32)]}
     assert all_finite(tree)
     tree["y"][0][2] = bad
@@ -211,7 +211,7 @@ def test_one_number_in_a_tree_that_is_not_finite_is_found(bad):
 
 
 def convolution_loss(params, rows, images, key):
-    """What a convolution with a norm behind it, of stride 2, makes of its images."""
+    """Return the output of a convolution of stride 2 followed by a norm."""
     dimensions = ("NHWC", "HWIO", "NHWC")
     x = jax.lax.optimization_barrier(jnp.tanh(images[rows]))
     x = jax.lax.conv_general_dilated(x, params["kernel"], (2, 2), "SAME", dimension_numbers=dimensions)
@@ -219,7 +219,7 @@ def convolution_loss(params, rows, images, key):
     return jnp.mean(jnp.square(x) * jnp.cos(x), where=(rows >= 0).reshape(-1, 1, 1, 1)), None
 
 
-def test_convolutions_have_the_same_gradient_however_they_are_compiled():
+def test_convolutions_have_same_gradient_however_compiled():
     if not _can_be_tuned():
         pytest.skip("this version of XLA has no choice")
     rng, mesh, optimizer = np.random.default_rng(0), device_mesh(), optax.sgd(100.0)
@@ -235,7 +235,7 @@ def test_convolutions_have_the_same_gradient_however_they_are_compiled():
     assert np.abs(found[0]["kernel"] - params["kernel"]).max() > 0.01
 
 
-def test_accelerators_compile_what_they_always_did(monkeypatch):
+def test_convolutions_on_accelerators_compile_unchanged(monkeypatch):
     kernel = {"k": np.zeros((3, 3, 4, 4), np.float32)}
     assert _is_convolutional_on_cpu(kernel)
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
@@ -243,8 +243,8 @@ def test_accelerators_compile_what_they_always_did(monkeypatch):
     assert steps_per_call(kernel, 500) == 500
 
 
-def test_two_fits_side_by_side_are_each_as_if_alone():
-    """Each in its thread, on a device of its own."""
+def test_fit_in_two_threads_equals_each_alone():
+    """Each runs in its own thread, on its own device."""
     start, data = problem()
     state = initial_state(start, OPTIMIZER)
 
