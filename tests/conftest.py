@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import array_types  # noqa: F401 (before mcomb is)
+import array_types  # noqa: F401 (before mcomb)
 import jax
 import numpy as np
 import pytest
@@ -21,23 +21,23 @@ from mcomb.lab.setups import SETUPS
 from mcomb.runtime.progress import set_mode
 
 DEVICES = os.environ.setdefault("MCOMB_TESTS_DEVICES", "2")
-# These programs are tiny and run once: compiling them thoroughly would take most of the time. Flags that are set
-# already come last and win, such as --xla_cpu_max_isa=AVX2 for the arithmetic of an older CPU.
+# These programs are tiny and run once, so optimised compilation would take most of the time. Flags that are already
+# set come last and win, such as --xla_cpu_max_isa=AVX2 for the arithmetic of an older CPU.
 QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 QUICK += " --xla_cpu_parallel_codegen_split_count=1"
-if jax.__version_info__ < (0, 11):  # a flag that XLA does not know ends the process
+if jax.__version_info__ < (0, 11):  # XLA aborts on unknown flags
     QUICK += " --xla_cpu_use_fusion_emitters=false"
-if "MCOMB_TESTS_COMPILED" not in os.environ:  # set by the first process, and inherited by pytest's workers
+if "MCOMB_TESTS_COMPILED" not in os.environ:  # set by the first process and inherited by pytest's workers
     os.environ["XLA_FLAGS"] = f"{QUICK} {os.environ.get('XLA_FLAGS', '')}"
-    # What one test or one of the commands it starts has compiled, the others need not.
+    # All tests, and the commands that they start, share compiled programs.
     os.environ["MCOMB_TESTS_COMPILED"] = tempfile.mkdtemp(prefix="mcomb-tests-")
     atexit.register(shutil.rmtree, os.environ["MCOMB_TESTS_COMPILED"], ignore_errors=True)
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["MCOMB_TESTS_COMPILED"]
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 jax.config.update("jax_compilation_cache_dir", os.environ["MCOMB_TESTS_COMPILED"])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-gc.set_threshold(200_000, 20, 100)  # traces are many small objects: the default looks through all of them too often
-jax.config.update("jax_traceback_in_locations_limit", 0)  # no compiled operation says where it was written
+gc.set_threshold(200_000, 20, 100)  # traces are many small objects, which the default scans too often
+jax.config.update("jax_traceback_in_locations_limit", 0)  # compiled operations need no source locations
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", int(DEVICES))
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -45,18 +45,18 @@ jax.config.update("jax_numpy_dtype_promotion", "standard")
 
 
 def pytest_collection_modifyitems(items):
-    """The file that takes longest is first: no worker waits for it at the end."""
+    """Run the longest file first, so that no worker waits for it at the end."""
     items.sort(key=lambda item: item.path.name != "test_robustness.py")
 
 
 def pytest_collection_finish():
-    """What all tests have imported stays: it is not looked through when garbage is collected."""
+    """Exclude imported modules from garbage collection."""
     gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def small_figures():
-    """Figures of fewer dots, whose letters are not looked for in large fonts: they are drawn in half the time."""
+    """Draw figures at low resolution without embedded fonts, in half the time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(STYLE, "savefig.dpi", 80)
         patch.setitem(STYLE, "pdf.fonttype", 3)
@@ -65,17 +65,17 @@ def small_figures():
 
 @pytest.fixture(autouse=True)
 def as_loud_as_ever():
-    """What one test has asked for by --quiet or --json is not for the next."""
+    """Undo --quiet and --json after each test."""
     yield
     set_mode()
 
 
 @pytest.fixture
 def one_device(monkeypatch):
-    """As if the machine had one device; a test that compares one with several is skipped if it has no more."""
+    """Pretend that the machine has one device; skip the test if it has no more."""
     devices = jax.devices()
     if len(devices) == 1:
-        pytest.skip("there is one device only: give MCOMB_TESTS_DEVICES=2")
+        pytest.skip("The machine has one device only: set MCOMB_TESTS_DEVICES=2.")
     monkeypatch.setattr(jax, "devices", lambda: devices[:1])
 
 
@@ -88,23 +88,23 @@ def digits():
 def cifar_archive():
     place = os.environ.get(DATA_VARIABLE)
     if not place:
-        pytest.skip(f"real CIFAR-10 is not here: {DATA_VARIABLE} is not set")
+        pytest.skip(f"CIFAR-10 is missing: set {DATA_VARIABLE}.")
     return Path(place)
 
 
 def each_model():
-    """The name of a setup of each model; what is compiled for convolutional networks takes long."""
+    """Return one setup of each model; convolutional networks take long to compile."""
     names = {setup.model: name for name, setup in SETUPS.items()}.values()
     return [pytest.param(name, marks=() if "mlp" in name else pytest.mark.slow) for name in names]
 
 
 @pytest.fixture(params=each_model())
 def network(request):
-    """An untrained network of each model at width 1: its setup, module, parameters, and a few images."""
+    """Return an untrained network of each model at width 1: setup, module, parameters and a few images."""
     setup = SETUPS[request.param]
     model = setup.module(1)
     images = np.random.default_rng(0).integers(0, 255, (6, *setup.dataset.image)).astype(np.float32) / 255
-    # Random everywhere: norms as they are initialised look the same under every permutation.
+    # All leaves are random, because freshly initialised norms look the same under every permutation.
     rng = np.random.default_rng(1)
     shapes = jax.eval_shape(model.init, jax.random.key(0), images)["params"]
     params = jax.tree.map(

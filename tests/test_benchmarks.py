@@ -27,7 +27,7 @@ def rows_in(path):
     return json.loads(path.read_text())["rows"]
 
 
-def test_the_matchers_are_measured_side_by_side_and_reach_one_objective(capsys, tmp_path):
+def test_benchmark_matching_compares_matchers(capsys, tmp_path):
     path = tmp_path / "matching.json"
     matching.main(matching.MatchingConfig(setups=("mlp-digits",), widths=(1,), repeats=2, json=path))
     assert [(row["matcher"], len(row["seconds"])) for row in rows_in(path)] == [
@@ -41,7 +41,7 @@ def test_the_matchers_are_measured_side_by_side_and_reach_one_objective(capsys, 
     assert "3 of 3 permutations are the reference's" in lines[5]
 
 
-def test_ways_to_train_are_measured_side_by_side(capsys):
+def test_benchmark_training_compares_ways(capsys):
     training.main(training.TrainingConfig(setups=("mlp-digits",), widths=(1,), steps=2, rounds=1))
     _, head, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == ["width", "way", "networks", "images/s", "against", "before"]
@@ -50,7 +50,7 @@ def test_ways_to_train_are_measured_side_by_side(capsys):
     assert lines[0].split()[-1] == "1.00"
 
 
-def test_derivations_are_timed_by_depth(capsys, monkeypatch):
+def test_benchmark_derivation_times_by_depth(capsys, monkeypatch):
     monkeypatch.setattr(derivation, "problems", lambda: [("ten steps", derivation.recurrence(10))])
     derivation.main(derivation.DerivationConfig(rounds=1))
     head, line = capsys.readouterr().out.splitlines()
@@ -58,7 +58,7 @@ def test_derivations_are_timed_by_depth(capsys, monkeypatch):
     assert line.split()[:4] == ["ten", "steps", "52", "1"]
 
 
-def test_planted_permutations_are_counted(capsys, monkeypatch):
+def test_benchmark_recovery_counts_planted_permutations(capsys, monkeypatch):
     monkeypatch.setattr(recovery, "kinds", lambda: [("four steps", derivation.recurrence(4))])
     recovery.main(recovery.RecoveryConfig(networks=2, programs=1))
     networks, programs = (line.split() for line in capsys.readouterr().out.splitlines()[1:])
@@ -70,7 +70,7 @@ def test_planted_permutations_are_counted(capsys, monkeypatch):
     assert capsys.readouterr().out.splitlines()[1].split() == ["four", "steps", "2", "0", "0", "0", "2"]
 
 
-def test_random_programs_are_counted_and_failures_named(capsys, monkeypatch):
+def test_benchmark_fuzz_counts_programs_and_names_failures(capsys, monkeypatch):
     fuzz.main(fuzz.FuzzConfig(programs=2, first=1))
     assert "2  programs\n" in capsys.readouterr().out
     monkeypatch.setattr(fuzz, "TOLERANCE", -1.0)
@@ -80,7 +80,7 @@ def test_random_programs_are_counted_and_failures_named(capsys, monkeypatch):
     assert "Program(1, 4): the function changes by" in out + err
 
 
-def test_ways_to_evaluate_are_measured_side_by_side(capsys, tmp_path):
+def test_benchmark_evaluation_compares_ways(capsys, tmp_path):
     path = tmp_path / "evaluation.json"
     chosen = {"networks": ("mlp-digits:8",), "combinations": 2, "gigaflop": 1, "rounds": 1}
     evaluation.main(evaluation.EvaluationConfig(**chosen, json=path))
@@ -93,12 +93,12 @@ def test_ways_to_evaluate_are_measured_side_by_side(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["mlp-digits", "mlp-digits:²", "mlp-digits:0", "mlp-digits:100001", "other:1"])
-def test_what_is_no_network_is_not_measured(name):
+def test_benchmark_evaluation_rejects_unknown_network(name):
     with pytest.raises(UserError, match=r"is no setup with a width: give|width 100001 is more than"):
         evaluation.main(evaluation.EvaluationConfig(networks=(name,)))
 
 
-def test_growth_has_a_point_and_a_slope_for_each_series(capsys, tmp_path):
+def test_benchmark_growth_has_points_and_slopes(capsys, tmp_path):
     few = {"combinations": (8,), "images": (400,), "devices": (1,)}
     growth.main(growth.GrowthConfig("mlp-digits", widths=(1, 4), **few, out=tmp_path))
     rows = rows_in(tmp_path / "growth.json")
@@ -111,7 +111,7 @@ def test_growth_has_a_point_and_a_slope_for_each_series(capsys, tmp_path):
     assert growth.slope(sizes, 3 * sizes**1.5) == pytest.approx(1.5)
 
 
-def test_memory_is_measured_after_one_call_and_after_all(capsys, tmp_path):
+def test_benchmark_memory_measures_first_and_all_calls(capsys, tmp_path):
     path = tmp_path / "memory.json"
     few = {"devices": (1,), "combinations": 2, "images": 20}
     memory.main(memory.MemoryConfig(("evaluation",), "mlp-digits", widths=(64,), **few, json=path))
@@ -121,7 +121,7 @@ def test_memory_is_measured_after_one_call_and_after_all(capsys, tmp_path):
     assert 2 <= rows[0]["× parameters"] <= rows[1]["× parameters"] <= rows[2]["× parameters"]
 
 
-def test_the_same_combinations_are_measured_in_both_dtypes(capsys, tmp_path):
+def test_benchmark_precision_measures_both_dtypes(capsys, tmp_path):
     path = tmp_path / "precision.json"
     few = {"width": 1, "epochs": 1, "points": 3, "samples": 2, "images": 100}
     precision.main(precision.PrecisionConfig(**few, out=tmp_path, json=path))
@@ -133,7 +133,7 @@ def test_the_same_combinations_are_measured_in_both_dtypes(capsys, tmp_path):
     assert 0 < max(row["of any combination"] for row in rows if row["metric"] == "loss") < 0.1
 
 
-def test_the_main_job_is_timed_part_by_part(capsys, tmp_path):
+def test_benchmark_main_job_times_each_part(capsys, tmp_path):
     path = tmp_path / "main_job.json"
     main_job.main(main_job.MainJobConfig(width=1, epochs=1, json=path))
     seconds = {row[""]: row["seconds"] for row in rows_in(path)}
@@ -143,7 +143,7 @@ def test_the_main_job_is_timed_part_by_part(capsys, tmp_path):
     assert 0 < seconds["to the first bar, CPU"] < seconds["in all, CPU"]
 
 
-def test_all_benchmarks_leave_tables_in_one_folder(capsys, monkeypatch, tmp_path):
+def test_benchmarks_write_tables_to_one_folder(capsys, monkeypatch, tmp_path):
     left = []
     for module in (evaluation, growth, main_job, matching, memory, precision):
         monkeypatch.setattr(module, "main", left.append)  # together they take ten minutes

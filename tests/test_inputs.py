@@ -473,6 +473,12 @@ def test_evaluate_names_wrong_arguments(args, problem):
         evaluate(*(args.get(i, arg) for i, arg in enumerate(EVALUATE)))
 
 
+@pytest.mark.parametrize("points", [2.5, "2", None, 1, float("nan")])
+def test_sweep_number_of_points_must_be_whole(points):
+    with pytest.raises(UserError, match=r"points is .*: give a whole number, 2 or more"):
+        mcomb.sweep(*SWEEP, points=points)
+
+
 @pytest.mark.parametrize("networks", [None, A, A["down"]], ids=["none", "dict", "array"])
 def test_sweep_names_wrong_networks(networks):
     with pytest.raises(UserError, match=r"The networks are a \w+: pass a tuple of parameter trees"):

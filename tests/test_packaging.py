@@ -7,14 +7,17 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from setuptools import find_packages
 
+import mcomb
+from mcomb.errors import UserError
 from mcomb.lab.setups import SETUPS
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-def test_a_tpu_needs_what_the_package_needs_and_tfds():
+def test_packaging_tpu_requirements_match_dependencies():
     lines = (ROOT / "requirements-tpu.txt").read_text().splitlines()
     wanted = {line.strip() for line in lines if line and not line.startswith("#")}
     needed = {re.sub(r"\s", "", line) for line in PROJECT["project"]["dependencies"]}
@@ -23,9 +26,23 @@ def test_a_tpu_needs_what_the_package_needs_and_tfds():
     assert wanted == needed | extra
 
 
-def test_every_package_of_the_tree_is_installed():
-    folders = {path.parent.relative_to(ROOT) for path in (ROOT / "mcomb").rglob("__init__.py")}
-    assert {".".join(folder.parts) for folder in folders} == set(PROJECT["tool"]["setuptools"]["packages"])
+def test_packaging_installs_every_package():
+    folders = {path.parent.relative_to(ROOT) for path in (ROOT / "mcomb").rglob("*.py")}
+    included = PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]
+    assert {".".join(folder.parts) for folder in folders} == set(find_packages(str(ROOT), include=included))
+
+
+def test_packaging_takes_version_from_library():
+    assert re.fullmatch(r"\d+\.\d+\.\d+", mcomb.__version__)
+    assert PROJECT["project"]["dynamic"] == ["version"]
+    assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "mcomb.__version__"}
+
+
+def test_packaging_exports_errors_that_are_value_errors():
+    assert mcomb.UserError is UserError
+    assert issubclass(mcomb.UserError, ValueError)
+    assert issubclass(mcomb.Diverged, mcomb.UserError)
+    assert {"UserError", "Diverged"} <= {*mcomb.__all__}
 
 
 MISUSE = """
@@ -38,17 +55,22 @@ def apply(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
 a, b = mcomb.read_checkpoint("a.npz"), mcomb.read_checkpoint("b.npz")
 x = jax.numpy.zeros((3, 2))
 spec = mcomb.derive_spec(apply, a, x)
-aligned = spec.apply(mcomb.match(spec, a, b).perms, b)
-evaluate(apply, mix(mcomb.uniform), (a, aligned), x, x, x, x)
-evaluate(apply, mcomb.uniform)  # wrong
-spec.apply(mcomb.match(spec, a, b), b)  # wrong
-mcomb.match(a, b)  # wrong
+aligned = mcomb.align(apply, a, b, x, matcher=mcomb.weights(restarts=2), spec=spec)
+sweep = mcomb.sweep(apply, (a, aligned.params), x, x, mcomb.uniform)
+print(sweep.barrier.loss + sweep.loss.max(), aligned.matching.objective)
+merged = mcomb.merge(apply, (a, aligned.params), x, method=mcomb.refit(ridge=1))
+print(mcomb.score(merged.apply, merged.params, x, x).accuracy)
+spec.apply(aligned, b)  # wrong
 mcomb.align(a, b)  # wrong
+mcomb.sweep(apply, (a, b), x, x)  # wrong
+mcomb.sweep(apply, (a, b), x, x, "uniform")  # wrong
+mcomb.merge(apply, (a, b), x, "refit", mcomb.refit())  # wrong
+mcomb.refit(rigde=0.1)  # wrong
 """
 
 
 @pytest.mark.slow
-def test_mypy_flags_what_is_wrong_in_a_script_and_nothing_else(tmp_path):
+def test_packaging_types_let_mypy_flag_misuse_only(tmp_path):
     pytest.importorskip("mypy", reason="mypy is among the dev extras")
     script = tmp_path / "script.py"
     script.write_text(MISUSE)
@@ -60,7 +82,7 @@ def test_mypy_flags_what_is_wrong_in_a_script_and_nothing_else(tmp_path):
     assert flagged == wrong, found.stdout + found.stderr
 
 
-def test_the_notebook_is_valid_python_without_outputs_and_offers_all_setups():
+def test_notebook_is_valid_and_offers_all_setups():
     notebook = json.loads((ROOT / "notebooks" / "mode_combinability.ipynb").read_text())
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]

@@ -1,4 +1,4 @@
-"""The examples of README and docs/ are run as they stand, and all commands in them understood."""
+"""Run the examples of README and docs/, and parse all commands in them."""
 
 import importlib
 import re
@@ -17,21 +17,33 @@ TEXTS = [README, *(path.read_text() for path in sorted((ROOT / "docs").rglob("*.
 
 
 @pytest.mark.slow
-def test_the_example_aligns_and_combines_a_network_of_ones_own(capsys):
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.S)
+def test_readme_examples_align_sweep_and_merge(capsys, tmp_path, monkeypatch):
+    """The second example is a script; the first is a fragment of it."""
+    fragment, script = re.findall(r"```python\n(.*?)```", README, re.S)
+    monkeypatch.chdir(tmp_path)
     scope: dict = {}
-    exec(code, scope)
+    exec(script, scope)
+    *_, barriers, accuracy = capsys.readouterr().out.splitlines()
+    naive, sweep = scope["naive"], scope["sweep"]
+    assert barriers == f"{naive.barrier} {sweep.barrier}"
+    assert sweep.loss.shape == (5, 10)
+    assert sweep.barrier.accuracy < naive.barrier.accuracy / 2
+    assert sweep.barrier.loss < naive.barrier.loss / 2
+    assert float(accuracy) > 0.85  # each network by itself has about 0.92
+    moved = jax.tree.map(lambda x, y: bool((x != y).any()), scope["b"], scope["aligned"].params)
+    assert moved["Dense_0"]["kernel"]
+    assert moved["Dense_1"]["kernel"]
+    assert Path("uniform.png").stat().st_size > 1000
+    Path("uniform.png").unlink()
+    exec(fragment, scope)
     loss, accuracy = map(float, capsys.readouterr().out.split())
-    assert len(scope["metrics"].loss) == 100
-    assert loss == scope["metrics"].loss.max()
-    assert 0 <= accuracy <= 1
-    moved = jax.tree.map(lambda x, y: bool((x != y).any()), scope["b"], scope["aligned"])
-    assert moved["Dense_0"]["kernel"]  # the residual stream
-    assert moved["Dense_1"]["kernel"]  # the inside of a block
+    assert scope["sweep"].loss.shape == (25, 10)  # 250 mixtures, as the comment says
+    assert (loss, accuracy) == pytest.approx(scope["sweep"].barrier)
+    assert Path("uniform.png").exists()
 
 
 @pytest.mark.slow
-def test_task_examples_measure_the_given_losses(capsys):
+def test_docs_tasks_examples_measure_given_losses(capsys):
     language, regression = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tasks.md").read_text(), re.S)
     scope: dict = {}
     exec(language, scope)
@@ -49,31 +61,31 @@ def test_task_examples_measure_the_given_losses(capsys):
 
 
 @pytest.mark.slow
-def test_the_examples_of_merging_learn_fit_and_estimate(capsys):
+def test_docs_merging_examples_learn_fit_and_estimate(capsys):
     merging, partial_merging, statistics = re.findall(
         r"```python\n(.*?)```", (ROOT / "docs" / "merging.md").read_text(), re.S
     )
     scope: dict = {}
     exec(merging + partial_merging, scope)
     weights = sum(leaf.size for leaf in jax.tree.leaves(scope["a"]))
-    assert weights < scope["partly"].weights <= 1.5 * weights
+    assert weights < scope["partly"].details.weights <= 1.5 * weights
     exec(statistics, scope)
     for network in ("merged", "middle"):
-        means = scope[network]["batch_stats"]["BatchNorm_0"]["mean"]
-        assert np.abs(means).max() > 0  # those of new networks are zero
-    assert len(scope["metrics"].loss) == 5
-    assert scope["found"].loss < scope["found"].losses[0]
-    assert scope["found"].shares[0]["Dense_0"]["bias"].shape == (32,)
+        params = getattr(scope[network], "params", scope[network])
+        assert np.abs(params["batch_stats"]["BatchNorm_0"]["mean"]).max() > 0  # new networks have zeros
+    assert scope["sweep"].loss.shape == (5, 1)
+    assert scope["learned"].loss < scope["learned"].losses[0]
+    assert scope["learned"].shares[0]["Dense_0"]["bias"].shape == (32,)
     assert 0 <= float(capsys.readouterr().out.split()[0]) <= 1
 
 
-def test_the_two_commands_are_there_once_for_everyone():
+def test_readme_has_both_commands_once():
     assert README.count("pip install -e . && python -m experiments.uniform --setup mlp-digits\n") == 1
     assert README.count('pip install -e ".[test]" && pytest\n') == 1
 
 
 def commands():
-    """Every command of ours, in blocks and inside sentences, but for those with a word to fill in."""
+    """Return all commands in blocks and sentences, except those with a word to fill in."""
     lines, fenced = [], r"```\w*\n(.*?)```"
     for text in TEXTS:
         lines += [line for block in re.findall(fenced, text, re.S) for line in block.splitlines()]
@@ -83,7 +95,7 @@ def commands():
 
 
 @pytest.mark.parametrize("line", commands())
-def test_a_command_is_one_that_its_program_takes(line):
+def test_docs_command_parses(line):
     name, *words = shlex.split(line)
     module = importlib.import_module(name)
     kinds = [vars(module)["EXPERIMENT"].config] if hasattr(module, "EXPERIMENT") else []
@@ -95,5 +107,5 @@ def is_config(kind):
     return isinstance(kind, type) and kind.__name__.endswith("Config")
 
 
-def test_the_first_command_is_among_those_that_are_checked():
+def test_docs_commands_include_first_command():
     assert "experiments.uniform --setup mlp-digits" in commands()

@@ -156,9 +156,9 @@ def evaluate(
     """
     points, labels = from_lists(points), from_lists(labels)
     k, count = _count_combinations(networks, points, keys), count_examples(inputs, labels)
+    if isinstance(draw, Distribution):
+        draw.check(points)
     draw = as_draw(draw, len(networks))
-    if distribution := getattr(draw, "distribution", None):  # also that of repaired combinations
-        distribution.check(points)
     require_whole(batch_size=batch_size, vmap_size=1 if vmap_size is None else vmap_size)
     combination = output_shapes(draw, keys[0], _rows(points, 0), *networks)
     objectives = list_objectives(apply, combination, inputs, labels, loss, metrics, batch_size)

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from numerics import assert_close, assert_equal
 
-from mcomb import combine, derive_spec, linear, score, squared_error, uniform
+from mcomb import combine, linear, score, squared_error, uniform
 from mcomb.combination import hyperplane, mix
 from mcomb.errors import Diverged, UserError
 from mcomb.evaluation import evaluate as evaluation
@@ -21,7 +21,6 @@ from mcomb.evaluation.objectives import (
     predicted,
     tempered_cross_entropy,
 )
-from mcomb.evaluation.repair import repaired
 
 KEYS = jax.random.split(jax.random.key(0), 7)
 SHARES = jnp.linspace(0, 0.5, 7)
@@ -201,9 +200,9 @@ def test_evaluate_batches_small_dense_networks(count, sizes, monkeypatch):
     check_same(metrics, evaluate(*args, vmap_size=1))
 
 
-def test_a_draw_may_take_no_networks():
+def test_evaluate_takes_draw_without_networks():
     networks, x, y = problem()
-    drawn = evaluate(apply, lambda key, share: networks[0], (), SHARES, KEYS, x, y)
+    drawn = evaluate(apply, (), x, y, lambda key, share: networks[0], SHARES, KEYS)
     assert_close(drawn.loss, np.full(7, score(apply, networks[0], x, y).loss), roundings=ROUNDINGS)
 
 
@@ -393,12 +392,8 @@ def test_evaluate_overflowing_combination_is_never_correct():
     assert_equal(found.agreement[:, 3, 1], np.ones(2))
 
 
-@pytest.mark.parametrize("repair", [False, True], ids=["plain", "repaired"])
-def test_evaluate_rejects_points_out_of_range(repair):
+def test_evaluate_rejects_points_out_of_range():
     networks, x, y = problem()
-    fn, draw = apply, hyperplane
-    if repair:
-        fn, draw, networks = repaired(apply, networks, x, hyperplane, spec=derive_spec(apply, networks[0], x))
     shares = np.array([0.5, 1.25], np.float32)
     with pytest.raises(UserError, match=r"share = 1\.25 is out of range for hyperplane: pass a number from 0 to 1"):
-        evaluate(fn, networks, x, y, draw, shares, KEYS[:2])
+        evaluate(apply, networks, x, y, hyperplane, shares, KEYS[:2])

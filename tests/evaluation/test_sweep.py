@@ -231,8 +231,8 @@ def test_sweep_plot_rejects_unknown_ending(tmp_path):
     ("draw", "options", "words"),
     [
         (mcomb.linear, {"points": 1}, "points is 1: give a whole number, 2 or more"),
-        (mcomb.linear, {"points": 2.5}, "points is 2.5: give a whole number, 2 or more"),
         (mcomb.uniform, {"points": [0.1, -0.1]}, "s = -0.1 is out of range for uniform: pass 0 or more"),
+        (mcomb.hyperplane, {"points": [1.25], "repair": True}, "share = 1.25 is out of range for hyperplane: pass a"),
         (lambda key, point, a, b: a, {"points": 5}, "A function has no range for 5 points: pass an array"),
         (lambda key, point: point, {"points": [0.0]}, "cannot draw combinations of 2 networks"),
         (mcomb.uniform, {"samples": 0}, "samples is 0: give a whole number, 1 or more"),

@@ -1,4 +1,4 @@
-"""A real browser: Chromium without a window, driven over a pipe by its DevTools protocol, which needs no package."""
+"""A real browser: headless Chromium, driven over a pipe by its DevTools protocol, which needs no package."""
 
 import base64
 import fcntl
@@ -28,7 +28,7 @@ LIMIT = 60  # seconds to wait for an answer
 
 
 def find_browser():
-    """The path of a Chromium or Chrome, None if there is none."""
+    """Return the path of Chromium or Chrome, or None."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
@@ -65,7 +65,7 @@ class Browser:
         self.folder.cleanup()
 
     def send(self, method, **params):
-        """What the browser answers to an order; events that come before are kept."""
+        """Send a command; return the answer, and keep events that come before it."""
         order = {"id": next(self.numbers), "method": method, "params": params}
         if self.session:
             order["sessionId"] = self.session
@@ -86,27 +86,27 @@ class Browser:
         return json.loads(text)
 
     def open(self, path):
-        """Loads a file, and waits until all of it is there."""
+        """Load a file, and wait until it is complete."""
         self.events.clear()
         self.send("Page.navigate", url=path.absolute().as_uri())
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):
             self.events.append(self._read())
 
     def evaluate(self, script):
-        """The value of an expression in the page, a promise's once it is kept."""
+        """Return the value of an expression in the page; wait for promises."""
         answer = self.send("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
     def problems(self):
-        """Whatever the browser has logged, every exception, and every request that failed or left the machine."""
+        """Return all log messages, exceptions, and requests that failed or left the machine."""
         kinds = ("Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Network.loadingFailed")
         found = [event for event in self.events if event["method"] in kinds]
         asked = [event for event in self.events if event["method"] == "Network.requestWillBeSent"]
         return found + [it for it in asked if not it["params"]["request"]["url"].startswith(("file:", "data:"))]
 
     def look(self, width=1200, height=900, scheme="light", medium="screen"):
-        """Shows the page in a window of this size, with a colour scheme, on a screen or as if printed."""
+        """Show the page in a window of this size, with a colour scheme, on screen or as printed."""
         self.send(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
@@ -114,11 +114,11 @@ class Browser:
         self.send("Emulation.setEmulatedMedia", media=medium, features=features)
 
     def pdf(self):
-        """The page as printed on A4, without a header or a footer of the browser's."""
+        """Return the page as printed on A4, without headers or footers of the browser."""
         self.send("Emulation.setEmulatedMedia", media="", features=[])
         paper = {"paperWidth": 8.27, "paperHeight": 11.69, "preferCSSPageSize": False}
         return base64.b64decode(self.send("Page.printToPDF", **paper)["data"])
 
     def picture(self, whole=True):
-        """The page as a PNG."""
+        """Return the page as a PNG."""
         return base64.b64decode(self.send("Page.captureScreenshot", captureBeyondViewport=whole)["data"])

@@ -1,4 +1,4 @@
-"""A stand-in for Google Cloud Storage on the loopback address, for its real clients: gcsfs and tensorstore.
+"""A stand-in for Google Cloud Storage on the loopback address, for its real clients gcsfs and tensorstore.
 
 It speaks as much of the JSON API as they need, keeps whole objects with their generations, and honours preconditions.
 There is no other way to change anything: it has neither appends nor renames nor locks.
@@ -41,13 +41,13 @@ class Bucket(ThreadingHTTPServer):
         self.server_close()
 
     def handle_error(self, request, client_address):
-        """A client that has gone away is none."""
+        """Ignore clients that have disconnected."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
 
     @property
     def environment(self):
-        """The variables that send clients here, without a key and without questions about the kind of the bucket."""
+        """Return environment variables that send clients here, without credentials."""
         url = f"http://127.0.0.1:{self.server_port}"
         return {
             "STORAGE_EMULATOR_HOST": url,
@@ -57,17 +57,17 @@ class Bucket(ThreadingHTTPServer):
         }
 
     def generation(self, name):
-        """The number of an object's version; 0 if it is not there."""
+        """Return the version of an object; 0 if it does not exist."""
         return self._generations.get(name, 0) if name in self.objects else 0
 
     def put(self, name, content):
-        """Writes an object, whole."""
+        """Write a whole object."""
         with self.lock:
             self.objects[name] = content
             self._generations[name] = max(self._generations.get(name, 0) + 1, time.time_ns() // 1000)
 
     def about(self, name):
-        """What the API says of an object."""
+        """Return the API's description of an object."""
         generation = self.generation(name)
         when = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(generation / 1e6))
         numbers = {"size": str(len(self.objects[name])), "generation": str(generation), "metageneration": "1"}
@@ -132,7 +132,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self.write(name, body)
 
     def go_on(self, upload, piece):
-        """Goes on with an object that is sent in pieces; it is there only once the last one is."""
+        """Continue an upload in pieces; the object exists once the last piece has arrived."""
         name, content = self.server.uploads[upload]
         content += piece
         if self.headers["Content-Range"].endswith("/*"):
@@ -154,7 +154,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.answer(204 if found is not None else 404, b"")
 
     def batch(self, body):
-        """Removes objects, as many as there are parts in the request."""
+        """Remove an object for each part of the request."""
         answers = []
         for name in re.findall(rf"DELETE /storage/v1/b/{BUCKET}/o/(\S+) HTTP", body.decode()):
             found = self.server.objects.pop(unquote(name), None)
@@ -180,7 +180,7 @@ class _Handler(BaseHTTPRequestHandler):
         return {"kind": "storage#objects", "items": items, "prefixes": sorted(folders)}
 
     def allowed(self, name):
-        """Whether the request's preconditions hold; answers it if they do not."""
+        """Return whether the request's preconditions hold; answer it if they do not."""
         generation = self.server.generation(name)
         if int(self.query.get("ifGenerationMatch", generation)) != generation:
             return self.answer(412, b"")
@@ -189,7 +189,7 @@ class _Handler(BaseHTTPRequestHandler):
         return True
 
     def receive(self):
-        """The request's body; its path and query are read."""
+        """Read the request's path and query; return its body."""
         url = urlsplit(self.path)
         self.path, self.query = url.path, {name: values[0] for name, values in parse_qs(url.query).items()}
         if self.headers.get("Transfer-Encoding") == "chunked":
@@ -202,7 +202,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self.rfile.read(int(self.headers.get("Content-Length", 0)))
 
     def answer(self, status, content, headers=()):
-        """Sends a response; returns None."""
+        """Send a response."""
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
         kind = "application/octet-stream" if isinstance(content, bytes) else "application/json"
@@ -212,4 +212,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *args):
-        """Nothing."""
+        """Log nothing."""

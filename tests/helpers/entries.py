@@ -1,4 +1,4 @@
-"""Entries of a report that nothing was run for."""
+"""Entries of a report, without running experiments."""
 
 import struct
 import zlib
@@ -7,7 +7,7 @@ from experiments.report_page import Entry
 
 
 def png(width=7, height=5):
-    """A black picture."""
+    """Return a black picture."""
 
     def chunk(kind, data):
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -18,7 +18,7 @@ def png(width=7, height=5):
 
 
 def entry(name=None, place="MLP on digits, width 32", picture=None, **changes):
-    """An experiment that was run, with changes to its results."""
+    """Return an experiment with results, some of them changed."""
     results = {
         "experiment": "uniform",
         "title": "MLP on digits, width 32: uniform coefficients",

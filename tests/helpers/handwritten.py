@@ -1,4 +1,4 @@
-"""The permutation specs of the three models, written by hand, that the derived ones are compared with."""
+"""Handwritten permutation specs of the three models, to compare derived specs with."""
 
 from mcomb.lab.models import Tiny10
 from mcomb.symmetry.spec import Axes, PermutationSpec

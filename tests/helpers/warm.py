@@ -1,7 +1,7 @@
-"""Runs experiments in processes forked from one that has imported everything, and ends them at chosen moments.
+"""Run experiments in processes forked from one that has imported everything, and kill them at chosen moments.
 
-A fault point is any moment before a Python program opens a file for writing, renames, makes or removes anything below
---out: the audit events of Python itself, in our code and in everyone else's. The program knows nothing of it.
+A fault point is any moment before a Python program opens a file for writing, renames, creates or removes anything below
+--out. Python's own audit events report them, in our code and in all libraries, unknown to the program.
 """
 
 import gc
@@ -29,7 +29,7 @@ class Warm:
     def __enter__(self):
         devices = os.environ.get("MCOMB_TESTS_DEVICES", "2")
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": devices, "PYTHONPATH": str(ROOT)}
-        environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"  # what one has compiled, others find
+        environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"  # processes share compiled programs
         environment.pop("MCOMB_DATA_DIR", None)
         words = [sys.executable, __file__]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -42,23 +42,26 @@ class Warm:
         self.process.stdout.close()
 
     def run(self, command, out, **how):
-        """How a program ended: its exit code, or minus the signal, and what it printed on both streams.
+        """Run a program; return its exit code, or minus the signal, and its output on both streams.
 
-        at, number: the fault point at which it gets a signal, from 1 on, or words in the name of the first such point,
-        such as "os.rename /results.json"; 0 notes all points. after: the seconds after which it gets it instead. fail:
-        an errno with which everything fails from the fault point on. files: how many it may open. clock: whether
-        time.time jumps back and forth.
+        Args:
+            command: The experiment and its flags.
+            out: Its --out folder.
+            how: `at`: the fault point at which it gets a signal, from 1, or words in the name of the first such point,
+                such as "os.rename /results.json"; 0 records all points. `number`: the signal. `after`: seconds after
+                which it gets the signal instead. `fail`: an errno with which everything fails from the fault point on.
+                `files`: how many files it may open. `clock`: whether time.time jumps back and forth.
         """
         return self.together([command], out, **how)[0]
 
     def together(self, commands, out, **how):
-        """How programs ended that were started at once."""
+        """Run several programs at once; return how each ended."""
         print(json.dumps([commands, str(out), how]), file=self.process.stdin, flush=True)
         return [tuple(ended) for ended in json.loads(self.process.stdout.readline())]
 
 
 def serve():
-    """Forks a process for each command of each line on standard input; says how they ended."""
+    """Fork a process for each command of each line on standard input; write how they ended."""
     import orbax.checkpoint  # noqa: F401 (imported, to be warm)
     import scipy.optimize
     import scipy.stats  # noqa: F401 (imported, to be warm)
@@ -67,9 +70,9 @@ def serve():
     import experiments.train  # noqa: F401 (imported, to be warm)
     from mcomb.lab.figures import STYLE
 
-    STYLE.update({"savefig.dpi": 80, "pdf.fonttype": 3})  # a third of a run's time would be its figure's
+    STYLE.update({"savefig.dpi": 80, "pdf.fonttype": 3})  # a figure would take a third of the time of a run
 
-    gc.freeze()  # what is imported stays: no child needs to look through it
+    gc.freeze()  # no child needs to scan imported modules
     for line in sys.stdin:
         commands, out, how = json.loads(line)
         children = {}
@@ -90,7 +93,7 @@ def serve():
 
 
 def wait(pid, start, after, number):
-    """The exit code of a child, which gets a signal some seconds after the start."""
+    """Wait for a child, which gets a signal some seconds after the start; return its exit code."""
     while True:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
@@ -105,7 +108,7 @@ def wait(pid, start, after, number):
 
 
 def become(command, out, log, at=None, number=signal.SIGKILL, after=None, fail=None, files=None, clock=False):
-    """Turns this process into one that runs a command."""
+    """Turn this process into one that runs a command."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
@@ -124,7 +127,7 @@ def become(command, out, log, at=None, number=signal.SIGKILL, after=None, fail=N
 
 
 def watch(out, at, number, fail):
-    """Sends this process a signal at a fault point, or lets everything fail from there on; or notes all of them."""
+    """Send this process a signal at a fault point, make everything fail from there on, or record all points."""
     if at is None:
         return
     points, reached, lock = itertools.count(1), [], threading.Lock()

@@ -21,7 +21,7 @@ FEATURES = Shape((2, 5, 8), jnp.float32)
 
 @dataclass(frozen=True)
 class Case:
-    """A function, the shapes of its parameters and of its input, and those of its permutations' index arrays."""
+    """A function, the shapes of its parameters and input, and the shapes of its permutations' index arrays."""
 
     fn: Callable[..., Any]
     params: Any
@@ -274,7 +274,7 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 def random_arrays(shapes: Any, seed: int = 0) -> Any:
-    """A tree of random arrays of the given shapes: no parameter is zero, all variances are positive."""
+    """Return random arrays of the given shapes; no parameter is zero, all variances are positive."""
     rng = np.random.default_rng(seed)
 
     def random_array(path: Any, leaf: Shape) -> Any:
@@ -289,5 +289,5 @@ def random_arrays(shapes: Any, seed: int = 0) -> Any:
 
 
 def spec_of(model: nn.Module, params: Any, images: Any) -> PermutationSpec:
-    """The derived spec of a Linen model's parameters."""
+    """Derive the spec of a Linen model."""
     return derive_spec(lambda params, images: model.apply({"params": params}, images), params, images)
