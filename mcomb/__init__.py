@@ -1,6 +1,6 @@
 """Align neural networks, combine their weights element by element, and measure the result.
 
-For two parameter trees `a` and `b` of any function that JAX can trace, as `apply(params, inputs)`:
+`a` and `b` are parameter trees of any function `apply(params, inputs)` that JAX can trace:
 
     aligned = mcomb.align(apply, a, b, x)
     sweep = mcomb.sweep(apply, (a, aligned.params), x, y, mcomb.uniform)

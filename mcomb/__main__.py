@@ -1,17 +1,24 @@
-"""Networks from anywhere on the command line, and the experiments: `mcomb COMMAND`, or `python -m mcomb COMMAND`.
+"""Inspect, align, combine and evaluate networks in files, and run experiments.
 
-    mcomb inspect NETWORK --model MODEL              parameters, permutations, what is frozen and why
-    mcomb align A B TO --model MODEL                 B with its units in the order of A's
+usage: mcomb COMMAND, or python -m mcomb COMMAND
+
+    mcomb inspect NETWORK --model MODEL              list parameters, permutations, and frozen axes with reasons
+    mcomb align A B TO --model MODEL                 permute the units of B to match those of A
     mcomb combine A B TO --distribution uniform --s 0.5
-    mcomb evaluate NETWORK … --model MODEL           the loss of each, and the accuracy of classifiers
-    mcomb uniform --setup mlp-digits                 an experiment
-    mcomb experiments --setup mlp-digits             all of them, and what has been run
+                                                     draw a combination of A and B
+    mcomb evaluate NETWORK … --model MODEL           print losses, and accuracies of classifiers
+    mcomb uniform --setup mlp-digits                 run an experiment
+    mcomb experiments --setup mlp-digits             list all experiments and their state
 
-Networks are orbax folders or .safetensors, .npz and .msgpack files, read and written by their endings; --names is for
-files with other names and layouts of weights, such as PyTorch's. MODEL is SETUP:WIDTH, as resnet20-cifar10:1, or
-MODULE:FUNCTION: a function of yours that returns a function from parameters and inputs to outputs, example inputs, and
-for `evaluate` and some matchers their labels, and the loss if it is not that of a classifier. `mcomb COMMAND --help`
-lists the flags of each.
+A network is an orbax folder or a .safetensors, .npz or .msgpack file. Use --names for files with other names and
+layouts of weights, such as PyTorch's. MODEL is one of:
+
+    SETUP:WIDTH          a model of the lab, such as resnet20-cifar10:1
+    MODULE:FUNCTION      your function without arguments, which returns (apply, inputs), (apply, inputs, labels) or
+                         (apply, inputs, labels, loss); `apply(params, inputs)` returns outputs, `evaluate` and some
+                         matchers need labels, and the default loss is that of a classifier
+
+`mcomb COMMAND --help` lists the flags of a command.
 """
 
 import difflib
@@ -47,17 +54,17 @@ from mcomb.symmetry.derive import derive_spec
 from mcomb.symmetry.spec import PermutationSpec
 from mcomb.trees import Apply, Inputs, Labels, Params, count_examples, keep_non_floats, named_leaves, require_finite
 
-EXAMPLES = 64  # of a setup's images, to derive and to check a spec with
-MATCHING_EXAMPLES = 2_000  # of a setup's images, for matchers to see
+EXAMPLES = 64  # inputs for deriving and checking a spec
+MATCHING_EXAMPLES = 2_000  # inputs for matchers
 DISTRIBUTIONS = {own.name: own for own in (linear, uniform, subcube, hyperplane, bernoulli, centered)}
 PARAMETERS = ("share", "s", "p")
 PICTURES = (".png", ".pdf", ".svg")
 RETURNS = "(apply, inputs), (apply, inputs, labels) or (apply, inputs, labels, loss)"
-NO_COMMANDS = ("pretrained", "report_page")  # it writes into a clone; it is a part of `report`
+NO_COMMANDS = ("pretrained", "report_page")  # pretrained writes into a clone, and report_page is part of report
 
 
 class Model(NamedTuple):
-    """A function from parameters and inputs to outputs, example inputs, their labels if there are any, and the loss."""
+    """A function of parameters and inputs, example inputs, their labels if any, and the loss."""
 
     apply: Apply
     inputs: Inputs
@@ -65,134 +72,131 @@ class Model(NamedTuple):
     loss: Objective = cross_entropy
 
     def first(self, count: int) -> tuple[Inputs, Any]:
-        """The first inputs, and their labels."""
+        """Return the first inputs and their labels."""
         return jax.tree.map(lambda x: x[:count], (self.inputs, self.labels))
 
 
 @dataclass(frozen=True)
 class InspectConfig(Output):
-    """The flags of `inspect`."""
+    """Flags of `inspect`."""
 
-    network: Annotated[AnyPath, Flag("the network")]
-    model: Annotated[str | None, Flag("SETUP:WIDTH or MODULE:FUNCTION; without it, only parameters are listed")] = None
-    names: Annotated[str | None, Flag("names of weights in the file: pytorch, git-re-basin, or a file")] = None
-    graph: Annotated[AnyPath | None, Flag("a picture of the symmetry graph to draw: .png, .pdf or .svg")] = None
+    network: Annotated[AnyPath, Flag("the network to inspect")]
+    model: Annotated[str | None, Flag("SETUP:WIDTH or MODULE:FUNCTION; lists only parameters if missing")] = None
+    names: Annotated[
+        str | None, Flag("names of weights in the file: pytorch, git-re-basin, or a file with a table")
+    ] = None
+    graph: Annotated[AnyPath | None, Flag("file for a figure of the symmetry graph: .png, .pdf or .svg")] = None
 
 
 @dataclass(frozen=True)
 class AlignConfig(Output):
-    """The flags of `align`."""
+    """Flags of `align`."""
 
     a: Annotated[AnyPath, Flag("network A")]
     b: Annotated[AnyPath, Flag("network B")]
-    to: Annotated[AnyPath, Flag("where B in the order of A goes")]
-    model: Annotated[str | None, Flag("SETUP:WIDTH or MODULE:FUNCTION; it is needed")] = None
-    names: Annotated[str | None, Flag("names of weights in the files: pytorch, git-re-basin, or a file")] = None
-    matcher: Annotated[str, Flag("how units are matched", choices=MATCHERS.keys())] = "weights"
+    to: Annotated[AnyPath, Flag("where to write the aligned B")]
+    model: Annotated[str | None, Flag("SETUP:WIDTH or MODULE:FUNCTION; required")] = None
+    names: Annotated[str | None, Flag("names of weights in the files: pytorch, git-re-basin, or a table file")] = None
+    matcher: Annotated[str, Flag("algorithm that matches units", choices=MATCHERS.keys())] = "weights"
     seed: Annotated[int, Flag("seed of the matcher", 0, LARGEST_SEED)] = 0
 
 
 @dataclass(frozen=True)
 class CombineConfig(Output):
-    """The flags of `combine`."""
+    """Flags of `combine`."""
 
     a: Annotated[AnyPath, Flag("network A")]
-    b: Annotated[AnyPath, Flag("network B, aligned")]
-    to: Annotated[AnyPath, Flag("where the combination goes")]
-    distribution: Annotated[str, Flag("what shares of B are drawn from", choices=tuple(DISTRIBUTIONS))] = "linear"
+    b: Annotated[AnyPath, Flag("network B, aligned to A")]
+    to: Annotated[AnyPath, Flag("where to write the combination")]
+    distribution: Annotated[str, Flag("distribution of the shares of B", choices=tuple(DISTRIBUTIONS))] = "linear"
     share: Annotated[
         float | None,
-        Flag(
-            "the share of B (linear; below 0 or above 1 it extrapolates), "
-            "or its mean, from 0 to 1 (subcube, hyperplane)"
-        ),
+        Flag("share of B (linear; extrapolates below 0 and above 1), or its mean from 0 to 1 (subcube, hyperplane)"),
     ] = None
-    s: Annotated[float | None, Flag("half the width of uniform and centered, from 0 on")] = None
-    p: Annotated[float | None, Flag("the probability of B's weight, of bernoulli, from 0 to 1")] = None
-    model: Annotated[str | None, Flag("on whose inputs running statistics (BatchNorm) are estimated anew")] = None
-    names: Annotated[str | None, Flag("names of weights in the files: pytorch, git-re-basin, or a file")] = None
+    s: Annotated[float | None, Flag("half the width of the interval (uniform, centered), at least 0")] = None
+    p: Annotated[float | None, Flag("probability of B's weight (bernoulli), from 0 to 1")] = None
+    model: Annotated[str | None, Flag("model on whose inputs to re-estimate running statistics (BatchNorm)")] = None
+    names: Annotated[str | None, Flag("names of weights in the files: pytorch, git-re-basin, or a table file")] = None
     seed: Annotated[int, Flag("seed of the shares", 0, LARGEST_SEED)] = 0
 
 
 @dataclass(frozen=True)
 class EvaluateConfig(Output):
-    """The flags of `evaluate`."""
+    """Flags of `evaluate`."""
 
-    networks: Annotated[tuple[AnyPath, ...], Flag("the networks")]
-    model: Annotated[str | None, Flag("SETUP:WIDTH or MODULE:FUNCTION; it is needed")] = None
-    names: Annotated[str | None, Flag("names of weights in the files: pytorch, git-re-basin, or a file")] = None
+    networks: Annotated[tuple[AnyPath, ...], Flag("the networks to evaluate")]
+    model: Annotated[str | None, Flag("SETUP:WIDTH or MODULE:FUNCTION; required")] = None
+    names: Annotated[str | None, Flag("names of weights in the files: pytorch, git-re-basin, or a table file")] = None
 
 
 def load_model(text: str) -> Model:
-    """The model that SETUP:WIDTH or MODULE:FUNCTION names."""
+    """Return the model named by SETUP:WIDTH or MODULE:FUNCTION."""
     module, _, name = text.rpartition(":")
     if module in SETUPS:
         if not name.isdecimal() or int(name) < 1:
-            raise UserError(f"--model {text} has no width: give {module}:32 for width 32")
+            raise UserError(f"--model {text} has no width: pass {module}:32 for width 32.")
         setup = SETUPS[module]
         return Model(setup.apply(int(name)), *setup.dataset.load(None).test)
     if not module or not name:
-        raise UserError(f"--model {text} is no model: give SETUP:WIDTH or MODULE:FUNCTION")
+        raise UserError(f"--model {text} is not a model: pass SETUP:WIDTH or MODULE:FUNCTION.")
     sys.path.insert(0, os.getcwd())  # as for `python -m`
     try:
         found = getattr(importlib.import_module(module), name)()
     except UserError:
         raise
-    except Exception as error:  # it is the user's own code
+    except Exception as error:  # the user's code may raise anything
         raise UserError(
-            f"--model {text} gives no model ({name_error(error)}): name a function that returns {RETURNS}"
+            f"Cannot load --model {text} ({name_error(error)}): name a function that returns {RETURNS}."
         ) from error
     if not isinstance(found, tuple | list) or not 2 <= len(found) <= len(Model._fields):
         what = f"a tuple of {len(found)}" if isinstance(found, tuple) else f"an object of type {type(found).__name__}"
-        raise UserError(f"--model {text} returns {what}: let it return {RETURNS}")
+        raise UserError(f"--model {text} returns {what}: return {RETURNS}.")
     return Model(*found)
 
 
 def require_model(command: str, text: str | None) -> Model:
-    """The model of a command that cannot do without one."""
+    """Return the model of a command that requires one."""
     if not text:
-        raise UserError(
-            f"{command} needs the model that the networks belong to: give --model SETUP:WIDTH or MODULE:FUNCTION"
-        )
+        raise UserError(f"{command} needs the model of the networks: pass --model SETUP:WIDTH or MODULE:FUNCTION.")
     return load_model(text)
 
 
 def read_network(path: AnyPath, names: Table | None = None, model: Model | None = None) -> Params:
-    """The parameters in a file or folder, all of them finite, and such as the model takes."""
+    """Read parameters from a file or folder; raise an error unless they are finite and fit the model."""
     params = read_checkpoint(path, names=names)
     require_finite(str(path), params)
     if model:
         try:
             jax.eval_shape(model.apply, params, model.inputs)
-        except Exception as error:  # the model is the user's own code
-            raise UserError(f"{path} does not fit the model ({name_error(error)}): give another, or --names") from error
+        except Exception as error:  # the user's code may raise anything
+            raise UserError(
+                f"{path} does not fit the model ({name_error(error)}): pass another model, or --names."
+            ) from error
     return params
 
 
 def require_new(to: AnyPath, *read: AnyPath) -> None:
-    """An error unless a network may be written to this place, where none is that is read."""
+    """Raise an error unless the path is a valid output and none of the inputs."""
     if to.resolve() in [path.resolve() for path in read]:
-        raise UserError(f"{to} is one of the networks that are read: give another name for the result")
+        raise UserError(f"{to} is one of the input networks: use another name for the result.")
     if to.suffix in FILES:
         require_folder(to)
     elif to.suffix and not to.suffix[1:].isdecimal():
-        raise UserError(
-            f"{to} ends in none of {ENDINGS}: give one of these, or a name without an ending for an orbax folder"
-        )
+        raise UserError(f"{to} does not end in {ENDINGS}: use one of these, or no ending for an orbax folder.")
 
 
 def write_network(to: AnyPath, params: Params, table: Table | None, like: AnyPath) -> None:
-    """Writes a network with the metadata, and with a table the names and layouts, of the file that it was made from."""
+    """Write a network with the metadata of its source file and, with a table, its names and layouts."""
     metadata = read_metadata(like)
     if table is not None:
         params = to_theirs(table, named_leaves(params), named_leaves(read_checkpoint(like)))
     if table is TABLES["pytorch"]:
-        metadata["format"] = "pt"  # loaders refuse files without it
+        metadata["format"] = "pt"  # required by loaders of PyTorch files
     write_checkpoint(to, params, metadata)
 
 
 def symmetries(model: Model, params: Params) -> PermutationSpec:
-    """The permutations of a network, checked on a few inputs to change nothing."""
+    """Derive a network's spec, and check on a few inputs that permutations do not change the outputs."""
     inputs = model.first(EXAMPLES)[0]
     spec = derive_spec(model.apply, params, inputs)
     spec.check(model.apply, params, inputs)
@@ -200,12 +204,12 @@ def symmetries(model: Model, params: Params) -> PermutationSpec:
 
 
 def inspect(config: InspectConfig) -> None:
-    """Lists a network's parameters, and what may be permuted in it."""
+    """List a network's parameters and permutations."""
     if config.graph:
         if config.graph.suffix not in PICTURES:
-            raise UserError(f"--graph {config.graph} ends in none of {', '.join(PICTURES)}: give one of these")
+            raise UserError(f"--graph {config.graph} has an unknown ending: use one of {', '.join(PICTURES)}.")
         if not config.model:
-            raise UserError(f"--graph {config.graph} shows the symmetries of a model: give --model as well")
+            raise UserError(f"--graph {config.graph} needs a model: pass --model too.")
         require_folder(config.graph)
     model = load_model(config.model) if config.model else None
     params = read_network(config.network, read_table(config.names) if config.names else None, model)
@@ -234,13 +238,13 @@ def inspect(config: InspectConfig) -> None:
 
 
 def align(config: AlignConfig) -> None:
-    """Writes network B with its units in the order of A's, in the names and layouts of B's file."""
+    """Permute the units of network B to match A's, and write the result with the names and layouts of B's file."""
     require_new(config.to, config.a, config.b)
     model, table = require_model("align", config.model), read_table(config.names) if config.names else None
     a, b = (read_network(path, table, model) for path in (config.a, config.b))
     spec = symmetries(model, a)
     inputs, labels = model.first(MATCHING_EXAMPLES)
-    options = {"seed": config.seed} if config.matcher != "activations" else {}  # which nothing random is in
+    options = {"seed": config.seed} if config.matcher != "activations" else {}  # not random
     matcher = MATCHERS[config.matcher](**options)
     matching = matcher.match(spec, a, b, apply=model.apply, inputs=inputs, labels=labels, loss=model.loss)
     spec.check(model.apply, b, model.first(EXAMPLES)[0], perms=matching.perms)
@@ -255,28 +259,30 @@ def align(config: AlignConfig) -> None:
 
 
 def combine(config: CombineConfig) -> None:
-    """Writes a combination of two networks, in the names and layouts of A's file."""
+    """Combine two networks, and write the result with the names and layouts of A's file."""
     distribution = DISTRIBUTIONS[config.distribution]
     wanted, (least, largest) = distribution.parameter, distribution.limits
     for name in PARAMETERS:
         if (getattr(config, name) is None) == (name == wanted):
-            raise UserError(f"the distribution {config.distribution} is given by --{wanted}: give that, and no other")
+            raise UserError(
+                f"The distribution {config.distribution} has the parameter --{wanted}: pass that and no other."
+            )
     if not least <= (value := getattr(config, wanted)) <= largest:
-        raise UserError(f"--{wanted} {value:g} is out of range for {distribution.name}: give {distribution.bounds}")
+        raise UserError(f"--{wanted} {value:g} is out of range for {distribution.name}: pass {distribution.bounds}.")
     require_new(config.to, config.a, config.b)
     model = load_model(config.model) if config.model else None
     table = read_table(config.names) if config.names else None
     a = read_network(config.a, table, model)
-    b = fit_tree(str(config.b), read_network(config.b, table), a, str(config.a), "give two networks of one model")
+    b = fit_tree(str(config.b), read_network(config.b, table), a, str(config.a), "pass two networks of one model")
     if not model and (names := names_of_statistics(a)):
         raise UserError(
-            f"{config.a} has running statistics, as {names[0]}, of which the combination needs its own: give the "
-            "--model on whose inputs to estimate them"
+            f"{config.a} has running statistics such as {names[0]}, which cannot be averaged: pass --model to estimate "
+            "them on its inputs."
         )
     with np.errstate(over="ignore"):
         parameter = np.float32(value)
     combination = keep_non_floats(jax.jit(mix(distribution))(stream(config.seed, "combine"), parameter, a, b), a)
-    require_finite(f"the combination with --{wanted} {value:g}", combination, f"give a --{wanted} nearer to 0")
+    require_finite(f"the combination with --{wanted} {value:g}", combination, f"pass a --{wanted} nearer to 0")
     if model:
         combination = estimate_statistics(model.apply, combination, model.inputs)
     write_network(config.to, combination, table, config.a)
@@ -285,17 +291,17 @@ def combine(config: CombineConfig) -> None:
 
 
 def evaluate(config: EvaluateConfig) -> None:
-    """Prints the loss of networks on the model's inputs, and the accuracy of classifiers."""
+    """Print the losses of networks on the model's inputs, and the accuracies of classifiers."""
     model, table = require_model("evaluate", config.model), read_table(config.names) if config.names else None
     if model.labels is None:
-        raise UserError(f"--model {config.model} has no labels: let it return (apply, inputs, labels)")
+        raise UserError(f"--model {config.model} has no labels: return (apply, inputs, labels).")
     count, scores = count_examples(model.inputs), {}
     for path in config.networks:
         params = read_network(path, table, model)
         try:
             found = score(model.apply, params, model.inputs, model.labels, loss=model.loss)
         except Diverged as error:
-            raise UserError(f"{path} gives no loss: {error}") from error
+            raise UserError(f"Cannot evaluate {path}: {error}") from error
         accuracy = {"accuracy": found.accuracy} if model.loss is cross_entropy else {}
         scores[str(path)] = {"loss": found.loss, **accuracy, "inputs": count}
     formats = {"loss": ".4f", "accuracy": ".2%", "inputs": ","}
@@ -306,7 +312,7 @@ def evaluate(config: EvaluateConfig) -> None:
 
 
 def draw_graph(spec: PermutationSpec, path: AnyPath) -> None:
-    """Draws which permutation acts on which axis of which leaf."""
+    """Draw a graph of the permutations and the axes that they act on."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -336,7 +342,7 @@ def draw_graph(spec: PermutationSpec, path: AnyPath) -> None:
         axes.set_xlim(-0.4, 1.4)
         axes.invert_yaxis()
         axes.axis("off")
-        axes.set_title("permutations, with their sizes, and the axes of the weights that they act on")
+        axes.set_title("permutations with their sizes, and the axes of weights that they act on")
         with atomic(path) as temporary:
             figure.savefig(temporary, dpi=200, format=path.suffix[1:])
 
@@ -350,7 +356,7 @@ COMMANDS: dict[str, tuple[type[Any], Callable[[Any], None]]] = {
 
 
 def experiment_names() -> dict[str, str]:
-    """The experiments, each with its module: in a clone that is not installed they are a package of their own."""
+    """Return the modules of the experiments by name, from the installed package or from a clone."""
     for package in ("mcomb.experiments", "experiments"):
         if spec := importlib.util.find_spec(package):
             found = [module.name for module in pkgutil.iter_modules(spec.submodule_search_locations)]
@@ -360,7 +366,7 @@ def experiment_names() -> dict[str, str]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs the command or the experiment that the first word names."""
+    """Run the command or experiment named by the first argument."""
     command, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     experiments = experiment_names()
     if command in ("-h", "--help"):
@@ -377,12 +383,12 @@ def main(argv: list[str] | None = None) -> None:
     else:
         names = [*COMMANDS, *experiments]
         near = difflib.get_close_matches(command, names, 1)
-        remedy = f"did you mean {near[0]}?" if near else f"give one of {', '.join(names)}"
-        raise UserError(f"there is no command {command:.50}: {remedy}")
+        remedy = f"did you mean {near[0]}?" if near else f"choose from {', '.join(names)}."
+        raise UserError(f"Unknown command {command:.50}: {remedy}")
 
 
 def console() -> None:
-    """The program `mcomb`."""
+    """Run the program `mcomb`."""
     cli.run(main)
 
 

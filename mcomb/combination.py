@@ -1,4 +1,4 @@
-"""Element-wise combinations of networks, and the distributions of their coefficients.
+"""Combine networks element by element, with shares from distributions.
 
 A share is always the share of B: 0 is A and 1 is B. The paper's coefficient v (section 3) is 1 − share.
 """
@@ -25,17 +25,17 @@ Draw = Callable[..., Params]
 
 @dataclass(frozen=True)
 class Distribution:
-    """A distribution of the share of B, drawn for each weight by itself.
+    """A distribution of the share of B, drawn independently for each weight.
 
-    Call it with a key, a value of its parameter and a leaf to draw the shares of that leaf.
+    Calling it with a key, a value of its parameter and a leaf draws the shares of that leaf.
 
     Attributes:
-        name: The name to show.
+        name: The name to display.
         parameter: The name of its parameter.
-        low: The smallest value of the parameter that a sweep takes by default.
-        high: The largest one.
+        low: The smallest value of the parameter in a default sweep.
+        high: The largest value of the parameter in a default sweep.
         function: Draws shares: `function(key, point, leaf)`.
-        limits: The values that the parameter may have at all; by default, any.
+        limits: The smallest and largest valid values of the parameter.
         is_random: Whether shares differ from draw to draw.
 
     Examples:
@@ -55,12 +55,22 @@ class Distribution:
         return self.name
 
     def __call__(self, key: PRNGKeyArray, point: Float[Array, ""], leaf: Array) -> Array:
-        """Draw the share of B of each weight of a leaf, in float32 or wider."""
+        """Draw the share of B for each weight of a leaf, in float32 or wider."""
         self.check(point)
         return self.function(key, point, leaf)
 
     def check(self, points: Any) -> None:
-        """Raise an error unless all values are within the limits; values that JAX is tracing are unknown."""
+        """Check that values of the parameter are within the limits.
+
+        Args:
+            points: One value or an array of values. Values that JAX is tracing are not checked.
+
+        Raises:
+            UserError: A value is outside the limits.
+
+        Examples:
+            >>> mcomb.bernoulli.check(0.5)
+        """
         if isinstance(points, jax.core.Tracer):
             return
         low, high = self.limits
@@ -71,7 +81,7 @@ class Distribution:
 
     @property
     def bounds(self) -> str:
-        """The limits of the parameter, in words."""
+        """Return the limits of the parameter in words."""
         low, high = self.limits
         if high < math.inf:
             return f"a number from {low:g} to {high:g}"
@@ -86,15 +96,15 @@ def combine(a: Params, b: Params, share: Params) -> Params:
     Args:
         a: Parameters of network A.
         b: Parameters of network B.
-        share: One number, a tree like A's, or one number for each branch: with `{"conv1": 0.0, "conv2": 0.5}`, conv1
-            is A's and conv2 the mean of A's and B's.
+        share: A number, a tree like A's, or one number for each branch. With `{"conv1": 0.0, "conv2": 0.5}`, conv1 is
+            A's and conv2 is the mean of A's and B's.
 
     Returns:
         Parameters with A's dtypes. Leaves that are not floats, such as counters, are A's. Running statistics
-        (BatchNorm) are averaged like weights: use `estimate_statistics` afterwards.
+        (BatchNorm) are averaged like weights: call `estimate_statistics` afterwards.
 
     Raises:
-        UserError: The networks differ in names or shapes, or the shares fit neither.
+        UserError: The networks differ in names or shapes, or the shares do not fit them.
 
     Examples:
         >>> quarter = mcomb.combine(a, b, 0.25)  # three quarters of A, a quarter of B
@@ -104,17 +114,19 @@ def combine(a: Params, b: Params, share: Params) -> Params:
         share = float(share) if isinstance(share, int) else share  # JAX rejects integers beyond 32 bits
         return _mix(a, b, share) if is_inexact(a) else a
 
-    require_alike("the networks to combine", a, b)
+    require_alike("The networks to combine", a, b)
     try:
         every = jax.tree.broadcast(share, a)
     except ValueError as error:
         raise UserError(
-            "the coefficients are no tree like the network's: give one number, or a number or an array for each branch"
+            "The shares are not a tree like the network's: pass one number, or a number or an array for each branch."
         ) from error
     coefficients = named_leaves(every)
     for name, leaf in named_leaves(a).items():
         if (shape := jnp.shape(coefficients[name])) and shape != jnp.shape(leaf):
-            raise UserError(f"{name} has coefficients of shape {shape}: give one, or those of shape {jnp.shape(leaf)}")
+            raise UserError(
+                f"{name} has shares of shape {shape}: pass one share, or shares of shape {jnp.shape(leaf)}."
+            )
     return jax.tree.map(combine_leaf, every, a, b)
 
 
@@ -125,12 +137,12 @@ def _mix(a: Any, b: Any, share: Any) -> Array:
 
 
 def _share_dtype(leaf: Array) -> Any:
-    """Return the dtype to draw the shares of a leaf in: half precision has too few values."""
+    """Return the dtype for the shares of a leaf: at least float32, because half precision has too few values."""
     return jnp.promote_types(leaf.dtype, jnp.float32)
 
 
 def over_reals(function: Callable[..., Array], a: Any, *others: Any) -> Any:
-    """What a function of real arrays makes of leaves: complex numbers are pairs of reals, what is no float is A's."""
+    """Apply a function of real arrays to leaves: complex numbers become pairs, leaves that are not floats stay A's."""
     if not is_inexact(a):
         return a
     if not jnp.iscomplexobj(a):
@@ -140,30 +152,30 @@ def over_reals(function: Callable[..., Array], a: Any, *others: Any) -> Any:
 
 
 def _draw_linear(key: PRNGKeyArray, share: Float[Array, ""], leaf: Array) -> Array:
-    """The same share for every weight: linear interpolation from A at share 0 to B at share 1."""
+    """Return the same share for every weight: linear interpolation from A at share 0 to B at share 1."""
     return jnp.full(leaf.shape, share, _share_dtype(leaf))
 
 
 def _draw_uniform(key: PRNGKeyArray, s: Float[Array, ""], leaf: Array) -> Array:
-    """Shares uniform on [½ − s, ½ + s]."""
+    """Draw shares uniformly from [½ − s, ½ + s]."""
     return jax.random.uniform(key, leaf.shape, _share_dtype(leaf), 0.5 - s, 0.5 + s)
 
 
 def _draw_subcube(key: PRNGKeyArray, share: Float[Array, ""], leaf: Array) -> Array:
-    """Shares uniform on [0, 2λ] if λ ≤ ½, else on [2λ − 1, 1], where λ is `share`, their mean.
+    """Draw shares uniformly from [0, 2λ] if λ ≤ ½, else from [2λ − 1, 1], where λ is their mean, `share`.
 
-    The cube of possible shares grows out of A until it is the whole unit cube at λ = ½, then shrinks into B.
+    The cube of possible shares grows from A to the whole unit cube at λ = ½, then shrinks to B.
     """
     low, high = jnp.maximum(0, 2 * share - 1), jnp.minimum(1, 2 * share)
     return jax.random.uniform(key, leaf.shape, _share_dtype(leaf), low, high)
 
 
 def _draw_hyperplane(key: PRNGKeyArray, mean: Float[Array, ""], leaf: Array) -> Array:
-    """Shares from the exponential distribution truncated to [0, 1] with the given mean.
+    """Draw shares from the exponential distribution truncated to [0, 1] with the given mean.
 
-    This is how the paper (section 4.2.3) samples the intersection of the unit cube with a hyperplane of constant mean:
-    given their own mean, d independent such shares are uniform on its hyperplane, and it differs from `mean` by only
-    O(1/√d).
+    The paper (section 4.2.3) samples the intersection of the unit cube with a hyperplane of constant mean in this way.
+    Conditioned on their sample mean, d independent shares are uniform on the hyperplane of that mean. The sample mean
+    differs from `mean` by only O(1/√d).
     """
     u = jax.random.uniform(key, leaf.shape, _share_dtype(leaf))
     rate = truncated_rate(jnp.minimum(mean, 1 - mean))  # for a mean above ½, draw 1 − share
@@ -173,13 +185,13 @@ def _draw_hyperplane(key: PRNGKeyArray, mean: Float[Array, ""], leaf: Array) -> 
 
 
 def truncated_rate(mean: Float[Array, ""]) -> Float[Array, ""]:
-    """The rate of the exponential distribution truncated to [0, 1] that has this mean, which is at most ½.
+    """Return the rate of the exponential distribution truncated to [0, 1] with this mean, which is at most ½.
 
     The rate falls from infinity at mean 0 to zero, the uniform distribution, at mean ½.
     """
 
     def truncated_mean(rate: Array) -> Array:
-        # 1/r − 1/(eʳ − 1) cancels near zero; there the first terms of its series are exact to rounding.
+        # 1/r − 1/(eʳ − 1) cancels near zero, where the first terms of its series are exact up to rounding.
         series = 0.5 - rate / 12 + rate**3 / 720 - rate**5 / 30240
         return jnp.where(rate < 0.5, series, 1 / rate - 1 / jnp.expm1(jnp.minimum(rate, 80)))
 
@@ -195,26 +207,26 @@ def truncated_rate(mean: Float[Array, ""]) -> Float[Array, ""]:
 
 
 def _draw_bernoulli(key: PRNGKeyArray, p: Float[Array, ""], leaf: Array) -> Array:
-    """Share 1 with probability p, else 0: each weight is B's or A's, a vertex of the unit cube."""
+    """Draw 1 with probability p, else 0: each weight is B's or A's, a vertex of the unit cube."""
     return jax.random.bernoulli(key, p, leaf.shape).astype(_share_dtype(leaf))
 
 
 def _draw_centered(key: PRNGKeyArray, s: Float[Array, ""], leaf: Array) -> Array:
-    """Shares uniform on [−s, s]: a box centred at A, whose edge along each weight is 2s times its difference to B."""
+    """Draw shares uniformly from [−s, s]: a box around A with edges of 2s times the difference between A and B."""
     return jax.random.uniform(key, leaf.shape, _share_dtype(leaf), -s, s)
 
 
 linear = Distribution("linear", "share", 0.0, 1.0, _draw_linear, is_random=False)
-"""The same share for every weight: the line from A at 0 to B at 1, and beyond."""
+"""The same share for every weight: the line from A at 0 to B at 1, which may be extended."""
 
 uniform = Distribution("uniform", "s", 0.0, 0.5, _draw_uniform, (0.0, math.inf))
 """Shares uniform on [½ − s, ½ + s]: the paper's main experiment. At s = ½ they fill the unit cube."""
 
 subcube = Distribution("subcube", "share", 0.0, 1.0, _draw_subcube, (0.0, 1.0))
-"""Shares uniform on a cube with the given mean, which grows out of A, is the unit cube at ½ and shrinks into B."""
+"""Shares uniform on a cube with the given mean, which grows from A to the unit cube at ½ and shrinks to B."""
 
 hyperplane = Distribution("hyperplane", "share", 0.0, 1.0, _draw_hyperplane, (0.0, 1.0))
-"""Shares from the part of the unit cube where their mean is as given (the paper's section 4.2.3)."""
+"""Shares uniform on the part of the unit cube with the given mean share (section 4.2.3 of the paper)."""
 
 bernoulli = Distribution("bernoulli", "p", 0.0, 1.0, _draw_bernoulli, (0.0, 1.0))
 """Each weight is B's with probability p, else A's: a vertex of the unit cube."""
@@ -224,9 +236,9 @@ centered = Distribution("centered", "s", 0.0, 1.0, _draw_centered, (0.0, math.in
 
 
 def minmax(key: PRNGKeyArray, share: Float[Array, ""], a: Params, b: Params) -> Params:
-    """Linear interpolation from 'Max' at share 0 to 'Min' at share 1.
+    """Interpolate linearly from 'Max' at share 0 to 'Min' at share 1.
 
-    Max takes from each pair of weights the one with the larger absolute value, Min the other.
+    Max takes the weight with the larger absolute value from each pair, and Min takes the other.
     """
 
     def interpolate(a: Array, b: Array) -> Array:
@@ -238,9 +250,9 @@ def minmax(key: PRNGKeyArray, share: Float[Array, ""], a: Params, b: Params) -> 
 
 @cache
 def stitch(layer_of: Callable[[str], int]) -> Draw:
-    """The draw that takes layers 1 to l from B and the layers above l from A, where l is the parameter.
+    """Return the draw that takes layers 1 to l from B and the layers above l from A, where l is the parameter.
 
-    `layer_of` gives the layer number of a leaf from its name: layer_of("conv2/kernel") is 2.
+    `layer_of` returns the layer number of a leaf from its name: layer_of("conv2/kernel") is 2.
     """
 
     def draw(key: PRNGKeyArray, layer: Float[Array, ""], a: Params, b: Params) -> Params:
@@ -252,7 +264,7 @@ def stitch(layer_of: Callable[[str], int]) -> Draw:
 
 
 def blend(key: PRNGKeyArray, shares: Float[Array, "2"], a: Params, b: Params, c: Params) -> Params:
-    """The combination Θ_A + λ_B (Θ_B − Θ_A) + λ_C (Θ_C − Θ_A) of three networks (the paper's section 5.4)."""
+    """Return Θ_A + λ_B (Θ_B − Θ_A) + λ_C (Θ_C − Θ_A) for three networks (section 5.4 of the paper)."""
 
     def blend_leaf(a: Array, b: Array, c: Array) -> Array:
         return a + shares[0] * (b - a) + shares[1] * (c - a)
@@ -261,7 +273,7 @@ def blend(key: PRNGKeyArray, shares: Float[Array, "2"], a: Params, b: Params, c:
 
 
 def sample(a: Params, b: Params, distribution: Distribution, point: float, *, seed: int = 0) -> Params:
-    """Draw one combination of two networks, each weight with a share of its own.
+    """Draw one combination of two networks, with an independent share for each weight.
 
     Args:
         a: Parameters of network A.
@@ -274,7 +286,7 @@ def sample(a: Params, b: Params, distribution: Distribution, point: float, *, se
         The parameters of the combination, with A's dtypes. Leaves that are not floats are A's.
 
     Raises:
-        UserError: The networks differ in names or shapes, or the value is out of range.
+        UserError: The networks differ in names or shapes, or `point` is out of range.
 
     Examples:
         >>> mixture = mcomb.sample(a, b, mcomb.uniform, 0.5)
@@ -286,7 +298,7 @@ def sample(a: Params, b: Params, distribution: Distribution, point: float, *, se
 
 
 def as_draw(draw: Distribution | Draw, count: int = 2) -> Draw:
-    """Return the function (key, point, *networks) that draws combinations of so many networks."""
+    """Return the function (key, point, *networks) that draws combinations of `count` networks."""
     if isinstance(draw, Distribution):
         if count != 2:
             raise UserError(f"Cannot mix {count} networks with {draw.name}: pass two.")
@@ -297,7 +309,7 @@ def as_draw(draw: Distribution | Draw, count: int = 2) -> Draw:
         name = getattr(draw, "__name__", f"a {type(draw).__name__}")
         remedy = "pass a distribution such as mcomb.uniform, or a function (key, point, *networks)"
         raise UserError(f"{name} cannot draw combinations of {count} networks: {remedy}.") from error
-    except ValueError:  # some builtins have no signature
+    except ValueError:  # some built-in functions have no signature
         pass
     return draw
 
@@ -312,17 +324,17 @@ def _as_float(number: Any) -> Any:
 def mix(distribution: Distribution) -> Draw:
     """Return the function (key, point, a, b) that draws combinations whose shares of B come from a distribution.
 
-    Each leaf gets its own key, folded from its name, so its shares do not depend on which other leaves there are. The
-    real and the imaginary part of a complex weight are two weights. Leaves that are not floats are A's.
+    Each leaf gets its own key, folded from its name, so that its shares do not depend on the other leaves. The real and
+    imaginary parts of a complex weight get separate shares. Leaves that are not floats are A's.
     """
 
     def draw(key: PRNGKeyArray, point: Float[Array, ""], a: Params, b: Params) -> Params:
-        require_alike("the networks to mix", a, b)
+        require_alike("The networks to combine", a, b)
         point = jax.tree.map(_as_float, point)
         keys = fold_names(unrolled(key), [name for name, leaf in named_leaves(a).items() if is_inexact(leaf)])
 
         def mix_leaf(name: str, a: Array, b: Array) -> Array:
-            share = distribution(keys[name], point, jnp.asarray(a))  # a plain number has no shape
+            share = distribution(keys[name], point, jnp.asarray(a))  # a Python number has no shape
             return _mix(a, b, share)
 
         return map_named(lambda name, *leaves: over_reals(partial(mix_leaf, name), *leaves), a, b)

@@ -1,4 +1,4 @@
-"""Errors that a user can fix, and the checks that raise them."""
+"""Define errors that users can fix, and the argument checks that raise them."""
 
 import math
 import numbers
@@ -9,19 +9,41 @@ SHOWN = 4  # names that an error lists before it counts the rest
 
 
 class UserError(ValueError):
-    """An error that the user can fix: its message says what failed, with which value, and what to do."""
+    """An error that the user can fix.
+
+    The message says what failed, with which value, and what to do.
+
+    Attributes:
+        exit_code: The exit code of a command that fails with this error.
+
+    Examples:
+        >>> try:
+        ...     mcomb.combine(a, wider, 0.5)
+        ... except mcomb.UserError as error:
+        ...     print(error)
+    """
 
     exit_code = 2
 
 
 class Diverged(UserError):
-    """A loss or a weight became infinite or not a number."""
+    """An error raised when a loss or a weight is infinite or not a number.
+
+    Attributes:
+        exit_code: The exit code of a command that fails with this error.
+
+    Examples:
+        >>> try:
+        ...     tuned = mcomb.fine_tune(apply, a, x, y, learning_rate=1e3)
+        ... except mcomb.Diverged:
+        ...     tuned = mcomb.fine_tune(apply, a, x, y, learning_rate=1e-3)
+    """
 
     exit_code = 1
 
 
 def list_some(names: Collection[Any]) -> str:
-    """Join the first few names, and count the rest: `a, b, c, d and 7 more`."""
+    """Join the first few names and count the rest: `a, b, c, d and 7 more`."""
     shown = ", ".join(f"{name!s:.80}" for name in list(names)[:SHOWN])
     return shown + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
@@ -32,29 +54,29 @@ def brief(value: Any) -> str:
 
 
 def first_words(error: Exception) -> str:
-    """The start of what an error says, on one line."""
+    """Return the start of an error's message on one line."""
     said = " ".join(str(error).split()) or type(error).__name__
     return said if len(said) <= 150 else f"{said[:151].rpartition(' ')[0] or said[:150]}…"
 
 
 def name_error(error: Exception) -> str:
-    """The type of an error, whose words alone may say little, and the start of what it says."""
+    """Return the type of an error and the start of its message, which alone may say little."""
     return f"{type(error).__name__}: {first_words(error)}" if str(error).strip() else type(error).__name__
 
 
 def require_positive(**values: int | float | None) -> None:
-    """An error that names the first of the values that is no positive, finite number; None is left out."""
+    """Raise an error that names the first value that is not a positive, finite number; None passes."""
     for name, value in values.items():
         try:
             is_positive = value is None or bool(0 < value < math.inf)
-        except (TypeError, ValueError):  # it is no number
+        except (TypeError, ValueError):  # not a number
             is_positive = False
         if not is_positive:
-            raise UserError(f"{name} is {value!s:.50}: give more than 0")
+            raise UserError(f"{name} is {value!s:.50}: pass a finite number above 0.")
 
 
 def require_whole(least: int = 1, **values: int) -> None:
-    """An error that names the first of the values that is no whole number from `least` on."""
+    """Raise an error that names the first value that is not an integer of at least `least`."""
     for name, value in values.items():
         if not isinstance(value, numbers.Integral) or value < least:
-            raise UserError(f"{name} is {brief(value)}: give a whole number, {least} or more")
+            raise UserError(f"{name} is {brief(value)}: pass an integer of at least {least}.")

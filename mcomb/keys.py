@@ -1,4 +1,4 @@
-"""Random keys from a seed and names, and a faster random number generator for CPU."""
+"""Derive random keys from a seed and names, and generate random numbers faster on CPU."""
 
 import math
 import numbers
@@ -17,19 +17,19 @@ from jaxtyping import PRNGKeyArray, UInt32
 from mcomb.errors import UserError
 from mcomb.trees import Array
 
-LARGEST_SEED = 2**32 - 1  # JAX takes larger ones modulo 2³² as long as it can
+LARGEST_SEED = 2**32 - 1  # JAX reduces larger seeds modulo 2³²
 
 
 def fold_name(key: PRNGKeyArray, name: str | int) -> PRNGKeyArray:
-    """The key of one purpose among those that share `key`, the same on every machine."""
+    """Fold a name into a key; the result is the same on every machine."""
     return jax.random.fold_in(key, name if isinstance(name, int) else zlib.crc32(name.encode()))
 
 
 def fold_names(key: PRNGKeyArray, names: Iterable[str]) -> dict[str, PRNGKeyArray]:
-    """Return a key for each of several different names: that of `fold_name`, unless two names have the same.
+    """Return a different key for each name: the key from `fold_name`, unless two names collide.
 
-    "buckeroo" and "plumless" share a CRC-32. The first of such names, in the order of the alphabet, has the key of
-    `fold_name`; the others have it folded once more, with their places among them.
+    "buckeroo" and "plumless" share a CRC-32. The alphabetically first of such names gets the key from `fold_name`. For
+    each further name, that key is folded once more, with the name's position among them.
     """
     keys: dict[str, PRNGKeyArray] = {}
     seen: Counter[int] = Counter()
@@ -41,9 +41,9 @@ def fold_names(key: PRNGKeyArray, names: Iterable[str]) -> dict[str, PRNGKeyArra
 
 
 def stream(seed: int, *names: str | int) -> PRNGKeyArray:
-    """The root seed's key, folded with the names of what it is for: `stream(0, "order", epoch)`."""
+    """Return the key of a seed, folded with the names of its purpose: `stream(0, "order", epoch)`."""
     if not isinstance(seed, numbers.Integral) or not 0 <= seed <= LARGEST_SEED:
-        raise UserError(f"there is no seed {seed!s:.50}: give a whole number from 0 to {LARGEST_SEED}")
+        raise UserError(f"seed is {seed!s:.50}: pass an integer from 0 to {LARGEST_SEED}.")
     return reduce(fold_name, names, jax.random.key(seed))
 
 
@@ -52,7 +52,7 @@ PARITY = np.uint32(0x1BD11BDA)
 
 
 def unrolled(key: PRNGKeyArray) -> PRNGKeyArray:
-    """A key that gives the same numbers in one pass; a key of another generator as it is."""
+    """Return a key that generates the same numbers in one pass; return keys of other generators unchanged."""
     is_threefry = str(jax.random.key_impl(key)) == "threefry2x32"
     if not is_threefry or not jax.config.jax_threefry_partitionable:  # type: ignore[attr-defined]
         return key
@@ -60,7 +60,7 @@ def unrolled(key: PRNGKeyArray) -> PRNGKeyArray:
 
 
 def _hash(key: UInt32[Array, "2"], high: Any, low: Any) -> tuple[Array, Array]:
-    """Threefry's two random numbers for each pair of counters."""
+    """Return Threefry's two random numbers for each pair of counters."""
     keys = key[0], key[1], key[0] ^ key[1] ^ PARITY
     x, y = high + keys[0], low + keys[1]
     for i in range(5):
@@ -72,7 +72,7 @@ def _hash(key: UInt32[Array, "2"], high: Any, low: Any) -> tuple[Array, Array]:
 
 
 def _counters(shape: tuple[int, ...]) -> tuple[np.uint32, Array]:
-    """The high and low half of the number of each entry."""
+    """Return the high and low halves of each entry's index."""
     return np.uint32(0), jax.lax.iota(np.uint32, math.prod(shape)).reshape(shape)
 
 

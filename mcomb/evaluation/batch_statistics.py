@@ -1,7 +1,7 @@
-"""Running statistics: the means and variances of activations that a BatchNorm keeps, found and estimated anew.
+"""Find and estimate running statistics: the means and variances of activations that a BatchNorm stores.
 
-They belong to the weights before them: a combination of networks has other activations than any of them, and the
-average of their statistics is not its own. So they are never averaged, but estimated on data once weights are combined.
+The activations of a combination differ from those of the networks, so the average of the networks' statistics does not
+fit it. mcomb therefore estimates statistics on data after combining weights, and never averages them.
 """
 
 import math
@@ -37,7 +37,7 @@ from mcomb.trees import (
     require_finite_result,
 )
 
-# Primitives that leave entries as they are, and at most repeat them or order their axes.
+# Primitives that keep entries unchanged, and at most repeat them or reorder their axes.
 SAME = (
     *("convert_element_type", "copy", "reduce_precision", "sharding_constraint"),
     *("transpose", "squeeze", "broadcast_in_dim", "reshape"),
@@ -46,20 +46,20 @@ NAMES = r"(^|/)batch_stats/|(^|[/._])(running_(mean|var)|(mean|var)_ema)($|[/.])
 
 
 class Norm(NamedTuple):
-    """A place where an array is normalised by two leaves: (x − mean) / √(variance + epsilon)."""
+    """A normalisation of an array by two leaves: (x − mean) / √(variance + epsilon)."""
 
     mean: str
     variance: str
     epsilon: float
     centred: ArrayId  # x − mean
-    axes: tuple[int | None, ...]  # for each of its axes that of the leaves; None along samples
-    divisors: tuple[ArrayId | None, ArrayId | None]  # numbers by which the leaves are divided first, as in Equinox
+    axes: tuple[int | None, ...]  # for each of its axes, the axis of the leaves; None along samples
+    divisors: tuple[ArrayId | None, ArrayId | None]  # numbers that divide the leaves first, as in Equinox
 
 
 class Origin(NamedTuple):
-    """The leaf whose entries an array has, and for each axis of the array that of the leaf, None if it was added.
+    """The leaf that an array's entries come from, and the leaf's axis for each axis of the array.
 
-    They may have been divided by a number.
+    Axes that were added have None. The entries may have been divided by a number.
     """
 
     leaf: str
@@ -68,14 +68,30 @@ class Origin(NamedTuple):
 
 
 def estimate_statistics(apply: Apply, params: Params, inputs: Inputs, *, batch_size: int = BATCH) -> Params:
-    """The network with its running statistics estimated anew on the inputs; one that has none as it is.
+    """Re-estimate the running statistics (BatchNorm) of a network on the inputs.
 
     Each batch is normalised by its own mean and (biased) variance, as in training, and these are averaged over batches.
-    A few inputs are left out where batches would not be equal.
+    A few inputs are dropped to make all batches equal.
 
-    Statistics are found in the jaxpr, in whatever framework: two leaves of one shape, of which the first is subtracted
-    from an array, and the square root of the second, plus an epsilon, divides the difference. A LayerNorm has no such
-    leaves; a bias has no second one. Statistics inside scans are an error; branches and while loops are not entered.
+    Statistics are found in the jaxpr, so that any framework works. They are two leaves of one shape: the first is
+    subtracted from an array, and the square root of the second, plus an epsilon, divides the difference. Branches and
+    while loops are not searched.
+
+    Args:
+        apply: The function, called as `apply(params, inputs)`.
+        params: The network's parameters, including running statistics.
+        inputs: Inputs with examples along the first axis.
+        batch_size: Largest number of inputs in a batch.
+
+    Returns:
+        The parameters with new running statistics, or unchanged if there are none.
+
+    Raises:
+        UserError: The function does not fit the inputs, or statistics are inside a scan or used twice.
+
+    Examples:
+        >>> midpoint = mcomb.combine(a, aligned.params, 0.5)
+        >>> midpoint = mcomb.estimate_statistics(apply, midpoint, x)
     """
     batches = equal_batches(inputs, batch_size)
     first = jax.tree.map(lambda x: x[0], batches)
@@ -83,12 +99,12 @@ def estimate_statistics(apply: Apply, params: Params, inputs: Inputs, *, batch_s
     if not (names := statistics_of(apply, params, first)):
         return params
     estimated = keep_non_floats(estimate_on_batches(apply, *replicate((params, batches))), params)
-    require_finite_result("activations", [named_leaves(estimated)[name] for name in names], inputs, params)
+    require_finite_result("Activations", [named_leaves(estimated)[name] for name in names], inputs, params)
     return estimated
 
 
 def statistics_of(apply: Apply, params: Params, inputs: Inputs) -> list[str]:
-    """The names of the leaves that are running statistics; from arrays or their shapes."""
+    """Return the names of the leaves that are running statistics, given arrays or their shapes."""
     traced = jax.make_jaxpr(apply)(params, inputs)
     if not {"sqrt", "rsqrt"} & {eqn.primitive.name for eqn in all_equations(traced)}:  # most networks have none
         return []
@@ -96,18 +112,17 @@ def statistics_of(apply: Apply, params: Params, inputs: Inputs) -> list[str]:
 
 
 def names_of_statistics(params: Params) -> list[str]:
-    """The leaves that are running statistics by their names, where the function is not known.
+    """Return the leaves whose names mark them as running statistics, for use without the function.
 
-    They are Flax's `batch_stats`, PyTorch's `running_mean` and `running_var`, and Haiku's `mean_ema` and `var_ema`.
+    These are Flax's `batch_stats`, PyTorch's `running_mean` and `running_var`, and Haiku's `mean_ema` and `var_ema`.
     """
     return [name for name in named_leaves(params) if re.search(NAMES, name)]
 
 
 def normalise_by_batch(apply: Apply, params: Params, inputs: Inputs) -> tuple[Any, dict[str, Array]]:
-    """What the function returns if all that has running statistics takes those of these inputs, and these statistics.
+    """Evaluate the function with the statistics of these inputs; return the outputs and the statistics by leaf name.
 
-    They are by the names of their leaves. Whatever is in these leaves does not matter: beyond both ends of a line,
-    a combination's variances may be negative.
+    The stored statistics do not matter. When a combination extrapolates, its variances may even be negative.
     """
     trace, found = _trace(apply, params, inputs), dict[str, Array]()
     norms = list_norms(trace)
@@ -126,7 +141,7 @@ def normalise_by_batch(apply: Apply, params: Params, inputs: Inputs) -> tuple[An
 
 
 def divisors_of(norms: Sequence[Norm], trace: Intermediates, params: Params, inputs: Inputs) -> dict[str, Array]:
-    """The numbers by which statistics are divided before they are used, by the names of their leaves."""
+    """Return the numbers that divide statistics before use, by the names of their leaves."""
     pairs = [(name, i) for norm in norms for name, i in zip(norm[:2], norm.divisors, strict=True) if i is not None]
     found = trace.tap({i for _, i in pairs})(params, inputs)[1] if pairs else {}
     return {name: found[i].reshape(()) for name, i in pairs}
@@ -135,12 +150,12 @@ def divisors_of(norms: Sequence[Norm], trace: Intermediates, params: Params, inp
 def normalise(
     norm: Norm, leaves: Mapping[str, Any], divisors: Mapping[str, Array], centred: Array
 ) -> tuple[Array, dict[str, Array]]:
-    """What to give in place of x − mean, so that what follows normalises it by its own statistics, and these."""
+    """Replace `x − mean` so that batch statistics apply, and return those statistics."""
     mean, variance = (at_least_float32(jnp.asarray(leaves[name])) / divisors.get(name, 1) for name in norm[:2])
     exact, samples = at_least_float32(centred), tuple(i for i, axis in enumerate(norm.axes) if axis is None)
     shift = exact.mean(samples, keepdims=True)
     own = jnp.square(exact - shift).mean(samples, keepdims=True)
-    order = [axis for axis in norm.axes if axis is not None]  # the leaves' axes as the array has them
+    order = [axis for axis in norm.axes if axis is not None]  # the leaves' axes in the order of the array
     sizes = [mean.shape[axis] for axis in order]
     back = [sorted(order).index(axis) for axis in order]
 
@@ -156,7 +171,7 @@ def normalise(
 
 @cache
 def draw_with_statistics(apply: Apply, draw: Draw) -> Draw:
-    """The draw whose last argument, after the networks, is batches of inputs to estimate the statistics on."""
+    """Return a draw whose last argument, after the networks, is batches of inputs for estimating statistics."""
 
     def run(key: Any, parameter: Any, *args: Any) -> Params:
         *networks, batches = args
@@ -173,7 +188,7 @@ def estimate_on_batches(apply: Apply, params: Params, batches: Inputs) -> Params
 
 
 def list_norms(trace: Intermediates) -> list[Norm]:
-    """The places where an array is normalised by running statistics, in the order of use."""
+    """Return all normalisations by running statistics, in order of use."""
     graph = _Graph(trace)
     shapes = {name: aval.shape for name, aval in zip(trace.params, trace.traced.in_avals, strict=False)}
     norms = []
@@ -186,19 +201,19 @@ def list_norms(trace: Intermediates) -> list[Norm]:
         if not mean or not variance or shapes.get(mean.leaf) != shapes.get(variance[0].leaf):
             continue
         if equation.loops:
-            raise UserError("running statistics inside a scan are not estimated: write the function without the scan")
+            raise UserError("Cannot estimate running statistics inside a scan: write the function without the scan.")
         given, result = (var.aval.shape for var in (equation.eqn.invars[1], equation.eqn.outvars[0]))  # type: ignore[attr-defined]
         axes = tuple(axis if given[i] == result[i] else None for i, axis in enumerate(mean.axes))
         (other, epsilon), own = variance, equation.results[0].id
         norms.append(Norm(mean.leaf, other.leaf, epsilon, own, axes, (mean.divisor, other.divisor)))
     names = [name for norm in norms for name in (norm.mean, norm.variance)]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise UserError(f"the running statistics {twice[0]} are used twice: give each place its own")
+        raise UserError(f"The running statistics {twice[0]} are used twice: use separate statistics for each norm.")
     return norms
 
 
 class _Graph:
-    """What makes and what uses each array, and which are a leaf, entry by entry."""
+    """The producer and the users of each array, and the arrays that hold the entries of a leaf."""
 
     def __init__(self, trace: Intermediates) -> None:
         self.makers: dict[ArrayId, Equation] = {}
@@ -211,7 +226,7 @@ class _Graph:
                 self.uses.setdefault(operand.id, []).append(equation)
                 if equation.loops and operand.id.path[-1] == ARGUMENTS and not operand.depends_on_inputs:
                     own = tuple(range(len(var.aval.shape)))  # type: ignore[attr-defined]
-                    self.origins.setdefault(operand.id, Origin("", own))  # what a scan reads at each step
+                    self.origins.setdefault(operand.id, Origin("", own))  # read by a scan at each step
             self.makers |= {result.id: equation for result in equation.results}
             first = equation.operands[0] if equation.operands and equation.results else None
             origin = self.origins.get(first.id) if first else None
@@ -219,7 +234,7 @@ class _Graph:
                 self.origins[equation.results[0].id] = moved
 
     def _moved(self, equation: Equation, origin: Origin) -> Origin | None:
-        """What an equation makes of a leaf's entries, if it leaves them as they are or divides them by a number."""
+        """Return the origin of an equation's result if it keeps a leaf's entries or divides them by a number."""
         if equation.eqn.primitive.name == "div" and origin.divisor is None:
             divisor, size = equation.operands[1], math.prod(equation.eqn.invars[1].aval.shape)  # type: ignore[attr-defined]
             is_number = divisor and size == 1 and not divisor.depends_on_inputs
@@ -228,7 +243,7 @@ class _Graph:
         return None if axes is None else origin._replace(axes=axes)
 
     def divided_by(self, array: Intermediate) -> tuple[Origin, float] | None:
-        """The leaf and the epsilon if all that happens to an array is that it is divided by √(leaf + epsilon)."""
+        """Return the leaf and the epsilon if every use of an array divides it by √(leaf + epsilon)."""
         found = set()
         for equation in self._uses(array):
             left, right = (*equation.operands, None)[:2]
@@ -249,7 +264,7 @@ class _Graph:
                 yield equation
 
     def _root(self, array: Intermediate, sign: int) -> tuple[Origin, float] | None:
-        """The leaf and the epsilon if √(leaf + epsilon), to the power of `sign`, is a factor of an array."""
+        """Return the leaf and the epsilon if √(leaf + epsilon), to the power of `sign`, is a factor of an array."""
         equation = self.makers.get(array.id)
         if equation is None or array.depends_on_inputs:
             return None
@@ -263,7 +278,7 @@ class _Graph:
         return next(filter(None, roots), None)
 
     def _sum(self, array: Intermediate) -> tuple[Origin, float] | None:
-        """The leaf and the epsilon if an array is their sum."""
+        """Return the leaf and the epsilon if an array is their sum."""
         equation = self.makers.get(array.id)
         if array.id in self.origins:
             return self.origins[array.id], 0.0
@@ -279,7 +294,7 @@ class _Graph:
 
 
 def _moved_axes(eqn: core.JaxprEqn, axes: tuple[int | None, ...]) -> tuple[int | None, ...] | None:
-    """Which axes of a leaf an equation's result has, given those of its operand; None if it has other entries."""
+    """Return the leaf's axes in an equation's result, given those in its operand; None if the entries change."""
     given, result = (var.aval.shape for var in (eqn.invars[0], eqn.outvars[0]))  # type: ignore[attr-defined]
     p = eqn.params
     match eqn.primitive.name:
@@ -299,6 +314,6 @@ def _moved_axes(eqn: core.JaxprEqn, axes: tuple[int | None, ...]) -> tuple[int |
 
 
 def _trace(apply: Apply, params: Params, inputs: Inputs) -> Intermediates:
-    """The function's equations, with no permutations in them."""
+    """Trace the function without any permutations."""
     spec = PermutationSpec({name: (None,) * jnp.ndim(leaf) for name, leaf in named_leaves(params).items()}, {})
     return list_intermediates(spec, apply, params, inputs)

@@ -1,4 +1,4 @@
-"""Evaluation: the loss and the metrics of many combinations on a whole dataset, in compiled calls."""
+"""Measure the loss and metrics of many combinations on a whole dataset, in compiled calls."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -42,22 +42,26 @@ from mcomb.trees import (
     require_finite,
 )
 
-CACHE = 2**20  # bytes of a combination's weights and activations that a core has fast access to
-MOST_AT_ONCE = 256  # combinations on a CPU: more gain little, and few would be padded to as many
+CACHE = 2**20  # bytes of weights and activations that a core can access quickly
+MOST_AT_ONCE = 256  # combinations on a CPU: more gain little
 SLOW_TOGETHER = ("conv_general_dilated", "cond", "while", "shard_map", "custom_vmap_call", "pure_callback")
 
 Objectives = tuple[tuple[str, Objective], ...]
-"""Objectives with their names, hashable."""
+"""Hashable pairs of names and objectives."""
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """The mean loss and other metrics, of one network or of many combinations.
+    """The mean loss and other metrics of one network or of many combinations.
 
     `metrics.accuracy` is `metrics.values["accuracy"]`. For k combinations, each value has k rows.
 
     Attributes:
         values: The mean of each objective, by name. `"loss"` is the first.
+
+    Examples:
+        >>> metrics = mcomb.score(apply, a, x, y)
+        >>> metrics.loss, metrics.accuracy
     """
 
     values: Mapping[str, Any]
@@ -83,17 +87,17 @@ def score(
     Args:
         apply: The function, called as `apply(params, inputs)`.
         params: The network's parameters.
-        inputs: Inputs with examples along the first axis. All devices share them.
+        inputs: Inputs with examples along the first axis. They are split between all devices.
         labels: Labels with examples along the first axis.
         loss: An objective: a function of one example's output and label that returns a sum and a count.
-        metrics: Further objectives by name. By default, `accuracy` where the labels are class indices.
-        batch_size: Number of inputs that a device takes at once; fewer if they do not fit into memory.
+        metrics: Further objectives by name. By default, `accuracy` if the labels are class indices.
+        batch_size: Number of inputs that a device processes at once; fewer if they do not fit into memory.
 
     Returns:
         The mean of each objective, as `score.loss`, `score.accuracy` and so on.
 
     Raises:
-        UserError: The function, the data and the objectives do not fit together.
+        UserError: The function, the data or the objectives do not fit together.
         Diverged: The loss is not finite.
 
     Examples:
@@ -108,9 +112,7 @@ def score(
         of_examples = found["loss"][0]
         wrong = np.flatnonzero(~np.isfinite(of_examples))
         where = f"of example {wrong[0]} is {of_examples[wrong[0]]}" if len(wrong) else f"is {means['loss']}"
-        raise Diverged(
-            f"The loss {where}: check weights, inputs and labels for values that are too large or not finite."
-        )
+        raise Diverged(f"The loss {where}: check weights, inputs and labels for large or non-finite values.")
     return Metrics({name: mean.item() if mean.ndim == 0 else mean for name, mean in means.items()})
 
 
@@ -132,8 +134,9 @@ def evaluate(
 ) -> Metrics:
     """Return the metrics of the k combinations `draw(keys[i], points[i], *networks)`.
 
-    Each combination is drawn inside a compiled call and is never stored. Devices share the combinations, and the
-    inputs where there are fewer combinations than devices. A combination may overflow: then its loss is not finite.
+    Each combination is drawn inside a compiled call and is never stored. The combinations are split between devices,
+    and so are the inputs if there are fewer combinations than devices. The loss of a combination that overflows is not
+    finite.
 
     Args:
         apply: The function, called as `apply(params, inputs)`.
@@ -146,10 +149,10 @@ def evaluate(
         loss: The loss, as for `score`.
         metrics: Further objectives, as for `score`.
         statistics_from: Inputs on which to estimate the running statistics (BatchNorm) of each combination. Required
-            if the networks have any, because statistics have no average.
-        batch_size: Number of inputs that a device takes at once; fewer if they do not fit into memory.
-        vmap_size: Number of combinations that a device takes at once; chosen by default.
-        report: Receives the metrics of each compiled call as they are measured.
+            if the networks have any, because an average of statistics fits no network.
+        batch_size: Number of inputs that a device processes at once; fewer if they do not fit into memory.
+        vmap_size: Number of combinations that a device processes at once; chosen by default.
+        report: Called with the metrics of each compiled call.
 
     Returns:
         The metrics, each with k rows.
@@ -168,8 +171,8 @@ def evaluate(
             networks = (*networks, equal_batches(statistics_from, batch_size))
         elif len(networks) > 1:
             raise UserError(
-                f"Running statistics such as {names[0]} have no average: pass inputs to estimate those of each "
-                "combination on, as statistics_from."
+                f"Running statistics such as {names[0]} cannot be averaged: pass inputs as statistics_from to estimate "
+                "those of each combination."
             )
     mesh = two_axis_mesh(k)
     rows, columns = mesh.devices.shape
@@ -182,7 +185,7 @@ def evaluate(
     done, program, measured = 0, None, list[Metrics]()
 
     def arguments(sizes: Sizes) -> tuple[Any, ...]:
-        """Return those of the next call, which repeats the last combination until devices divide them."""
+        """Return the arguments of the next call; repeat the last combination to fill all devices."""
         these = np.minimum(np.arange(done, done + rows * sizes.combinations), k - 1)
         return *shared, *share_out(_rows((points, keys), these), mesh, P(COMBINATIONS))
 
@@ -257,7 +260,7 @@ def _evaluate(
 ) -> dict[str, tuple[Array, Array]]:
     """Return each objective's sum and count, by combination and batch.
 
-    (One float32 might not hold the sum over all batches.)
+    Batches stay separate, because one float32 might not hold the sum over all of them.
     """
 
     def evaluate_one(batches: list[Any], networks: tuple[Params, ...], point: Any, key: Array) -> Any:
@@ -272,7 +275,7 @@ def _evaluate(
 
     def on_device(batches: list[Any], networks: tuple[Params, ...], points: Any, keys: Array) -> Any:
         one = partial(evaluate_one, batches, networks)
-        if len(keys) == 1:  # not mapped at all: convolutions stay as they are
+        if len(keys) == 1:  # without vmap, because it would turn convolutions into grouped ones
             sums = jax.tree.map(lambda x: x[None], one(*jax.tree.map(lambda x: x[0], (points, keys))))
         else:
             sums = jax.vmap(one)(points, keys)
@@ -311,12 +314,11 @@ def _measure(
 def _choose_sizes(
     apply: Apply, draw: Draw, networks: tuple[Params, ...], one: tuple[Any, Array], inputs: Inputs, most: Sizes
 ) -> Sizes:
-    """Return how many combinations a device should take at once.
+    """Return how many combinations a device should process at once.
 
     On CPU, small dense networks are faster together as long as they fit into the cache. A large network keeps the cores
-    busy by itself, a convolution that is mapped over its kernels becomes a slow, grouped one, and a branch that is
-    mapped over its condition computes both sides. The number does not depend on that of all combinations: so those
-    that are left of an interrupted run are computed by the same program.
+    busy by itself. Under vmap, a convolution becomes a slow grouped convolution, and a branch computes both sides. The
+    choice does not depend on the number of combinations, so that a resumed run uses the same program.
     """
     if jax.default_backend() != "cpu":
         return most
@@ -353,7 +355,7 @@ def _first(tree: Any, count: int) -> Any:
 
 
 def _rows(tree: Any, rows: Any) -> Any:
-    """Return these rows, or one, of each array; arrays on the host stay there."""
+    """Return some rows, or one row, of each array; keep NumPy arrays on the host."""
     return jax.tree.map(lambda x: (x if isinstance(x, jax.Array) else np.asarray(x))[rows], tree)
 
 
@@ -380,7 +382,7 @@ def _mean(name: str, sums_and_counts: tuple[Array, Array], axis: int) -> np.ndar
     """Divide an objective's sum by its count, both added up along an axis."""
     total, count = (np.asarray(values).sum(axis, dtype=np.float64) for values in sums_and_counts)
     if name == "loss" and (count == 0).any():
-        raise UserError("The loss counts no example, as if all labels were padding: check the labels.")
+        raise UserError("The loss counts no examples, as if all labels were padding: check the labels.")
     count = count[(..., *[None] * (total.ndim - count.ndim))]
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.asarray(total / count)

@@ -1,8 +1,8 @@
-"""What networks are measured by, defined once for training, matching and evaluation.
+"""Define losses and metrics once for training, matching and evaluation.
 
 An *objective*, a loss or a metric, is a function of the output and the label of one example that returns a sum and a
-count. Both are added up over all examples, and the result is their quotient: so padding that is not counted changes
-nothing, and a long example weighs more than a short one. Outputs and labels may be arrays or trees of arrays.
+count. The result is the total of the sums divided by the total of the counts. Padding therefore has no effect if it is
+not counted, and long examples weigh more than short ones. Outputs and labels may be arrays or trees of arrays.
 
     def absolute_error(output, target):
         return jnp.abs(output - target).sum(), output.size
@@ -36,6 +36,9 @@ def cross_entropy(logits: Array, labels: Array) -> tuple[Array, Array]:
     Returns:
         The sum over positions, and their number. The perplexity is the exponential of the mean.
 
+    Raises:
+        UserError: The labels are not integers, or do not have the shape of the logits without its last axis.
+
     Examples:
         >>> mcomb.cross_entropy(jnp.zeros(4), jnp.array(2))[0]  # log 4
         Array(1.3862944, dtype=float32)
@@ -47,7 +50,7 @@ def cross_entropy(logits: Array, labels: Array) -> tuple[Array, Array]:
 
 
 def accuracy(logits: Array, labels: Array) -> tuple[Array, Array]:
-    """Return how many labels have the largest logit, and the number of labels; negative labels do not count.
+    """Count the labels with the largest logit; negative labels are padding and do not count.
 
     Args:
         logits: Logits of one example, of shape (..., classes).
@@ -55,6 +58,9 @@ def accuracy(logits: Array, labels: Array) -> tuple[Array, Array]:
 
     Returns:
         The number of correct predictions and the number of labels.
+
+    Raises:
+        UserError: The labels are not integers, or do not have the shape of the logits without its last axis.
 
     Examples:
         >>> correct, count = mcomb.accuracy(jnp.array([0.1, 0.9]), jnp.array(1))
@@ -64,7 +70,7 @@ def accuracy(logits: Array, labels: Array) -> tuple[Array, Array]:
 
 
 def predicted(logits: Array, labels: Array) -> tuple[Array, int]:
-    """Return the predicted class at each position: an objective whose sums are read example by example."""
+    """Return the predicted class at each position, as an objective to be read for each example."""
     return predict(logits), 1
 
 
@@ -72,14 +78,14 @@ AGREES_WITH = ("A only", "B only", "both", "neither")
 
 
 def agreement(logits: Array, label: Mapping[str, Array]) -> tuple[Array, Array]:
-    """Count with which of two networks a prediction agrees, and whether it is correct.
+    """Count which of two networks a prediction agrees with, and whether it is correct.
 
     Args:
         logits: Logits of one example, of shape (..., classes).
-        label: `"label"` has the class indices, `"predicted"` the predictions of networks A and B, of shape (2, ...).
+        label: A dict with class indices as `"label"`, and predictions of A and B, of shape (2, ...), as `"predicted"`.
 
     Returns:
-        Counts of shape (4, 2): rows are AGREES_WITH, columns are correct and wrong. And the number of labels.
+        Counts of shape (4, 2), with rows AGREES_WITH and columns (correct, wrong), and the number of labels.
     """
     own, (of_a, of_b) = predict(logits), label["predicted"]
     is_a, is_b = ((own == other) & (own >= 0) for other in (of_a, of_b))
@@ -91,13 +97,16 @@ def agreement(logits: Array, label: Mapping[str, Array]) -> tuple[Array, Array]:
 
 
 def tempered_cross_entropy(temperatures: Sequence[float]) -> Objective:
-    """Return the objective that measures the cross-entropy with logits divided by each of several temperatures.
+    """Return an objective that measures the cross-entropy at several softmax temperatures.
 
     Args:
-        temperatures: The temperatures.
+        temperatures: The numbers to divide the logits by.
 
     Returns:
         An objective whose mean has one entry for each temperature.
+
+    Raises:
+        UserError: A temperature is not a positive, finite number.
 
     Examples:
         >>> metrics = {"tempered": mcomb.tempered_cross_entropy((0.5, 1.0, 2.0))}
@@ -123,7 +132,7 @@ def _tempered_cross_entropy(temperatures: tuple[float, ...]) -> Objective:
 
 @cache
 def on_label(objective: Objective) -> Objective:
-    """Return the objective for labels that are dicts, applied to the entry `"label"`."""
+    """Return the objective for labels that are dicts, applied to their entry `"label"`."""
     return lambda output, label: objective(output, label["label"])
 
 
@@ -136,22 +145,35 @@ def is_classifier(outputs: Any, labels: Labels) -> bool:
 
 
 def squared_error(output: Array, target: Array) -> tuple[Array, int]:
-    """The squared differences of all entries from those of the target."""
+    """Return the squared error of an output: the loss of a regression.
+
+    Args:
+        output: The output for one example.
+        target: The label of the example, of the same shape.
+
+    Returns:
+        The sum of squared differences, and the number of entries.
+
+    Raises:
+        UserError: The shapes differ.
+
+    Examples:
+        >>> mcomb.score(apply, a, x, targets, loss=mcomb.squared_error).loss
+    """
     if _shape(output) != _shape(target):
         raise UserError(
-            f"the function returns {_shape(output)} for an example, whose label is {_shape(target)}: "
-            "give both one shape"
+            f"The function returns {_shape(output)} for an example whose label is {_shape(target)}: use equal shapes."
         )
     return jnp.sum(jnp.square(at_least_float32(output - target))), jnp.size(output)
 
 
 def predict(logits: Float[Array, "... classes"]) -> Int[Array, "..."]:
-    """The label of the largest logit, and -1 where that is infinite or not a number: no label is predicted there."""
+    """Return the class of the largest logit, or -1 if that logit is not finite."""
     return jnp.where(jnp.isfinite(logits.max(-1)), logits.argmax(-1), -1)
 
 
 def add_up(objective: Objective, outputs: Any, labels: Labels, is_real: Bool[Array, "n"]) -> tuple[Array, Array]:
-    """The sum and the count of an objective over the real examples of a batch; whatever the others give is left out."""
+    """Return the sum and the count of an objective over the real examples of a batch, without its padding."""
 
     def add(values: Array) -> Array:
         values = at_least_float32(values)
@@ -162,18 +184,22 @@ def add_up(objective: Objective, outputs: Any, labels: Labels, is_real: Bool[Arr
 
 
 def check_objectives(objectives: Mapping[str, Objective], outputs: Any, labels: Labels, rows: int) -> None:
-    """Raises an error unless objectives, by name, take such outputs and labels and return a sum and a count.
+    """Raise an error unless the objectives accept these outputs and labels and return a sum and a count.
 
-    The outputs are those of the first `rows` examples; only their shapes and dtypes matter.
+    The outputs belong to the first `rows` examples. Only their shapes and dtypes matter.
     """
     shapes = [leaf.shape for leaf in jax.tree.leaves(outputs)]
     if not shapes or any(shape[:1] != (rows,) for shape in shapes):
         said = list_some(shapes) or "no array"
-        raise UserError(f"the function returns {said} for {rows} examples: let their axis come first in each array")
+        raise UserError(
+            f"The function returns {said} for {rows} examples: return arrays with examples along the first axis."
+        )
     for name, objective in objectives.items():
         what = "The loss" if name == "loss" else f"The metric {brief(name)}"
         if not callable(objective) or not isinstance(objective, Hashable):
-            raise UserError(f"{what} is {brief(objective)}: give a function of the output and the label of an example")
+            raise UserError(
+                f"{what} is {brief(objective)}: pass a function of the output and the label of one example."
+            )
         found = output_shapes(jax.vmap(objective), outputs, jax.tree.map(lambda leaf: leaf[:rows], labels))
         returned = [(leaf.shape[1:], leaf.dtype) for leaf in jax.tree.leaves(found)]
         are_numbers = len(returned) == 2 and all(_is_real(dtype) for _, dtype in returned)
@@ -186,31 +212,35 @@ def check_objectives(objectives: Mapping[str, Objective], outputs: Any, labels: 
 
 
 def _check_range(labels: Array, classes: int, padded: bool) -> None:
-    """Raises an error if a label is no index of a class: it would be taken for another, or for none."""
+    """Raise an error if a label is not the index of a class, because it would select another class or none."""
     values = np.asarray(labels)
     least, largest = int(values.min()), int(values.max())
     if (least < 0 and not padded) or largest >= classes:
-        raise UserError(f"there are labels from {least} to {largest} and {classes} logits: give labels from 0 on")
+        raise UserError(
+            f"Labels range from {least} to {largest} for {classes} logits: use labels from 0 to {classes - 1}."
+        )
 
 
 def _require_an_index_each(logits: Array, labels: Array) -> None:
-    """Raises an error unless the labels of an example are integers, one for the logits at each position."""
+    """Raise an error unless the labels of an example are integers, one for the logits at each position."""
     if 0 in (_shape(logits) or (0,))[-1:]:
-        raise UserError(f"the function returns {_shape(logits)} for an example, no logits: let it return one or more")
+        raise UserError(
+            f"The function returns {_shape(logits)} for an example, which has no logits: return at least one."
+        )
     if _shape(labels) != _shape(logits)[:-1] or not jnp.issubdtype(jnp.result_type(labels), jnp.integer):
         kind = f"dtype {jnp.result_type(labels)} and shape {_shape(labels)}"
         raise UserError(
-            f"the function returns {_shape(logits)} for an example, whose labels are of {kind}: give an index of a "
-            "logit for each but the last axis, or another loss"
+            f"The function returns {_shape(logits)} for an example whose labels have {kind}: pass integer labels of "
+            f"shape {_shape(logits)[:-1]}, or another loss."
         )
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    """The shape of an array; an error for a tree of them."""
+    """Return the shape of an array; raise an error for a tree."""
     if value is None:
-        raise UserError("there are no labels, and the loss or a metric needs them: give labels, or a loss without")
+        raise UserError("The loss or a metric needs labels: pass labels, or a loss that does not use them.")
     if not hasattr(value, "shape"):
-        raise UserError(f"outputs or labels are a {type(value).__name__}: give arrays, or a loss that takes this")
+        raise UserError(f"Outputs or labels are a {type(value).__name__}: pass arrays, or a loss that takes this type.")
     return value.shape
 
 

@@ -1,4 +1,4 @@
-"""Draw sweeps: loss and accuracy of combinations against the parameter of their distribution."""
+"""Plot the loss and accuracy of sweeps against their parameter."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -11,9 +11,9 @@ from mcomb.io.paths import AnyPath, as_path, atomic
 if TYPE_CHECKING:
     from mcomb.evaluation.sweep import Sweep
 
-# Okabe and Ito's colours, which people with any colour vision tell apart.
+# The palette of Okabe and Ito, which people with any colour vision can distinguish.
 COLOURS = {"naive": "#D55E00", "aligned": "#0072B2", "through A": "#0072B2", "direct": "#009E73"}
-LEVELS = ((0, (1, 1)), (0, (4, 1, 1, 1)))  # dashes of the networks' own levels
+LEVELS = ((0, (1, 1)), (0, (4, 1, 1, 1)))  # dashes of the networks' levels
 STYLE: Any = {
     "font.size": 8,
     "axes.titlesize": 8,
@@ -36,13 +36,13 @@ FORMATS = (".png", ".pdf", ".svg")
 
 
 def plot_sweeps(path: str | AnyPath, sweeps: Mapping[str, "Sweep"], title: str = "") -> None:
-    """Draw sweeps of the same networks, by name, into one file."""
+    """Plot named sweeps of the same networks into one file."""
     import matplotlib  # importing it takes half a second
     from matplotlib.figure import Figure
 
     target = as_path(path)
     if target.suffix not in FORMATS:
-        raise UserError(f"Cannot draw {target}: end its name in one of {', '.join(FORMATS)}.")
+        raise UserError(f"Cannot draw {target}: use a name that ends in one of {', '.join(FORMATS)}.")
     first = next(iter(sweeps.values()))
     if first.points.ndim > 1:
         raise UserError(f"Cannot draw points of shape {first.points.shape}: a sweep has one parameter.")
@@ -65,7 +65,7 @@ def plot_sweeps(path: str | AnyPath, sweeps: Mapping[str, "Sweep"], title: str =
 
 
 def draw_curve(axes: Any, points: np.ndarray, samples: np.ndarray, name: str) -> None:
-    """Draw the mean of samples of shape (points, samples), their range, and each sample as a dot."""
+    """Plot the mean and the range of samples of shape (points, samples), and each sample as a dot."""
     colour = COLOURS.get(name, COLOURS["aligned"])
     axes.fill_between(points, samples.min(1), samples.max(1), color=colour, alpha=0.2, linewidth=0)
     axes.plot(points, samples.mean(1), color=colour, label=name)

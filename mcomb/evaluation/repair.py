@@ -1,8 +1,8 @@
-"""REPAIR (Jordan et al. 2022): combinations of networks whose hidden units vary as much as those of the networks.
+"""REPAIR (Jordan et al. 2022): restore the variance of activations in combinations of networks.
 
-The units of a combination vary less than those of the networks that it is made of, and the less the deeper they are.
-REPAIR shifts and rescales every unit's pre-activation so that its mean and its standard deviation become those of the
-networks, weighted by their shares: as would a BatchNorm after each layer, with these as its parameters.
+The activations of a combination vary less than those of the networks, and deeper layers are affected more. REPAIR
+shifts and rescales the pre-activation of every unit. Its mean and standard deviation become those of the networks,
+weighted by their shares, as if a BatchNorm with these parameters followed each layer.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,8 +38,8 @@ class Layer(NamedTuple):
 
     weights: ArrayId
     output: ArrayId
-    sample_axes: tuple[int, ...]  # of the output: all but the units', as the batch's and those of positions
-    kind: tuple[Any, ...]  # what it has in common with the same layer in a trace of other dtypes and batches
+    sample_axes: tuple[int, ...]  # axes of the output other than units, such as batch and positions
+    kind: tuple[Any, ...]  # equal for the same layer in traces with other dtypes and batches
 
 
 class TracedLayers(NamedTuple):
@@ -53,20 +53,20 @@ LayerFinder = Callable[[Params, Inputs], TracedLayers]
 
 
 class Moments(NamedTuple):
-    """The mean and variance of each unit of a layer; the axes of samples have size 1."""
+    """The mean and variance of each unit of a layer; sample axes have size 1."""
 
     mean: Float[Array, "..."]
     variance: Float[Array, "..."]
 
 
 class Correction(NamedTuple):
-    """What the pre-activations of each unit of a layer are multiplied by, and what is then added."""
+    """The scale and shift for the pre-activations of each unit of a layer."""
 
     scale: Float[Array, "..."]
     shift: Float[Array, "..."]
 
     def apply(self, values: Array) -> Array:
-        """The corrected pre-activations."""
+        """Return the corrected pre-activations."""
         return (values * self.scale + self.shift).astype(values.dtype)
 
 
@@ -78,7 +78,7 @@ class RepairedNetwork(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Batches of inputs and, for each layer, the moments on each of them of each network to combine."""
+    """Batches of inputs and, for each layer, the moments of each network on each batch."""
 
     batches: Inputs
     moments: list[Moments]
@@ -102,28 +102,28 @@ def repaired(
     ends: Callable[..., Sequence[Params]] | None = None,
     batch_size: int = BATCH,
 ) -> Repaired:
-    """The function, the draw and the networks with which `evaluate` measures repaired combinations.
+    """Return the function, the draw and the networks that `evaluate` needs to measure repaired combinations.
 
-    Statistics are those of the inputs, of which a few are left out where batches would not be equal. In each batch a
-    layer is corrected before the next one sees it; then the statistics of batches are averaged. Units that never
-    change are only shifted. A network's share in a layer is found from the weights, by least squares. Layers inside
-    scans stay as they are.
+    Statistics come from the inputs, of which a few are dropped to make all batches equal. In each batch, a layer is
+    corrected before the next layer receives its output. The statistics are then averaged over batches. Constant units
+    are only shifted. Least squares on the weights determine a network's share in a layer. Layers inside scans are not
+    corrected.
 
-    Where a draw changes networks before it combines them, `ends(parameter, *networks)` are those that it combines;
-    their statistics are then taken for each combination.
+    If a draw changes networks before it combines them, `ends(parameter, *networks)` must return the changed networks.
+    Their statistics are then computed for each combination.
     """
     require_spec(spec)
     if not isinstance(networks, tuple | list) or not networks:
-        raise UserError(f"the networks are of type {type(networks).__name__}: give a tuple of parameter trees")
+        raise UserError(f"The networks are a {type(networks).__name__}: pass a tuple of parameter trees.")
     draw = as_draw(draw, len(networks))
     batches = equal_batches(inputs, batch_size)
     for i, network in enumerate(networks):
-        require_alike("the networks to repair", networks[0], network, ("network 0", f"network {i}"))
+        require_alike("The networks to repair", networks[0], network, ("network 0", f"network {i}"))
         spec.validate(network)
         output_shapes(apply, network, inputs)
     originals, (networks, batches) = networks, replicate((networks, batches))
     moments = _network_moments(spec, apply, networks, batches)
-    require_finite_result("activations", moments, inputs, *networks)
+    require_finite_result("Activations", moments, inputs, *networks)
     units = [jax.ShapeDtypeStruct(layer.mean.shape[2:], layer.mean.dtype) for layer in moments]
     unchanged = [Correction(np.ones(of.shape, of.dtype), np.zeros(of.shape, of.dtype)) for of in units]
     repaired_networks = [RepairedNetwork(own, unchanged) for own in map(keep_non_floats, networks, originals)]
@@ -135,7 +135,7 @@ def repaired(
 
 
 def list_layers(spec: PermutationSpec, intermediates: Intermediates) -> list[Layer]:
-    """The linear maps, outside of scans, whose results have hidden units, in the order of use."""
+    """Return the linear maps outside scans whose results have hidden units, in order of use."""
     layers = []
     for found in list_linear_maps(intermediates):
         (product,), names = found.equation.results, found.weights.names
@@ -149,7 +149,7 @@ def list_layers(spec: PermutationSpec, intermediates: Intermediates) -> list[Lay
 
 @cache
 def layer_finder(spec: PermutationSpec, apply: Apply) -> LayerFinder:
-    """Finds the layers of a network, the same of each; what has the same shapes and dtypes is traced only once."""
+    """Return a function that finds a network's layers, and traces each combination of shapes and dtypes once."""
     found: dict[Any, TracedLayers] = {}
 
     def find(params: Params, inputs: Inputs) -> TracedLayers:
@@ -161,8 +161,8 @@ def layer_finder(spec: PermutationSpec, apply: Apply) -> LayerFinder:
             for other in found.values():
                 if [layer.kind for layer in new.layers] != [layer.kind for layer in other.layers]:
                     raise UserError(
-                        "the function has other layers, or in another order, depending on the dtype of the network or "
-                        "the size of the batch: give all networks in one dtype, and batches of one size"
+                        "The layers of the function depend on the dtype of the network or the size of the batch: use "
+                        "one dtype for all networks, and one batch size."
                     )
             found[key] = new
         return found[key]
@@ -173,9 +173,9 @@ def layer_finder(spec: PermutationSpec, apply: Apply) -> LayerFinder:
 def shares(
     find_layers: LayerFinder, combined: Params, networks: Sequence[Params], inputs: Inputs
 ) -> Float[Array, "layers networks"]:
-    """The share of each network in each layer of a combination: the affine combination with the nearest weights.
+    """Return each network's share in each layer: the coefficients of the closest affine combination of weights.
 
-    A network with the same weights as the first one has no share of its own.
+    A network with the same weights as the first one has no share.
     """
 
     def weights(params: Params) -> list[Array]:
@@ -193,14 +193,14 @@ def shares(
         products.append([inner(x, target - first) for x in directions])
     shape = (len(grams), len(networks) - 1)
     gram, product = jnp.array(grams).reshape(*shape, shape[1]), jnp.array(products).reshape(shape)
-    inverse = jnp.linalg.pinv(gram, hermitian=True)  # of zero it is zero, for the same weights
+    inverse = jnp.linalg.pinv(gram, hermitian=True)  # the inverse of zero is zero, for equal weights
     rest = jnp.einsum("lij,lj->li", inverse, product, precision="highest")
     return jnp.concatenate([1 - rest.sum(1, keepdims=True), rest], axis=1)
 
 
 @cache
 def _repaired_apply(spec: PermutationSpec, apply: Apply) -> Apply:
-    """The function of a `RepairedNetwork` and its inputs."""
+    """Return the function of a `RepairedNetwork` and inputs."""
 
     def run(network: RepairedNetwork, inputs: Inputs) -> Any:
         intermediates, layers = layer_finder(spec, apply)(network.params, inputs)
@@ -212,7 +212,7 @@ def _repaired_apply(spec: PermutationSpec, apply: Apply) -> Apply:
 
 @cache
 def _repaired_draw(spec: PermutationSpec, apply: Apply, draw: Draw, ends: Callable[..., Any] | None) -> Draw:
-    """The draw of a `RepairedNetwork` from a key, a parameter, the networks and their statistics."""
+    """Return the draw of a `RepairedNetwork` from a key, a parameter, the networks and their statistics."""
 
     def run(key: PRNGKeyArray, parameter: Any, *args: Any) -> RepairedNetwork:
         *repaired_networks, (batches, goals) = args
@@ -225,7 +225,7 @@ def _repaired_draw(spec: PermutationSpec, apply: Apply, draw: Draw, ends: Callab
         layer_shares = shares(find_layers, params, networks, jax.tree.map(lambda x: x[0], batches))
 
         def batch_moments(args: tuple[Inputs, list[Moments]]) -> list[Moments]:
-            # The networks' moments on this very batch are the goal: so each network by itself stays as it is.
+            # The targets are the networks' moments on this batch, so that each network itself is not changed.
             batch, goals = args
             return _moments(find_layers, params, batch, list(zip(goals, layer_shares, strict=True)))
 
@@ -238,8 +238,7 @@ def _repaired_draw(spec: PermutationSpec, apply: Apply, draw: Draw, ends: Callab
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _network_moments(spec: PermutationSpec, apply: Apply, networks: Sequence[Params], batches: Inputs) -> list[Moments]:
-    """For each layer the moments on each batch of each network."""
-
+    """Return the moments of each network on each batch, for each layer."""
     find_layers = layer_finder(spec, apply)
 
     def batch_moments(batch: Inputs) -> list[Moments]:
@@ -252,9 +251,9 @@ def _network_moments(spec: PermutationSpec, apply: Apply, networks: Sequence[Par
 def _moments(
     find_layers: LayerFinder, params: Params, inputs: Inputs, goals: Sequence[tuple[Any, ...]] | None = None
 ) -> list[Moments]:
-    """The moments of each layer's units.
+    """Return the moments of each layer's units.
 
-    With goals, the networks' moments and shares for each layer, all layers before it are corrected.
+    `goals` has the networks' moments and shares for each layer. If given, all previous layers are corrected.
     """
     moments: dict[ArrayId, Moments] = {}
 
@@ -276,9 +275,9 @@ def _moments(
 
 
 def _correction(moments: Moments, networks: Moments, share: Float[Array, "networks"]) -> Correction:
-    """What gives units the mean and the standard deviation of the networks, weighted by their shares.
+    """Return the correction to the networks' mean and standard deviation, weighted by their shares.
 
-    With shares below zero the weighted deviation may be below zero, which counts as zero.
+    Negative shares can make the weighted deviation negative, which counts as zero.
     """
     total = partial(jnp.tensordot, share, axes=1, precision="highest")
     mean, deviation = total(networks.mean), jnp.maximum(0, total(jnp.sqrt(networks.variance)))

@@ -26,23 +26,35 @@ SILENCE = 3.0  # seconds before a sweep shows its progress
 
 
 class Barrier(NamedTuple):
-    """The paper's empirical barriers: how much worse the worst combination is than the mean of the networks."""
+    """The paper's empirical barriers: how much worse the worst combination is than the mean of the networks.
+
+    Attributes:
+        loss: The largest loss of a combination minus the mean loss of the networks.
+        accuracy: The mean accuracy of the networks minus the lowest accuracy of a combination; None without accuracies.
+
+    Examples:
+        >>> mcomb.sweep(apply, (a, aligned.params), x, y, mcomb.linear).barrier.accuracy
+    """
 
     loss: float
-    accuracy: float | None = None  # of classifiers
+    accuracy: float | None = None
 
 
 @dataclass(frozen=True, repr=False)
 class Sweep:
-    """Combinations of networks along a parameter, measured.
+    """Metrics of combinations of networks along a parameter.
 
-    `sweep.loss` is `sweep.values["loss"]`, and so is every other metric.
+    Each metric is also an attribute: `sweep.loss` is `sweep.values["loss"]`.
 
     Attributes:
         parameter: The name of the parameter.
         points: Its p values.
         values: The mean of each objective by name: arrays of shape (p, samples, ...).
-        ends: The metrics of each network by itself.
+        ends: The metrics of each network.
+
+    Examples:
+        >>> sweep = mcomb.sweep(apply, (a, aligned.params), x, y, mcomb.uniform)
+        >>> sweep.accuracy.mean(axis=1)  # one value for each point
     """
 
     parameter: str
@@ -63,7 +75,11 @@ class Sweep:
 
     @property
     def barrier(self) -> Barrier:
-        """How much worse the worst combination is than the mean of the networks, in loss and accuracy."""
+        """Return how much worse the worst combination is than the mean of the networks.
+
+        Returns:
+            The barriers in loss and accuracy.
+        """
         ends = {
             name: float(np.mean([end.values[name] for end in self.ends]))
             for name in self.values
@@ -75,12 +91,15 @@ class Sweep:
         return Barrier(loss, ends["accuracy"] - float(self.values["accuracy"].min()))
 
     def plot(self, path: str | AnyPath, *, naive: "Sweep | None" = None, title: str = "") -> None:
-        """Draw loss and accuracy along the sweep: mean, range and each combination, beside the networks' own levels.
+        """Plot loss and accuracy: mean, range and each combination, with the levels of the networks.
 
         Args:
-            path: The file to write; its ending (.png, .pdf, .svg) chooses the format.
-            naive: The same sweep without alignment, drawn beside this one.
-            title: A title.
+            path: The file to write. Its ending (.png, .pdf, .svg) chooses the format.
+            naive: The same sweep without alignment, for comparison.
+            title: The title of the figure.
+
+        Raises:
+            UserError: The ending is unknown, or the sweep has more than one parameter.
 
         Examples:
             >>> sweep.plot("uniform.png")
@@ -108,7 +127,7 @@ def sweep(
 ) -> Sweep:
     """Sweep a parameter, draw combinations of the networks at each of its values, and measure them.
 
-    Combinations are drawn and measured by the hundred in compiled calls, on all devices.
+    Compiled calls draw and measure hundreds of combinations at once, on all devices.
 
     Args:
         apply: The function that all networks belong to, called as `apply(params, inputs)`.
@@ -117,16 +136,16 @@ def sweep(
         labels: Labels with examples along the first axis.
         draw: A distribution of shares (`mcomb.uniform`, `mcomb.linear`, ...), or a function `(key, point, *networks)`
             that returns the parameters of a combination.
-        points: The number of values across the distribution's range, or an array of values. A function needs the array.
-        samples: The number of combinations at each value; by default 10, and 1 where nothing is random.
+        points: The number of values across the distribution's range, or an array of values. A function needs an array.
+        samples: The number of combinations at each value; by default 10, or 1 if nothing is random.
         loss: The loss: a function of one example's output and label that returns a sum and a count.
-        metrics: Further objectives by name. By default, `accuracy` where the labels are class indices.
-        repair: Shift and rescale the hidden units of each combination (REPAIR), with statistics of the inputs.
-        spec: The symmetries of the network, which `repair` needs; derived by default.
+        metrics: Further objectives by name. By default, `accuracy` if the labels are class indices.
+        repair: Restore the variance of activations in each combination (REPAIR), with statistics of the inputs.
+        spec: The symmetries of the network, for `repair`; derived from `apply` by default.
         statistics_from: Inputs on which to estimate the running statistics (BatchNorm) of each combination.
         seed: Seed of the draws.
-        batch_size: Number of inputs that a device takes at once.
-        vmap_size: Number of combinations that a device takes at once; chosen by default.
+        batch_size: Number of inputs that a device processes at once; fewer if they do not fit into memory.
+        vmap_size: Number of combinations that a device processes at once; chosen by default.
 
     Returns:
         The sweep: `.loss` and `.accuracy` of shape (points, samples), `.barrier`, and `.plot(path)`. For two
@@ -134,7 +153,7 @@ def sweep(
         or neither, and whether it is correct: an array of shape (points, samples, 4, 2).
 
     Raises:
-        UserError: The networks, the data, the points and the objectives do not fit together.
+        UserError: The networks, the data, the points or the objectives do not fit together.
 
     Examples:
         >>> sweep = mcomb.sweep(apply, (a, aligned.params), x, y, mcomb.uniform, points=5, samples=2)
@@ -182,7 +201,7 @@ def sweep(
 
 
 def _points(draw: Distribution | Draw, points: Any) -> Float[np.ndarray, "p ..."]:
-    """Return the values of the parameter, within its limits."""
+    """Return the values of the parameter; raise an error if they are outside its limits."""
     if np.ndim(points) == 0:
         require_whole(2, points=points)
         if not isinstance(draw, Distribution):

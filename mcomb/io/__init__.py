@@ -1,1 +1,1 @@
-"""Checkpoints, paths, locks and fingerprints."""
+"""Read and write checkpoints, and handle paths, locks and fingerprints."""

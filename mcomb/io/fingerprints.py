@@ -1,4 +1,4 @@
-"""Fingerprints: short hashes by which networks, matchings and data are told apart."""
+"""Compute fingerprints: short hashes that identify networks, matchings and data."""
 
 import hashlib
 from pathlib import Path
@@ -12,7 +12,7 @@ from mcomb.trees import named_leaves
 
 
 def fingerprint(tree: Any) -> str:
-    """A short hash of a tree's leaves: their names, shapes, dtypes and values."""
+    """Return a short hash of a tree's leaves: their names, shapes, dtypes and values."""
     state = hashlib.blake2b(digest_size=8)
     for name, leaf in named_leaves(tree).items():
         is_key = jax.dtypes.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key)
@@ -23,12 +23,12 @@ def fingerprint(tree: Any) -> str:
 
 
 def file_fingerprint(path: AnyPath) -> str | None:
-    """A short hash of a file's content; None if there is no file."""
+    """Return a short hash of a file's content, or None if there is no file."""
     return hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest() if path.is_file() else None
 
 
 def code_fingerprint() -> str:
-    """A short hash of all code of this package."""
+    """Return a short hash of all code of this package."""
     state, root = hashlib.blake2b(digest_size=8), Path(__file__).parents[1]
     for path in sorted(root.rglob("*.py")):
         state.update(f"{path.relative_to(root)}:".encode() + path.read_bytes())

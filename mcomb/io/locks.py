@@ -1,4 +1,4 @@
-"""Locks between processes."""
+"""Lock files between processes."""
 
 import errno
 from collections.abc import Iterator
@@ -11,15 +11,15 @@ from mcomb.io.paths import AnyPath, in_store
 from mcomb.runtime.processes import is_first
 from mcomb.runtime.progress import warn
 
-NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)  # from file systems that have none
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)  # raised by file systems without locks
 
 
 @contextmanager
 def lock(path: AnyPath, doing: str) -> Iterator[None]:
-    """Holds the lock file `path`; while another process holds it, says what that one is `doing` and waits.
+    """Hold the lock file `path`; if another process holds it, print what that process is `doing` and wait.
 
-    The operating system frees the lock of a process that ends, however it ends. Of processes that run together, the
-    first holds it for all. Object stores have no locks, nor have some network drives: one line says so.
+    The operating system frees the lock when its process ends for any reason. The first of several connected processes
+    holds the lock for all of them. Object stores and some network drives have no locks, which a warning says once.
     """
     if not is_first():
         yield
@@ -32,12 +32,12 @@ def lock(path: AnyPath, doing: str) -> Iterator[None]:
     try:
         file_lock.acquire(blocking=False)
     except Timeout:
-        warn(f"another process is {doing}: waiting for it to finish")
+        warn(f"Another process is {doing}: waiting for it to finish.")
         file_lock.acquire()
     except (OSError, NotImplementedError) as error:
         if isinstance(error, OSError) and error.errno not in NO_LOCKS:
             raise
-        _warn_once(f"the file system of {path.parent}")
+        _warn_once(f"The file system of {path.parent}")
     try:
         yield
     finally:
@@ -46,4 +46,4 @@ def lock(path: AnyPath, doing: str) -> Iterator[None]:
 
 @cache
 def _warn_once(where: str) -> None:
-    warn(f"{where} has no locks: run the commands that want the same networks or results one after the other")
+    warn(f"{where} has no locks: do not run commands that share networks or results at the same time.")

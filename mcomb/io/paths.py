@@ -1,7 +1,7 @@
-"""Files that are written whole or not at all, and JSON that knows whether it is what was written.
+"""Write files atomically, and store JSON with digests.
 
-Paths are those of pathlib in a file system, and of etils.epath in an object store, as gs://bucket/runs. A store has
-whole objects only: no locks, no appends and no renames.
+Local paths are those of pathlib. Paths in an object store, such as gs://bucket/runs, are those of etils.epath. An
+object store has no locks, appends or renames.
 """
 
 import hashlib
@@ -20,59 +20,60 @@ from etils import epath
 
 from mcomb.errors import UserError, first_words
 
-LONGEST = 255  # bytes of the name of a file or a folder
-BUCKETS = ("gs", "s3")  # schemes of stores whose addresses begin with a bucket
+LONGEST = 255  # bytes in the name of a file or folder
+BUCKETS = ("gs", "s3")  # schemes of stores whose addresses start with a bucket
 
 AnyPath: TypeAlias = Path | epath.Path
 """A path in a file system or in an object store."""
 
 
 def as_path(address: str | os.PathLike[str]) -> AnyPath:
-    """The path of an address: of pathlib, or if it has a scheme, as gs://bucket/runs, of etils.epath."""
+    """Return a pathlib path, or an etils.epath path for an address with a scheme, such as gs://bucket/runs."""
     text = os.fspath(address)
     if not text:
-        raise UserError("a path is empty: give a folder or a file, such as . for this folder")
+        raise UserError("The path is empty: pass a file or a folder, such as . for this folder.")
     scheme, has_scheme, rest = text.partition("://")
     for part in (rest or scheme).split("/"):
         if len(part.encode(errors="surrogateescape")) > LONGEST:
-            raise UserError(f"the name {part[:30]}… has more than {LONGEST} bytes: give a shorter one")
+            raise UserError(f"The name {part[:30]}… has more than {LONGEST} bytes: use a shorter one.")
     if not has_scheme:
         return Path(text)
     if scheme in BUCKETS and not rest.partition("/")[0]:
-        raise UserError(f"{text} names no bucket: give {scheme}://BUCKET/FOLDER")
+        raise UserError(f"{text} has no bucket: pass {scheme}://BUCKET/FOLDER.")
     try:
         path = epath.Path(text)
     except KeyError:
-        raise UserError(f"{text} is nothing that can be written to: give a folder, or gs://BUCKET/FOLDER") from None
-    if find_spec("tensorflow") is None:  # which epath takes where it is
+        raise UserError(f"Cannot open {text}: pass a folder, or gs://BUCKET/FOLDER.") from None
+    if find_spec("tensorflow") is None:  # epath prefers TensorFlow
         try:
             import fsspec
 
             fsspec.get_filesystem_class(scheme)
         except ImportError as error:
-            raise UserError(f"{text} cannot be reached from here ({first_words(error)}): do that") from error
+            package = "mcomb[gcs]" if scheme == "gs" else "that package"
+            raise UserError(f"Cannot open {text} ({first_words(error)}): install {package}.") from error
     return path
 
 
 def in_store(path: AnyPath) -> bool:
-    """Whether a path is one in an object store."""
+    """Return whether a path is in an object store."""
     return not isinstance(path, Path)
 
 
 def absolute(path: AnyPath) -> AnyPath:
-    """The path from the root of all folders on; in a store every path is."""
+    """Return the absolute path; paths in a store are always absolute."""
     return path.absolute() if isinstance(path, Path) else path
 
 
 def require_folder(path: AnyPath) -> None:
-    """An error unless the folder that a file is to be written into is there; a store needs none."""
+    """Raise an error unless the folder of a file exists; a store needs no folders."""
     if isinstance(path, Path) and not path.parent.is_dir():
-        raise UserError(f"{path} cannot be written, there is no folder {path.parent}: make it first")
+        raise UserError(f"Cannot write {path}, because there is no folder {path.parent}: create it first.")
 
 
 @contextmanager
 def atomic(path: AnyPath) -> Iterator[Path]:
-    """A temporary path to write to, renamed to `path` once all is written; put there whole, if it is in a store."""
+    """Yield a temporary path to write to, then rename it to `path`, or upload it if `path` is in a store."""
     if not isinstance(path, Path):
         with tempfile.TemporaryDirectory() as folder:
             yield (written := Path(folder, path.name))
@@ -82,7 +83,7 @@ def atomic(path: AnyPath) -> Iterator[Path]:
     try:
         yield temporary
         with temporary.open("r+b") as file:
-            os.fsync(file.fileno())  # or a machine that fails could keep the name without the content
+            os.fsync(file.fileno())  # otherwise a crash could keep the name without the content
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -90,7 +91,7 @@ def atomic(path: AnyPath) -> Iterator[Path]:
 
 @contextmanager
 def readable(path: AnyPath) -> Iterator[Path]:
-    """A path of a file system to read from: the path itself, or that of a copy of what is in a store."""
+    """Yield a local path to read from: the path itself, or a local copy of an object in a store."""
     if isinstance(path, Path):
         yield path
         return
@@ -100,17 +101,17 @@ def readable(path: AnyPath) -> Iterator[Path]:
 
 
 def read_text(path: AnyPath) -> str:
-    """The text of a file; of bytes that are none, a sign for each."""
+    """Read text, replacing undecodable bytes."""
     return path.read_bytes().decode(errors="replace")
 
 
 def modified(path: AnyPath) -> float:
-    """When a file was written, in seconds since 1970."""
+    """Return the modification time of a file, in seconds since 1970."""
     return path.stat().st_mtime if isinstance(path, Path) else float(path.stat().mtime)
 
 
 def remove_folder(folder: AnyPath) -> None:
-    """Removes a folder and all in it, if it is there."""
+    """Remove a folder and its contents, if it exists."""
     if isinstance(folder, Path):
         shutil.rmtree(folder, ignore_errors=True)
     else:
@@ -118,13 +119,13 @@ def remove_folder(folder: AnyPath) -> None:
 
 
 def write_json(path: AnyPath, value: Mapping[str, Any]) -> None:
-    """Writes a JSON file with a digest of itself, whole or not at all."""
+    """Write a JSON file with a digest of its content, atomically."""
     with atomic(path) as temporary:
         temporary.write_text(json.dumps(seal(value, str(path)), indent=1) + "\n")
 
 
 def read_json(path: AnyPath) -> dict[str, Any] | None:
-    """What `write_json` wrote; None if it is not there or anything in it has changed."""
+    """Read a file from `write_json`; return None if it is missing or was changed."""
     try:
         return unseal(read_text(path))
     except FileNotFoundError:
@@ -132,16 +133,16 @@ def read_json(path: AnyPath) -> dict[str, Any] | None:
 
 
 def seal(value: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """The value with a digest of itself; a number that is not finite, which JSON has not, is an error that names it."""
+    """Add a digest of its content to a value; raise an error that names any number that is not finite."""
     for where, number in _numbers(value, what):
         if not math.isfinite(number):
-            raise UserError(f"{where} is {number}: the networks or their combinations overflow, so give others")
+            raise UserError(f"{where} is {number}, because networks or combinations overflow: use other networks.")
     plain: dict[str, Any] = json.loads(json.dumps(value))
     return plain | {"digest": _digest(plain)}
 
 
 def unseal(text: str) -> dict[str, Any] | None:
-    """The value that was sealed and then written as this text; None if any of it has changed."""
+    """Parse a sealed value; return None if it was changed."""
     try:
         value = json.loads(text)
         found = value.pop("digest")
@@ -155,7 +156,7 @@ def _digest(value: Any) -> str:
 
 
 def _numbers(value: Any, where: str) -> Iterator[tuple[str, float]]:
-    """The floats in a JSON value, each with its place."""
+    """Yield the floats in a JSON value with their locations."""
     if isinstance(value, float):
         yield where, value
     inner = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
@@ -164,7 +165,7 @@ def _numbers(value: Any, where: str) -> Iterator[tuple[str, float]]:
 
 
 def make_writable(folder: AnyPath) -> AnyPath:
-    """The folder, made if need be; an error that names it if nothing can be written there."""
+    """Create a folder if necessary; raise an error if it is not writable."""
     if not isinstance(folder, Path):
         return _try_to_write(folder)
     try:
@@ -172,18 +173,18 @@ def make_writable(folder: AnyPath) -> AnyPath:
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except OSError as error:
-        raise UserError(f"cannot write to {folder} ({error.strerror}): give another --out") from error
+        raise UserError(f"Cannot write to {folder} ({error.strerror}): pass another --out.") from error
 
 
 def _try_to_write(folder: AnyPath) -> AnyPath:
-    """The folder in a store, which needs no making; an error if no object can be written there and removed."""
+    """Write and remove an object in a store's folder; raise an error if that fails."""
     probe = folder / f".{os.getpid()}-writable"
     try:
         probe.write_bytes(b"")
         probe.unlink()
-    except Exception as error:  # each store has its own
+    except Exception as error:  # each store raises its own errors
         reason = "no such bucket" if isinstance(error, FileNotFoundError) else first_words(error)
         raise UserError(
-            f"cannot write to {folder} ({reason}): see to bucket and rights, or give another --out"
+            f"Cannot write to {folder} ({reason}): check the bucket and its permissions, or pass another --out."
         ) from error
     return folder

@@ -1,11 +1,11 @@
-"""Names of weights in other people's files: a small table from their names and layouts to those of a JAX function.
+r"""Translate names and layouts of weights in PyTorch and other files to those of a JAX function, with a table.
 
-    Row(r"layer(\\d+)\\.weight", r"dense\\1/kernel", (1, 0))
+    Row(r"layer(\d+)\.weight", r"dense\1/kernel", (1, 0))
 
-says that `layer3.weight`, a matrix, is `dense3/kernel` with its axes in the order (1, 0). A pattern is a regular
-expression for a whole name; a row with axes fits only arrays with as many; the first row that fits counts. What is left
-of a name's dots becomes slashes. Every name must fit a row, and no two may become the same. A row with the name `-`
-leaves arrays out. Where names begin with Flax's `batch_stats/`, those of all other arrays begin with `params/`.
+maps the matrix `layer3.weight` to `dense3/kernel` with its axes in the order (1, 0). A pattern is a regular expression
+for a whole name. A row with axes matches only arrays with as many axes. The first matching row applies. Remaining dots
+in a name become slashes. Every name must match a row, and no two names may become equal. A row with the name `-` drops
+arrays. If some names start with Flax's `batch_stats/`, all other names get the prefix `params/`.
 """
 
 import re
@@ -20,7 +20,7 @@ from mcomb.trees import Array
 
 
 class Row(NamedTuple):
-    """Names that fit the pattern become `name`; the axes of their arrays are transposed, if an order is given."""
+    """A rule: names that match the pattern become `name`, and their arrays are transposed if `axes` is set."""
 
     pattern: str
     name: str
@@ -32,7 +32,7 @@ LEFT_OUT = "-"
 COLLECTIONS = "params/", "batch_stats/"  # Flax's
 
 TABLES: Mapping[str, Table] = {
-    # PyTorch's layouts under its own module names: Embedding (by its name), Linear, Conv1d to Conv3d, and norms.
+    # PyTorch's layouts under its module names: Embedding (recognised by name), Linear, Conv1d to Conv3d, and norms.
     "pytorch": (
         Row(r"((?:.*\.)?[^.]*(?:emb|Emb|wte|wpe)[^.]*)\.weight", r"\1/embedding", (0, 1)),
         Row(r"(.*)\.weight", r"\1/kernel", (1, 0)),
@@ -42,7 +42,7 @@ TABLES: Mapping[str, Table] = {
         Row(r"(.*)\.running_(mean|var)", r"batch_stats/\1/\2"),
         Row(r".*\.num_batches_tracked", LEFT_OUT),
     ),
-    # Git Re-Basin's ResNet-20, laid out as the one here.
+    # Git Re-Basin's ResNet-20, which has the layouts of the one here.
     "git-re-basin": (
         Row(r"conv1/kernel", "conv0/kernel"),
         Row(r"norm1/(\w+)", r"norm0/\1"),
@@ -55,19 +55,20 @@ TABLES: Mapping[str, Table] = {
 
 
 def read_table(name: str) -> Table:
-    """The table of this name, or that in a text file: in each line a pattern, a name and, if need be, axes as 1,0.
+    """Return the table with this name, or read one from a text file.
 
-    A line with nothing but the name of a table stands for the rows of that table.
+    Each line has a pattern, a name and optionally axes such as 1,0. A line that is only the name of a table includes
+    the rows of that table.
     """
     if name in TABLES:
         return TABLES[name]
     path = Path(name)
     if not path.is_file():
-        raise UserError(f"there are no names {name}: give {', '.join(TABLES)} or a file with a table")
+        raise UserError(f"Unknown names {name}: pass {', '.join(TABLES)} or a file with a table.")
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is no text ({error.reason}): give a table of names") from error
+        raise UserError(f"{path} is not a text file ({error.reason}): pass a table of names.") from error
     rows: list[Row] = []
     for number, line in enumerate(lines, 1):
         pattern, *rest = line.split() or ["#"]
@@ -81,12 +82,14 @@ def read_table(name: str) -> Table:
             order = tuple(int(axis) for axis in rest[1].split(",")) if len(rest) > 1 else None
             rows.append(Row(pattern, rest[0], order))
         except (ValueError, IndexError, re.error) as error:
-            raise UserError(f"line {number} of {path} is no row ({error}): give a pattern, a name and axes") from error
+            raise UserError(
+                f"Line {number} of {path} is not a row ({error}): write a pattern, a name and axes."
+            ) from error
     return rows
 
 
 def to_ours(table: Table, theirs: Mapping[str, Array]) -> dict[str, Any]:
-    """Arrays under the function's own names and in its layouts."""
+    """Return arrays with the function's names and layouts."""
     return {
         new: array if axes is None else np.transpose(array, axes)
         for (new, axes), array in zip(_renamed(table, theirs), theirs.values(), strict=True)
@@ -95,7 +98,7 @@ def to_ours(table: Table, theirs: Mapping[str, Array]) -> dict[str, Any]:
 
 
 def to_theirs(table: Table, ours: Mapping[str, Array], like: Mapping[str, Array]) -> dict[str, Any]:
-    """Arrays under the names and in the layouts of those in `like`, which `to_ours` took or left out."""
+    """Return arrays with the names and layouts of those in `like`, the inverse of `to_ours`."""
     found = {}
     for (new, axes), (name, array) in zip(_renamed(table, like), like.items(), strict=True):
         own = np.asarray(array if new == LEFT_OUT else ours[new])
@@ -104,7 +107,7 @@ def to_theirs(table: Table, ours: Mapping[str, Array], like: Mapping[str, Array]
 
 
 def _renamed(table: Table, theirs: Mapping[str, Array]) -> list[tuple[str, tuple[int, ...] | None]]:
-    """The new name of each array, and the new order of its axes."""
+    """Return the new name of each array, and the new order of its axes."""
     renamed: list[tuple[str, tuple[int, ...] | None]] = []
     taken: dict[str, str] = {}
     for name, array in theirs.items():
@@ -113,14 +116,14 @@ def _renamed(table: Table, theirs: Mapping[str, Array]) -> list[tuple[str, tuple
         )
         row, found = next(((row, found) for row, found in rows if found), (None, None))
         if row is None or found is None:
-            raise UserError(f"no row of the table of names fits {name} of shape {array.shape}: add one")
+            raise UserError(f"No row of the table of names matches {name} of shape {array.shape}: add one.")
         try:
             new = found.expand(row.name).replace(".", "/")
         except (re.error, IndexError) as error:
-            problem = f"the table's name {row.name} cannot be made of {name} ({error})"
-            raise UserError(f"{problem}: mend the table of names") from error
+            problem = f"Cannot expand the name {row.name} of the table for {name} ({error})"
+            raise UserError(f"{problem}: fix the table of names.") from error
         if new in taken and new != LEFT_OUT:
-            raise UserError(f"{name} and {taken[new]} both become {new}: mend the table of names")
+            raise UserError(f"{name} and {taken[new]} both become {new}: fix the table of names.")
         taken[new] = name
         renamed.append((new, None if new == LEFT_OUT else row.axes))
     if any(new.startswith("batch_stats/") for new, _ in renamed):

@@ -1,4 +1,4 @@
-"""Activation matching: the order of one network's units in which they are active when another's are."""
+"""Activation matching: maximise the correlation between the activations of matched units."""
 
 import math
 import warnings
@@ -24,16 +24,16 @@ from mcomb.symmetry.spec import Layout, Perms, PermutationSpec
 from mcomb.trees import Apply, Array, Inputs, Params, count_examples, map_examples, output_shapes, require_finite_result
 
 Scores = dict[str, Float[np.ndarray, "..."]]
-"""For each permutation the score of each unit of A with each of B.
+"""The score of each unit of A with each unit of B, for each permutation.
 
-The indices are those of A's unit, then those of B's that can be permuted. For the dimensions of heads they are
+The indices are those of A's unit, then those of B's unit that can be permuted. For the dimensions of heads, they are
 [head of A, dimension of A, head of B, dimension of B].
 """
 
-TIE = 1e-4  # scores that differ by less, in parts of the largest, do not tell units apart
+TIE = 1e-4  # scores that differ by less than this fraction of the largest count as equal
 
 Active = dict[str, list[Intermediate]]
-"""For each permutation, the arrays in which its units are active."""
+"""The arrays that contain the activations of each permutation's units."""
 
 
 def match_activations(
@@ -46,18 +46,30 @@ def match_activations(
     inner_products: bool = False,
     batch_size: int = BATCH,
 ) -> Matching:
-    """The matching of `b` to `a` in which the correlations of matched units' activations are highest in sum.
+    """Match `b` to `a` by maximising the sum of correlations between matched units' activations.
 
-    A unit's activations are what the next layers' weights see of it, over all inputs and positions. Where a
-    permutation's units are active in several arrays, as along a residual stream, the mean correlation counts. With
-    `inner_products`, inner products of activations take the place of correlations. The first axis of `inputs` is that
-    of examples, and each example is evaluated by itself.
+    A unit's activations are the values that the next layers multiply with their weights, over all inputs and positions.
+    If several arrays contain a permutation's units, as along a residual stream, their mean correlation counts.
 
-    Weights decide between units that activations do not tell apart, such as those that never vary, or are multiples of
-    one another: where correlations are as high to a ten-thousandth. Units of which none varies, as with a single input,
-    and units that are active in no array that can be looked at, because they are only inside branches, while loops or a
-    shard_map, between parameters, in entries of a stack that are read one by one, or in rows that are sorted by group,
-    are matched by weights alone. A warning names them.
+    Weights break ties between units with correlations that agree to one part in ten thousand, such as units that are
+    constant or multiples of one another. Two kinds of permutations are matched by weights alone, and a warning names
+    them:
+
+    - All units are constant, as with a single input.
+    - No visible array contains the units. They occur only inside branches, while loops or a shard_map, between
+      parameters, in entries of a stack that are read separately, or in rows that are sorted by group.
+
+    Args:
+        spec: The symmetries of both networks.
+        a: Parameters of the network that stays unchanged.
+        b: Parameters of the network whose units move.
+        apply: The function that both networks belong to.
+        inputs: Inputs with examples along the first axis. Each example is evaluated separately.
+        inner_products: Use inner products of activations instead of correlations.
+        batch_size: Number of inputs that a device processes at once.
+
+    Returns:
+        The matching.
     """
     check_networks(spec, a, b)
     count_examples(inputs)
@@ -69,15 +81,15 @@ def match_activations(
     by_weights = tuple(name for name in spec.sizes if name not in perms)
     if silent := [name for name in by_weights if name in every]:
         warnings.warn(
-            f"units of {list_some(silent)} never vary over these inputs, of which each is evaluated by itself: they "
-            "are matched by weights",
+            f"Units of {list_some(silent)} are constant over these inputs, of which each is evaluated separately: "
+            "matching them by weights.",
             stacklevel=2,
         )
     if unseen := [name for name in by_weights if name not in every]:
         warnings.warn(
-            f"units of {list_some(unseen)} are only inside branches, while loops or a shard_map, between parameters, "
-            "in entries of a stack or in rows that are sorted by group, where activations cannot be compared: they are "
-            "matched by weights",
+            f"Units of {list_some(unseen)} are only inside branches, while loops or a shard_map, between parameters, "
+            "in entries of a stack or in rows that are sorted by group, where activations cannot be compared: matching "
+            "them by weights.",
             stacklevel=2,
         )
     parts = list(weight_parts(spec, a, b))
@@ -90,10 +102,10 @@ def match_activations(
 def correlations(
     spec: PermutationSpec, a: Params, b: Params, apply: Apply, inputs: Inputs, *, batch_size: int = BATCH
 ) -> dict[str, Float[np.ndarray, "..."]]:
-    """Pearson's correlation of each unit of A with the same unit of B, over all inputs and positions.
+    """Return Pearson's correlation of each unit of A with the same unit of B, over all inputs and positions.
 
-    It is the mean over the arrays in which the unit is active, and over the units inside it. A unit that never
-    changes, or that is active nowhere, correlates with nothing.
+    It is averaged over the arrays that contain the unit, and over the units nested in it. The correlation is zero for
+    units that are constant or in no array.
     """
     return _same_units(spec, _scores(spec, a, b, apply, inputs, kind="correlation", batch_size=batch_size))
 
@@ -101,15 +113,15 @@ def correlations(
 def variances(
     spec: PermutationSpec, params: Params, apply: Apply, inputs: Inputs, *, batch_size: int = BATCH
 ) -> dict[str, Float[np.ndarray, "..."]]:
-    """The variance of each unit's activations over all inputs and positions.
+    """Return the variance of each unit's activations over all inputs and positions.
 
-    It is the mean over the arrays in which the unit is active, and over the units inside it.
+    It is averaged over the arrays that contain the unit, and over the units nested in it.
     """
     return _same_units(spec, _scores(spec, params, params, apply, inputs, kind="covariance", batch_size=batch_size))
 
 
 def _same_units(spec: PermutationSpec, scores: Scores) -> dict[str, Float[np.ndarray, "..."]]:
-    """The score of each unit of A with the same unit of B; zero of units that are active nowhere."""
+    """Return the score of each unit of A with the same unit of B; zero for units in no array."""
     result: dict[str, np.ndarray] = {}
     for name in _innermost_first(spec):
         values = [result[other].mean(-1) for other in spec.nested_in(name)]
@@ -121,10 +133,10 @@ def _same_units(spec: PermutationSpec, scores: Scores) -> dict[str, Float[np.nda
 
 
 def _best_permutations(spec: PermutationSpec, scores: Scores) -> Perms:
-    """The permutations of the highest scores; none of units without scores.
+    """Return the permutations with the highest scores, without those that have no scores.
 
-    What is inside a unit, such as the dimensions of a head, is matched for each pair of units: a head's score with
-    another is that of the best order of its dimensions.
+    Nested units, such as the dimensions of a head, are matched for each pair of outer units. The score of two heads is
+    that of the best order of their dimensions.
     """
     scores = dict(scores)
     for name in _innermost_first(spec):
@@ -139,10 +151,10 @@ def _best_permutations(spec: PermutationSpec, scores: Scores) -> Perms:
 
 
 def _as_weights(spec: PermutationSpec, scores: Scores, parts: Sequence[WeightPart]) -> Iterator[WeightPart]:
-    """The scores as weights, larger than any others: inner products of units are their scores, times a large factor.
+    """Yield weights whose inner products are the scores, scaled to outweigh all real weights.
 
-    Such a part has a row for each unit of B. In it A's units have their scores with that one; of B's own, that one has
-    1 and the others 0. Units and what is inside them have one factor.
+    Each part has one row for each unit of B. In this row, A's units have their scores with that unit; B's unit has 1
+    and its other units have 0. Units and the units nested in them share one scale.
     """
     weights_a, weights_b = [(part.labels, part.a) for part in parts], [(part.labels, part.b) for part in parts]
     families: dict[str, list[str]] = {}
@@ -163,7 +175,7 @@ def _as_weights(spec: PermutationSpec, scores: Scores, parts: Sequence[WeightPar
 
 
 def _largest_norm(spec: PermutationSpec, name: str, arrays: Iterable[tuple[Sequence[Layout], np.ndarray]]) -> float:
-    """The largest norm of the weights of a unit, from arrays with the names of their axes."""
+    """Return the largest norm of the weights of a unit, given arrays and the labels of their axes."""
     squares = np.zeros(spec.shape(name))
     for labels, weights in arrays:
         for axis in [axis for axis, label in enumerate(labels) if label == name]:
@@ -174,14 +186,14 @@ def _largest_norm(spec: PermutationSpec, name: str, arrays: Iterable[tuple[Seque
 
 
 def _innermost_first(spec: PermutationSpec) -> list[str]:
-    """The names of the permutations, those of the dimensions of heads before those of the heads."""
+    """Return the names of the permutations, with nested ones such as the dimensions of heads first."""
     return sorted(spec.sizes, key=lambda name: -len(spec.shape(name)))
 
 
 def _score_matrices(spec: PermutationSpec, name: str, scores: np.ndarray, perms: Perms) -> Float[np.ndarray, "... n n"]:
-    """The scores of each assignment problem, given the outer permutations.
+    """Return the scores of each assignment problem, given the outer permutations.
 
-    For the dimensions of heads it is that of A's head h with B's head perms["heads"][h], for each h.
+    For the dimensions of heads, the problem of A's head h is the one with B's head perms["heads"][h].
     """
     batch_axes = spec.batched_over.get(name, ())
     coordinates = dict(zip(batch_axes, np.indices(spec.shape(name)[:-1], sparse=True), strict=True))
@@ -195,9 +207,9 @@ def _score_matrices(spec: PermutationSpec, name: str, scores: np.ndarray, perms:
 def _scores(
     spec: PermutationSpec, a: Params, b: Params, apply: Apply, inputs: Inputs, *, kind: str, batch_size: int
 ) -> Scores:
-    """The scores of all permutations but those whose units are only active with what is inside them.
+    """Return the scores of all permutations, except those whose units occur only together with nested units.
 
-    Which `kind` there is, `Moments.score` says.
+    `kind` is that of `CrossMoments.score`.
     """
     mesh = device_mesh()
     sizes, args = Sizes(1, min(batch_size, -(-count_examples(inputs) // mesh.size))), replicate((a, b, inputs))
@@ -205,7 +217,7 @@ def _scores(
     flat_scores = jax.device_get(program(*args))
     scores = {}
     for name, score in flat_scores.items():
-        require_finite_result(f"activations of {name}", score, inputs, a, b)
+        require_finite_result(f"Activations of {name}", score, inputs, a, b)
         batch_axes = spec.batched_over.get(name, ())
         fixed, permuted = _fixed_and_permuted(spec, batch_axes)
         units = [spec.sizes[other] for other in (*permuted, name)]
@@ -216,14 +228,14 @@ def _scores(
 
 
 def _fixed_and_permuted(spec: PermutationSpec, names: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """The axes that are fixed, and those that are permuted."""
+    """Return the fixed axes and the permuted axes among these names."""
     return [name for name in names if name in spec.fixed], [name for name in names if name in spec.sizes]
 
 
-class Moments(NamedTuple):
-    """The means of units of A and of B, and the sums of squares and products of deviations from them.
+class CrossMoments(NamedTuple):
+    """The means of units of A and B, and the sums of squares and products of their deviations.
 
-    There are separate units at each position along the fixed axes, which are the batch.
+    Each position along the fixed axes, which form the batch, has separate units.
     """
 
     mean_a: Float[Array, "batch units"]
@@ -232,14 +244,14 @@ class Moments(NamedTuple):
     squares_b: Float[Array, "batch units"]
     products: Float[Array, "batch units units"]
 
-    def about(self, mean_a: Array, mean_b: Array, count: Array) -> "Moments":
-        """The moments of `count` samples about other means."""
+    def about(self, mean_a: Array, mean_b: Array, count: Array) -> "CrossMoments":
+        """Return the moments of `count` samples about other means."""
         da, db = self.mean_a - mean_a, self.mean_b - mean_b
         squares = self.squares_a + count * da**2, self.squares_b + count * db**2
-        return Moments(mean_a, mean_b, *squares, self.products + count * _outer(da, db))
+        return CrossMoments(mean_a, mean_b, *squares, self.products + count * _outer(da, db))
 
     def score(self, count: Array, kind: str) -> Float[Array, "batch units units"]:
-        """The correlation, the covariance or the mean product of each unit of A with each of B."""
+        """Return the correlation, covariance or mean product of each unit of A with each unit of B."""
         if kind == "product":
             return self.products / count + _outer(self.mean_a, self.mean_b)
         if kind == "covariance":
@@ -268,9 +280,9 @@ def _compare(
     b: Params,
     inputs: Inputs,
 ) -> dict[str, Float[Array, "batch units units"]]:
-    """For each permutation the mean of its scores over the arrays with its units, in one pass over all inputs."""
-    # Each example runs alone: so the first axis of every array is theirs, and those that pad the last batch can be
-    # left out. Of each network the arrays are found in the trace that is evaluated.
+    """Return the scores of each permutation, averaged over the arrays with its units, in one pass over all inputs."""
+    # Each example runs separately, so that every array has examples along its first axis and padding can be dropped.
+    # The arrays of each network come from the trace that is evaluated.
     example = jax.tree.map(lambda x: x[:1], inputs)
     try:
         output_shapes(apply, a, example)
@@ -279,16 +291,16 @@ def _compare(
         if "shard_map" not in str(error):
             raise
         raise UserError(
-            "the function has a shard_map that cannot share one example out among devices, but activation matching "
-            "looks at each example by itself: match by weights, or give it a function without the shard_map"
+            "The function has a shard_map that cannot split a single example between devices, but activation matching "
+            "evaluates each example separately: match by weights, or pass a function without the shard_map."
         ) from error
     active_a, active_b = (unit_activations(spec, network) for network in networks)
     for name in active_a.keys() | active_b.keys():
         in_a, in_b = ([array.signature for array in active.get(name, ())] for active in (active_a, active_b))
         if in_a != in_b:
             raise UserError(
-                f"the units of {name} are active in {len(in_a)} arrays of one network and in {len(in_b)} of the other, "
-                "or in others, which their dtypes must be the reason of: give both networks in one dtype"
+                f"The units of {name} are in {len(in_a)} arrays of A and in {len(in_b)} or different arrays of B, "
+                "probably because their dtypes differ: use one dtype for both networks."
             )
 
     def activations(network: Intermediates, active: Active, params: Params, examples: Inputs) -> dict[str, list[Array]]:
@@ -309,9 +321,9 @@ def _compare(
             moments = _map_moments(update, moments, of_a(a, examples), of_b(b, examples))
             return (count + weight.sum(), moments), None
 
-        def over_devices(local: Moments) -> Moments:
+        def over_devices(local: CrossMoments) -> CrossMoments:
             mean_a, mean_b = (jax.lax.psum(mean * count, AXIS) / total for mean in local[:2])
-            return Moments(mean_a, mean_b, *jax.lax.psum(local.about(mean_a, mean_b, count)[2:], AXIS))
+            return CrossMoments(mean_a, mean_b, *jax.lax.psum(local.about(mean_a, mean_b, count)[2:], AXIS))
 
         zeros = jax.tree.map(_zero_moments, jax.eval_shape(of_a, a, jax.tree.map(lambda x: x[0], batches[0])))
         (count, moments), _ = jax.lax.scan(add, (jnp.zeros(()), zeros), batches)
@@ -325,27 +337,27 @@ def _compare(
 
 
 def _map_moments(function: Callable[..., Any], *trees: Any) -> Any:
-    """`jax.tree.map`, with the moments in the first tree as its leaves."""
-    return jax.tree.map(function, *trees, is_leaf=lambda node: isinstance(node, Moments))
+    """Apply `jax.tree.map` with the moments in the first tree as leaves."""
+    return jax.tree.map(function, *trees, is_leaf=lambda node: isinstance(node, CrossMoments))
 
 
-def _zero_moments(units: jax.ShapeDtypeStruct) -> Moments:
-    """The moments before the first example."""
+def _zero_moments(units: jax.ShapeDtypeStruct) -> CrossMoments:
+    """Return the moments before the first example."""
     batch, _, _, count = units.shape
     zeros = jnp.zeros((batch, count))
-    return Moments(zeros, zeros, zeros, zeros, _outer(zeros, zeros))
+    return CrossMoments(zeros, zeros, zeros, zeros, _outer(zeros, zeros))
 
 
 def _add_batch(
     count: Float[Array, ""],
     weight: Float[Array, "examples"],
-    moments: Moments,
+    moments: CrossMoments,
     a: Float[Array, "batch examples samples units"],
     b: Float[Array, "batch examples samples units"],
-) -> Moments:
-    """The moments of `count` examples and of new ones: those of weight 1, not the padding of weight 0.
+) -> CrossMoments:
+    """Add a batch to the moments of `count` examples; the padding in the batch has weight 0.
 
-    An example counts as the mean of its samples.
+    Each example counts as the mean of its samples.
     """
 
     def centred(values: Array, mean: Array) -> Array:
@@ -358,16 +370,16 @@ def _add_batch(
     a, b = centred(a, means[0]), centred(b, means[1])
     old = moments.about(*means, count)
     squares = old.squares_a + (a**2).mean(2).sum(1), old.squares_b + (b**2).mean(2).sum(1)
-    return Moments(*means, *squares, old.products + jnp.einsum("besi,besj->bij", a, b) / a.shape[2])
+    return CrossMoments(*means, *squares, old.products + jnp.einsum("besi,besj->bij", a, b) / a.shape[2])
 
 
 def _units(
     spec: PermutationSpec, name: str, layouts: tuple[Layout, ...], values: Array
 ) -> Iterator[Float[Array, "batch examples samples units"]]:
-    """The activations of a permutation's units, from each part of an array that has them but not what is inside.
+    """Yield the activations of a permutation's units, from each part of an array without nested units.
 
-    A unit is a position along the permutation and along the permuted axes that it is batched over; the fixed ones
-    are the batch. Along other permutations, of which we do not know the order yet, activations are averaged.
+    A unit is a position along the permutation and along the permuted axes that it is batched over. The fixed axes are
+    the batch. Activations are averaged over other permutations, whose order is not known yet.
     """
     batch_axes, nested = spec.batched_over.get(name, ()), spec.nested_in(name)
     if jnp.iscomplexobj(values):

@@ -14,12 +14,16 @@ from mcomb.trees import Apply, Inputs, Labels, Params
 
 @dataclass(frozen=True, repr=False)
 class Alignment:
-    """Network B with its units in the order of A's.
+    """Network B with its units permuted to match A's.
 
     Attributes:
         params: B's parameters, permuted. They compute the same function as before.
-        matching: The permutations, and how close they bring B's weights to A's.
+        matching: The permutations, and how close B's weights get to A's.
         spec: The symmetries that the permutations belong to.
+
+    Examples:
+        >>> aligned = mcomb.align(apply, a, b, x)
+        >>> aligned.params, aligned.matching.perms
     """
 
     params: Params
@@ -45,12 +49,12 @@ def align(
     spec: PermutationSpec | None = None,
     loss: Objective = cross_entropy,
 ) -> Alignment:
-    """Align network `b` to network `a`.
+    """Permute the units of network `b` to match those of network `a`.
 
     Args:
         apply: The function that both networks belong to, called as `apply(params, inputs)`.
-        a: Parameters of the network that stays as it is.
-        b: Parameters of the network whose units are matched to A's.
+        a: Parameters of the network that stays unchanged.
+        b: Parameters of the network whose units are permuted.
         inputs: Example inputs. Weight matching reads only their shapes.
         labels: Labels of the inputs, for matchers that minimise the loss.
         matcher: A name (`"weights"`, `"activations"`, `"ste"`) or a configured matcher, such as
@@ -59,7 +63,7 @@ def align(
         loss: The loss, for matchers that minimise it.
 
     Returns:
-        The alignment: `.params` is B in the order of A's units.
+        The alignment. `.params` is B with its units in the order of A's.
 
     Raises:
         UserError: The networks do not fit each other or the spec, or the matcher lacks data.

@@ -1,4 +1,4 @@
-"""Aligning many networks: all of them brought into one common order of units, so that any two can be combined."""
+"""Align several networks to one common order of units, so that any two can be combined."""
 
 import itertools
 import math
@@ -18,12 +18,12 @@ from mcomb.symmetry.derive import derive_spec
 from mcomb.symmetry.spec import Perms, PermutationSpec, require_spec
 from mcomb.trees import Apply, Inputs, Params, require_alike
 
-TOLERANCE = 1e-6  # the rounds end when one adds less than this fraction of the objective
+TOLERANCE = 1e-6  # stop when a round adds less than this fraction of the objective
 
 
 @dataclass(frozen=True, repr=False)
 class MultiAlignment:
-    """Several networks in one common order of units.
+    """Several networks permuted to one common order of units.
 
     Attributes:
         params: Each network's parameters, permuted into the common order.
@@ -31,6 +31,10 @@ class MultiAlignment:
         spec: The symmetries that the permutations belong to.
         objective: The inner product of permuted weights, summed over all pairs of networks; higher is better.
         trace: The objective after each round of matching.
+
+    Examples:
+        >>> several = mcomb.align_many(apply, (a, b, c), x)
+        >>> midpoint = mcomb.combine(several.params[1], several.params[2], 0.5)
     """
 
     params: tuple[Params, ...]
@@ -53,6 +57,12 @@ class MultiAlignment:
 
         Returns:
             Permutations for `spec.apply`.
+
+        Raises:
+            UserError: There is no network with this index.
+
+        Examples:
+            >>> b_to_c = several.spec.apply(several.between(2, 1), b)
         """
         for index in (i, j):
             _require_index(index, len(self.perms))
@@ -68,7 +78,7 @@ def align_many(
     reference: int | None = 0,
     seed: int = 0,
 ) -> MultiAlignment:
-    """Align several networks by weights, so that any of them can be combined.
+    """Align several networks by weights, so that any two can be combined.
 
     Without a reference, each round visits the networks in a random order and matches each one to the sum of the
     others, until the objective stops growing (MergeMany of Git Re-Basin). The first round matches each network only to
@@ -94,9 +104,9 @@ def align_many(
     """
     count = len(networks) if isinstance(networks, Sequence) else 1
     if count < 2:
-        raise UserError(f"there is nothing to align in {count} networks: give a list of two or more parameter trees")
+        raise UserError(f"Cannot align fewer than two networks, but got {count}: pass a list of parameter trees.")
     for i, network in enumerate(networks):
-        require_alike("the networks to align", networks[0], network, ("network 0", f"network {i}"))
+        require_alike("The networks to align", networks[0], network, ("network 0", f"network {i}"))
     if reference is not None:
         _require_index(reference, count)
     if spec is None:
@@ -105,7 +115,7 @@ def align_many(
     perms, permuted = [spec.identity() for _ in networks], list(networks)
 
     def rematch(i: int, others: Sequence[int]) -> float:
-        """Matches network i to the sum of the others, and returns by how much their inner product grew."""
+        """Match network i to the sum of the others, and return the gain in their inner product."""
         target = _sum_of_networks([permuted[j] for j in others])
         matching = match_weights(spec, target, networks[i], start=perms[i], seed=seed)
         perms[i], permuted[i] = matching.perms, spec.apply(matching.perms, networks[i])
@@ -132,16 +142,16 @@ def align_many(
 
 def _require_index(index: int, count: int) -> None:
     if not isinstance(index, Integral) or index not in range(count):
-        raise UserError(f"there is no network {index!s:.50} among {count}: give an index from 0 to {count - 1}")
+        raise UserError(f"There is no network {index!s:.50} among {count}: pass an index from 0 to {count - 1}.")
 
 
 def _pairwise_objective(spec: PermutationSpec, networks: Sequence[Params]) -> float:
-    """The inner product of two networks' weights, summed over all pairs of networks."""
+    """Return the inner product of two networks' weights, summed over all pairs of networks."""
     return sum(objective(spec, a, b) for a, b in itertools.combinations(networks, 2))
 
 
 def _sum_of_networks(networks: Sequence[Params]) -> Params:
-    """The sum of the networks' weights, at least in float32; leaves that are not floats are those of the first."""
+    """Sum the networks' weights in float32 or wider; leaves that are not floats are the first network's."""
 
     def add(first: Any, *rest: Any) -> Any:
         if not jnp.issubdtype(jnp.result_type(first), jnp.floating):

@@ -1,4 +1,4 @@
-"""Matchers: configured ways of matching the units of network B to those of network A."""
+"""Configure matchers, which match the units of network B to those of network A."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,10 +20,13 @@ class Matcher:
     """A way to match units, with its options.
 
     Attributes:
-        name: The name to show.
+        name: The name to display.
         function: Called as `function(spec, a, b, **data, **options)`; returns a `Matching`.
         needs: The data that the function takes, among `apply`, `inputs`, `labels` and `loss`.
         options: Further keyword arguments of the function.
+
+    Examples:
+        >>> aligned = mcomb.align(apply, a, b, x, matcher=mcomb.weights(restarts=8))
     """
 
     name: str
@@ -49,11 +52,11 @@ class Matcher:
 
         Args:
             spec: The symmetries of both networks.
-            a: Parameters of the network that stays as it is.
+            a: Parameters of the network that stays unchanged.
             b: Parameters of the network whose units move.
             apply: The function that both networks belong to.
             inputs: Example inputs.
-            labels: Their labels, for matchers that minimise a loss.
+            labels: Labels of the inputs, for matchers that minimise a loss.
             loss: The loss, for matchers that minimise one.
 
         Returns:
@@ -61,6 +64,10 @@ class Matcher:
 
         Raises:
             UserError: The matcher needs data that are missing.
+
+        Examples:
+            >>> matching = mcomb.weights().match(spec, a, b)
+            >>> permuted = spec.apply(matching.perms, b)
         """
         given = {"apply": apply, "inputs": inputs, "labels": labels, "loss": loss}
         data = {name: given[name] for name in self.needs}
@@ -72,13 +79,15 @@ class Matcher:
 
 
 def weights(*, restarts: int = 1, seed: int = 0, start: Perms | None = None, coarse: bool = False) -> Matcher:
-    """Match by weights: permutation coordinate descent, Git Re-Basin's first algorithm. It needs no data.
+    """Match by weights: permutation coordinate descent, Git Re-Basin's first algorithm.
+
+    This matcher needs no data.
 
     Args:
-        restarts: Number of descents; the best result counts. They differ in their starting point and visiting order.
+        restarts: Number of descents, from different starting points and in different orders; the best result counts.
         seed: Seed of the visiting orders and random starting points.
         start: Permutations to start from instead of the identity.
-        coarse: Start each descent with one on the centres of convolution kernels, which is cheaper.
+        coarse: Precede each descent by a cheaper one on the centres of convolution kernels.
 
     Returns:
         A matcher for `align`.
@@ -94,11 +103,11 @@ def weights(*, restarts: int = 1, seed: int = 0, start: Perms | None = None, coa
 
 
 def activations(*, inner_products: bool = False, batch_size: int = BATCH) -> Matcher:
-    """Match by activations: maximise the correlation of matched units over the inputs.
+    """Match by activations: maximise the correlation between matched units over the inputs.
 
     Args:
         inner_products: Maximise inner products of activations instead of correlations.
-        batch_size: Number of inputs that a device evaluates at once.
+        batch_size: Number of inputs that a device processes at once.
 
     Returns:
         A matcher for `align`.
@@ -141,7 +150,7 @@ MATCHERS: dict[str, Callable[..., Matcher]] = {
 
 
 def as_matcher(matcher: str | Matcher) -> Matcher:
-    """Return a matcher from its name, with default options, or as it is."""
+    """Return the matcher with this name and default options; return matchers unchanged."""
     if isinstance(matcher, Matcher):
         return matcher
     if not isinstance(matcher, str) or matcher not in MATCHERS:

@@ -1,4 +1,4 @@
-"""What all matchers share: the result type, the objective that judges a result, and the assignment problem."""
+"""Define what all matchers share: the result type, the objective, and the assignment problem."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-import scipy  # its `optimize`, which is slow to import, is once it is needed
+import scipy  # imports `scipy.optimize`, which is slow, on first use
 from jaxtyping import Float, Int
 
 from mcomb.errors import UserError
@@ -16,16 +16,23 @@ from mcomb.trees import Params, is_inexact, named_leaves, require_alike, require
 
 @dataclass(frozen=True)
 class Matching:
-    """The permutations that bring network B into the order of network A, and how well they do it.
+    """The permutations that match network B to network A, and how well they do it.
 
-    - perms: index arrays for `spec.apply(perms, b)`.
-    - objective: the inner product of A's weights with B's permuted weights; higher is better.
-    - trace: the objective at the start and after each sweep over all permutations (or after each gradient step).
-    - tried: the final objective of every restart; the best one was kept.
-    - solved, skipped: how many visits to a permutation solved its assignment problem, and how many did not need to.
-    - by_weights: the permutations that activation matching had to leave to weight matching.
-    - losses: for matchers that minimise a loss, the held-out loss of the midpoint of A and permuted B, one for each
-      entry of `trace`.
+    Attributes:
+        perms: Index arrays for `spec.apply(perms, b)`, by the names of the permutations.
+        objective: The inner product of A's weights with B's permuted weights; higher is better.
+        trace: The objective at the start and after each sweep over all permutations, or after each gradient step.
+        tried: The final objective of each restart, of which the best was kept.
+        solved: The number of visits to a permutation that solved its assignment problem.
+        skipped: The number of visits that were skipped because nothing had changed.
+        by_weights: The permutations that activation matching left to weight matching.
+        losses: For matchers that minimise a loss, the held-out loss of the midpoint of A and permuted B, for each
+            entry of `trace`.
+
+    Examples:
+        >>> aligned = mcomb.align(apply, a, b, x)
+        >>> aligned.matching.trace[0] <= aligned.matching.objective
+        True
     """
 
     perms: Perms
@@ -39,9 +46,9 @@ class Matching:
 
 
 def check_networks(spec: PermutationSpec, a: Params, b: Params, start: Perms | None = None) -> None:
-    """Raises an error that names what keeps two networks from being matched, from the permutations `start`."""
+    """Raise an error unless two networks fit each other, the spec and the permutations `start`."""
     require_spec(spec)
-    require_alike("the networks to match", named_leaves(a), named_leaves(b))  # whatever their containers are
+    require_alike("The networks to match", named_leaves(a), named_leaves(b))  # containers may differ
     for name, params in {"network A": a, "network B": b}.items():
         spec.validate(params)
         require_finite(name, params)
@@ -50,14 +57,14 @@ def check_networks(spec: PermutationSpec, a: Params, b: Params, start: Perms | N
 
 
 def objective(spec: PermutationSpec, a: Params, b: Params, perms: Perms | None = None) -> float:
-    """The inner product of A's weights with B's weights, the latter permuted if `perms` is given."""
+    """Return the inner product of A's weights with B's weights, permuted if `perms` is given."""
     return inner_product(spec, weight_parts(spec, a, b), perms)
 
 
 class WeightPart(NamedTuple):
-    """The weights of A and of B in a part of a leaf where each axis belongs to at most one permutation.
+    """The weights of A and B in a part of a leaf in which each axis belongs to at most one permutation.
 
-    `labels` has, for each axis, the name of its permutation, or None or a size where the axis never moves. A fused
+    `labels` has the name of the permutation of each axis, or None or a size if the axis never moves. A fused
     query-key-value kernel of shape (8, 3 · 4), for example, can be a part of shape (8, 3, 4) with the labels
     ("stream", 3, "dims").
     """
@@ -68,9 +75,9 @@ class WeightPart(NamedTuple):
 
 
 def weight_parts(spec: PermutationSpec, a: Params, b: Params) -> Iterator[WeightPart]:
-    """Yields the weights of A and B part by part, in float32 or wider; leaves that are not floats are left out.
+    """Yield the weights of A and B part by part, in float32 or wider, without leaves that are not floats.
 
-    Complex weights are pairs of reals, along an axis of their own.
+    Complex weights become pairs of reals along an additional axis.
     """
     leaves_a, leaves_b = named_leaves(a), named_leaves(b)
     for name, layouts in spec.axes.items():
@@ -86,7 +93,7 @@ def weight_parts(spec: PermutationSpec, a: Params, b: Params) -> Iterator[Weight
 
 
 def inner_product(spec: PermutationSpec, parts: Iterable[WeightPart], perms: Perms | None) -> float:
-    """The inner product of A's weights with B's, permuted unless `perms` is None, summed over the parts."""
+    """Return the inner product of A's weights with B's, permuted unless `perms` is None, summed over the parts."""
     total = 0.0
     for labels, a, b in parts:
         permuted = b if perms is None else spec.permute_array(perms, labels, b)
@@ -97,28 +104,27 @@ def inner_product(spec: PermutationSpec, parts: Iterable[WeightPart], perms: Per
 def solve_assignment(
     scores: Float[np.ndarray, "*batch n n"], prices: Float[np.ndarray, "n"] | float = 0.0
 ) -> Int[np.ndarray, "*batch n"]:
-    """The column assigned to each row so that the assigned scores have the largest sum; one problem per batch entry.
+    """Assign a column to each row so that the sum of the assigned scores is largest, for each entry of the batch.
 
-    solve_assignment(np.array([[1, 5], [4, 9]])) is [0, 1]: 1 + 9 is more than 5 + 4.
+    solve_assignment(np.array([[1, 5], [4, 9]])) is [0, 1], because 1 + 9 is more than 5 + 4.
 
-    `prices` of the columns are taken off their scores. All assignments lose the same by that, so the best remains the
-    best; but with those of `fair_prices`, for scores that have changed little since, it is found in less time.
+    `prices` of the columns are subtracted from their scores. This lowers all assignments equally, so it does not change
+    the best one. With prices from `fair_prices`, the solver is faster if the scores have changed little since.
     """
     flat = scores.reshape(-1, *scores.shape[-2:])
     if not np.isfinite(flat).all():
-        raise UserError("units cannot be compared: inner products of their weights or activations are not finite")
-    costs = (np.subtract(prices, one, dtype=np.float64) for one in flat)  # what scipy minimises without a copy
+        raise UserError("Cannot compare units with non-finite inner products: scale weights or inputs down.")
+    costs = (np.subtract(prices, one, dtype=np.float64) for one in flat)  # the dtype that scipy needs no copy of
     return np.stack([scipy.optimize.linear_sum_assignment(one)[1] for one in costs]).reshape(scores.shape[:-1])
 
 
 def fair_prices(
     scores: Float[np.ndarray, "n n"], assigned: Int[np.ndarray, "n"], prices: Float[np.ndarray, "n"] | float = 0.0
 ) -> Float[np.ndarray, "n"]:
-    """Prices of the columns at which hardly a row would gain by having another column than the one assigned to it.
+    """Return prices of the columns at which few rows would prefer another column to their assigned one.
 
-    They rise from `prices`, each to what the column is worth to the row that would gain most from it. Other columns
-    become desirable by that; if it went on until none is, the prices would be the solution of the dual problem. Two
-    passes are as good for `solve_assignment`.
+    Starting from `prices`, each pass raises the price of a column to its value for the row that would gain most from
+    it. Repeated until convergence, this would solve the dual problem. Two passes are enough for `solve_assignment`.
     """
     own, fair = scores[np.arange(len(scores)), assigned], np.broadcast_to(np.float64(prices), len(scores))
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""The straight-through estimator: find a matching by gradient descent on the loss of the midpoint of A and B."""
+"""Straight-through estimator: find a matching by gradient descent on the loss of the midpoint of A and B."""
 
 import itertools
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ BATCH_SIZE = 100
 
 
 class Candidate(NamedTuple):
-    """The matching after some step: its objective, and the held-out loss of the midpoint of A and permuted B."""
+    """The permutations after a step, their objective, and the held-out loss of the midpoint of A and permuted B."""
 
     perms: Perms
     objective: float
@@ -62,35 +62,35 @@ def match_straight_through(
     learning_rate: float = 0.01,
     batch_size: int = BATCH_SIZE,
 ) -> Matching:
-    """The matching of `b` to `a` that a straight-through estimator finds (Git Re-Basin's third algorithm).
+    """Match `b` to `a` with a straight-through estimator (Git Re-Basin's third algorithm).
 
     It trains weights W that start as a copy of A, and always matches B to W. Each step has two parts:
-    1. The midpoint ½ (A + permuted B) is evaluated on a minibatch, and W moves against the gradient of its loss as if
-       W were the permuted B.
-    2. B is matched to W by weights, starting from its current permutations.
 
-    The first candidate is the plain weight matching of B to A, and each step adds one. The result is the candidate
-    whose midpoint has the lowest loss on the last tenth of the data, which is held out from the gradients. `trace` and
-    `losses` of the result have one entry for each candidate.
+    1. Evaluate the midpoint ½ (A + permuted B) on a minibatch, and move W against the gradient of the loss as if W were
+       the permuted B.
+    2. Match B to W by weights, starting from the current permutations.
 
-    A gradient is rescaled to the norm of A's weights, so `learning_rate` is relative to that norm. The length is given
-    in steps and not in epochs because each step costs a weight matching, however small its minibatch. A line is printed
-    if the best candidate is among the last tenth, because more steps may then find a better one. `loss` is that of
-    `evaluate`.
+    The first candidate is the weight matching of B to A, and each step adds one. The result is the candidate whose
+    midpoint has the lowest loss on the last tenth of the data, which is held out. `trace` and `losses` of the result
+    have one entry for each candidate.
+
+    Gradients are rescaled to the norm of A's weights, so that `learning_rate` is relative to that norm. The duration is
+    counted in steps, not epochs, because each step costs a weight matching, however small its minibatch. The matcher
+    prints a line if the best candidate is among the last tenth, because more steps may then find a better one.
     """
     for name, leaf in named_leaves(a).items():
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-            raise UserError(f"{name} is no float, and nothing can be learnt of it: match by weights or activations")
+            raise UserError(f"{name} is not a float and has no gradient: match by weights or activations.")
     check_networks(spec, a, b)
     labels = from_lists(labels)
-    # Without steps, or with steps of no length, it is weight matching.
+    # Zero steps, or a learning rate of zero, is weight matching.
     require_whole(0, steps=steps)
     require_whole(batch_size=batch_size)
     require_positive(learning_rate=learning_rate or 1.0)
     count = count_examples(inputs, labels)
     check_objectives({"loss": loss}, output_shapes(apply, a, inputs), labels, count)
     if count < 2:
-        raise UserError(f"{count} examples are too few, for some are held out: give at least two")
+        raise UserError(f"{count} examples are too few, because some are held out: pass at least two.")
     train_count = count - max(1, count // 10)  # the rest is held out
     a, inputs, labels = replicate((a, inputs, labels))
     held_out = jax.tree.map(lambda x: x[train_count:], (inputs, labels))
@@ -105,14 +105,16 @@ def match_straight_through(
     def batches() -> Iterator[tuple[Int32[np.ndarray, "1 b"], Any]]:
         for epoch in itertools.count():
             for rows in shuffled_rows(seed, epoch, train_count, min(batch_size, train_count)):
-                yield rows[None], (a, permuted, inputs, labels)  # `permuted` as the loop below has left it
+                yield rows[None], (a, permuted, inputs, labels)  # the current `permuted` of the loop below
 
     perms = from_first(match_weights, spec, a, b, seed=seed).perms
     permuted = replicate(spec.apply(perms, b))
     best = current = evaluate_candidate(perms, permuted)
     candidates = [current]
     optimizer = _optimizer(float(learning_rate))
-    start = initial_state(jax.tree.map(at_least_float32, a), optimizer)  # half precision would round steps away
+    start = initial_state(
+        jax.tree.map(at_least_float32, a), optimizer
+    )  # half precision would round small steps to zero
     fitting = fit(_midpoint_loss(apply, loss), start, batches(), optimizer, stream(seed))
     with progress_bar(steps, "step", "straight-through matching") as bar:
         for step in range(1, steps + 1):
@@ -143,37 +145,37 @@ def match_straight_through(
 
 def _diverged(where: str) -> Diverged:
     return Diverged(
-        f"the loss half way between the networks, or its gradient, is infinite or not a number {where}: "
-        "look for such numbers in the weights and in the inputs"
+        f"The loss of the midpoint, or its gradient, is infinite or not a number {where}: "
+        "check weights and inputs for large or non-finite values."
     )
 
 
-@cache  # returns the same function for the same arguments, so that it is compiled only once
+@cache  # the same function object for the same arguments, so that it is compiled only once
 def _midpoint_loss(apply: Apply, objective: Objective) -> Loss:
-    """The loss of the midpoint of A and permuted B, with its gradient passed straight through to the weights W."""
+    """Return the loss of the midpoint of A and permuted B, with gradients passed straight through to W."""
 
     def loss(weights: Params, rows: Int32[Array, "b"], given: Any, key: PRNGKeyArray) -> tuple[Float[Array, ""], None]:
         a, permuted, inputs, labels = given
-        # The value is that of the permuted B; the gradient is that with respect to W.
+        # The value is that of the permuted B, and the gradient is with respect to W.
         x, y = jax.tree.map(lambda leaf: leaf[rows], (inputs, labels))
         straight_through = jax.tree.map(lambda p, w: p + (w - jax.lax.stop_gradient(w)), permuted, weights)
         total, count = add_up(objective, apply(combine(a, straight_through, 0.5), x), y, rows >= 0)
-        return total / jnp.where(count == 0, 1, count), None  # a minibatch of padding alone has no gradient
+        return total / jnp.where(count == 0, 1, count), None  # a minibatch of only padding has no gradient
 
     return loss
 
 
-@cache  # returns the same optimiser for the same learning rate, so that it is compiled only once
+@cache  # the same optimizer object for the same learning rate, so that it is compiled only once
 def _optimizer(learning_rate: float) -> optax.GradientTransformation:
-    """SGD with momentum on gradients that are rescaled to the norm of the initial weights.
+    """Return SGD with momentum on gradients that are rescaled to the norm of the initial weights.
 
-    Unscaled, the size of a gradient depends on the network and on how good the midpoint already is.
+    The norm of an unscaled gradient depends on the network and on the loss of the midpoint.
     """
     norm = optax.tree_utils.tree_norm
 
     def rescale(gradient: Params, initial_norm: Array, params: Params = None) -> tuple[Params, Array]:
         size = norm(gradient)
-        vanishes = size < jnp.finfo(jnp.float32).tiny  # as where a loss saturates at 0: then there is no step
+        vanishes = size < jnp.finfo(jnp.float32).tiny  # take no step if the loss saturates at 0
         scale = jnp.where(vanishes, 0.0, initial_norm / jnp.where(vanishes, 1.0, size))
         return jax.tree.map(lambda g: scale * g, gradient), initial_norm
 

@@ -4,14 +4,15 @@ This is permutation coordinate descent (the paper's Algorithm 1). A sweep visits
 visit changes one permutation and keeps the others: it solves the assignment problem whose score (i, j) is the inner
 product of the weights of A's unit i with those of B's unit j.
 
-Computing the scores costs most of the time of wide networks, solving the problems that of trained ones, and four things
-save it:
-- Scores are kept. They are a sum over the positions of the neighbouring permutations, so at the next visit only the
-  positions that have changed are subtracted and added again.
-- A visit is skipped if no neighbouring permutation has changed since the last one.
-- Prices are kept (`fair_prices`), at which the next assignment problem is an easy one.
-- One thread solves a permutation's assignment problem while the scores of permutations that share no weights with it
-  are computed.
+Wide networks spend most of the time on computing scores, and trained networks on solving assignment problems. Four
+measures reduce it:
+
+- Cache scores. They are sums over the positions of the neighbouring permutations, so the next visit only updates the
+  positions that have changed.
+- Skip a visit if no neighbouring permutation has changed since the last one.
+- Cache prices (`fair_prices`), which make the next assignment problem easier.
+- Solve a permutation's assignment problem in one thread while computing the scores of permutations that share no
+  weights with it.
 """
 
 import itertools
@@ -46,12 +47,12 @@ from mcomb.trees import Array, Params
 
 T = TypeVar("T")
 
-BLOCK_SIZE = 1024  # positions that one matrix product sums over, and columns of the scores that it gives
-PRODUCTS_AT_ONCE = 4  # computed or waiting to be added, in an order that is the same on all machines
-SMALL = 64  # up to this size threads cost more than they save
+BLOCK_SIZE = 1024  # positions that one matrix product sums over, and columns of scores that it computes
+PRODUCTS_AT_ONCE = 4  # computed or waiting to be added, in the same order on all machines
+SMALL = 64  # up to this size, threads cost more than they save
 SOLVER_THREADS = 2  # assignment problems solved in parallel; each needs twice the memory of its scores
-SILENCE = 3.0  # seconds that a descent may take before it shows where it is
-GAIN_ROUNDINGS = 8  # a gain counts if it exceeds this many rounding errors of the scores that it is made of
+SILENCE = 3.0  # seconds before a descent shows its progress
+GAIN_ROUNDINGS = 8  # a gain counts if it exceeds this many rounding errors of its scores
 
 
 def match_weights(
@@ -64,16 +65,17 @@ def match_weights(
     restarts: int = 1,
     coarse: bool = False,
 ) -> Matching:
-    """The matching of `b` to `a` by permutation coordinate descent, from the permutations `start` or the identity.
+    """Match `b` to `a` by permutation coordinate descent, from the permutations `start` or the identity.
 
-    The descent ends at a local optimum, where changing any one permutation brings no gain. Which optimum depends on
-    where it starts and on the order of visits. With several `restarts` it runs as often, each time with an order of its
-    own, and the best result is kept: the first and the third from `start`, the second from permutations that are
-    matched one after the other, each by the weights it shares with those before (`_grow`), the fourth from random ones;
-    and so on, in turn.
+    The descent ends at a local optimum, where no change of a single permutation brings a gain. The optimum depends on
+    the starting point and on the order of visits.
 
-    With `coarse`, each descent is preceded by one on the centres of the convolution kernels only. That takes a
-    fraction of the products and leaves few sweeps for the full weights. It ends at another optimum, usually as good.
+    With several `restarts`, it runs repeatedly in different orders and keeps the best result. The starting points take
+    turns: `start`, permutations that are matched one by one with the weights they share with earlier ones (`_grow`),
+    `start` again, and random permutations.
+
+    With `coarse`, each descent is preceded by one on the centres of the convolution kernels. This costs a fraction of
+    the products and leaves few sweeps for the full weights. It ends at another optimum, which is usually as good.
     """
     check_networks(spec, a, b, start)
     require_whole(restarts=restarts)
@@ -95,10 +97,9 @@ def match_weights(
 
 
 def _grow(spec: PermutationSpec, parts: Sequence[WeightPart], start: Perms | None, order: Sequence[str]) -> Perms:
-    """The permutations of `order`, each matched once, by the weights on which only it and those before it act.
+    """Match each permutation in `order` once, by the weights that only it and already matched ones act on.
 
-    That which most weights tell of comes first. Of the weights between units of which neither are matched, only sums
-    tell something.
+    Match the most constrained permutation first. Weights between two unmatched permutations are only used in sums.
     """
     perms, todo = spec.identity() if start is None else dict(start), list(order)
 
@@ -121,15 +122,15 @@ def _grow(spec: PermutationSpec, parts: Sequence[WeightPart], start: Perms | Non
 
 
 def _sum_over(part: WeightPart, axes: tuple[int, ...]) -> WeightPart:
-    """The part summed over some axes."""
+    """Sum a part over some axes."""
     labels = tuple(label for axis, label in enumerate(part.labels) if axis not in axes)
     return WeightPart(labels, part.a.sum(axes), part.b.sum(axes))
 
 
 def _without_pairs(part: WeightPart, name: str) -> list[WeightPart]:
-    """The part or, if two of its axes are the permutation's, what it says of a unit whatever order the others are in.
+    """Return the part or, if a permutation acts on two of its axes, quantities that do not depend on other units.
 
-    Of a recurrent kernel that is the diagonal, the sum of what goes into each unit and the sum of what comes out.
+    For a recurrent kernel, these are the diagonal, and the sums of incoming and outgoing weights of each unit.
     """
     axes = [axis for axis, label in enumerate(part.labels) if label == name]
     if len(axes) != 2:
@@ -140,18 +141,18 @@ def _without_pairs(part: WeightPart, name: str) -> list[WeightPart]:
 
 
 def visit_orders(names: Sequence[str], seed: int, restart: int = 0) -> Iterator[list[str]]:
-    """Yields, for one sweep after another without end, the order in which it visits the permutations of these names."""
+    """Yield a random order of the permutations for each of endlessly many sweeps."""
     key = stream(seed, "visits", restart)
-    rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))  # compiles nothing
+    rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))  # no compilation
     while True:
         yield [names[i] for i in rng.permutation(len(names))]
 
 
 def _kernel_centre(spec: PermutationSpec, part: WeightPart) -> WeightPart:
-    """The part reduced to the middle index of every unpermuted axis, if two or more permutations act on it.
+    """Reduce a part to the middle index of every unpermuted axis, if two or more permutations act on it.
 
     A convolution kernel of shape (3, 3, in, out) becomes one of shape (1, 1, in, out). Parts with one permutation, such
-    as biases, are small and stay whole.
+    as biases, are small and stay unchanged.
     """
     if sum(label in spec.sizes for label in part.labels) < 2:
         return part
@@ -163,9 +164,9 @@ def _kernel_centre(spec: PermutationSpec, part: WeightPart) -> WeightPart:
 
 
 class _MatrixStack(NamedTuple):
-    """A part on which one or two permutations act, as a stack of matrices.
+    """A part that one or two permutations act on, as a stack of matrices.
 
-    `labels` names the permutation of the rows and that of the columns; the rows have None if only one permutation acts.
+    `labels` names the permutations of the rows and the columns. The rows have None if only one permutation acts.
     """
 
     labels: tuple[str | None, str]
@@ -174,7 +175,7 @@ class _MatrixStack(NamedTuple):
 
 
 def _matrix_stack(spec: PermutationSpec, part: WeightPart) -> _MatrixStack | None:
-    """The part as a stack of matrices, or None if it is not one or two standalone permutations on one axis each."""
+    """Return a stack of matrices, or None unless one or two standalone permutations act on one axis each."""
     permuted_axes = [axis for axis, label in enumerate(part.labels) if label in spec.sizes]
     names = [str(part.labels[axis]) for axis in permuted_axes]
     if len(names) not in (1, 2) or len(set(names)) < len(names) or not all(_is_standalone(spec, n) for n in names):
@@ -187,12 +188,12 @@ def _matrix_stack(spec: PermutationSpec, part: WeightPart) -> _MatrixStack | Non
 
 
 def _is_standalone(spec: PermutationSpec, name: str) -> bool:
-    """Whether the permutation is not batched over any axis and no other permutation is batched over it."""
+    """Return whether the permutation is not batched over any axis and no other permutation is batched over it."""
     return name not in spec.batched_over and not any(name in batch_axes for batch_axes in spec.batched_over.values())
 
 
 class _Update(NamedTuple):
-    """The permutations that a visit changes, and by how much the objective grows."""
+    """The permutations that a visit changes, and the gain in the objective."""
 
     perms: Perms
     gain: float
@@ -204,17 +205,17 @@ _NO_UPDATE = _Update({}, 0.0)
 def coordinate_descent(
     spec: PermutationSpec, parts: Sequence[WeightPart], start: Perms | None, orders: Iterable[list[str]]
 ) -> Matching:
-    """The matching at which coordinate descent from `start` ends; sweep i visits the permutations in `orders[i]`."""
+    """Run coordinate descent from `start`; sweep i visits the permutations in the order `orders[i]`."""
     initial = inner_product(spec, parts, start)
     if not np.isfinite(initial):
-        raise UserError("the inner product of A's and B's weights is infinite or not a number: they cannot be matched")
+        raise UserError("The inner product of A's and B's weights is not finite: scale the weights down.")
     cores = os.cpu_count() or 1
     products, solvers = ThreadPoolExecutor(min(cores, PRODUCTS_AT_ONCE)), ThreadPoolExecutor(min(cores, SOLVER_THREADS))
     descent = _Descent(spec, parts, spec.identity() if start is None else start, products)
     pending: dict[str, tuple[int, Future[_Update]]] = {}  # the sweep of a visit, and its assignment problem
 
     def wait_for(names: Iterable[str]) -> None:
-        """Waits for the pending assignment problems of these permutations, and applies their updates."""
+        """Wait for the pending assignment problems of these permutations, and apply their updates."""
         for name in [name for name in names if name in pending]:
             sweep, future = pending.pop(name)
             update = future.result()
@@ -226,7 +227,7 @@ def coordinate_descent(
 
     gains: list[float] = []  # of each sweep
     solved = skipped = 0
-    # BLAS's own threads wait for one another whenever another process needs a core, so ours get the cores.
+    # Our threads get the cores, because BLAS threads wait for one another whenever another process needs a core.
     blas_threads = _thread_pools().limit(limits=max(1, cores // PRODUCTS_AT_ONCE), user_api="blas")
     with products, solvers, blas_threads, progress_bar(None, " visits", "matching weights", delay=SILENCE) as bar:
         for sweep, order in enumerate(orders):
@@ -257,13 +258,14 @@ def _thread_pools() -> ThreadpoolController:
 class _Descent:
     """The state of a coordinate descent.
 
-    perms: the current permutations.
-    parts: for each permutation, the parts of the weights that it acts on. Those that are stacks of matrices are also in
-        `stacks`, the rest in `other_parts`.
-    neighbours: for each permutation, the permutations that its scores depend on.
-    scores: for each standalone permutation, its scores at its last visit.
-    prices: for each standalone permutation that has begun to settle, prices of B's units at its last visit.
-    last_visit: for each permutation, the values that all permutations had at its last visit.
+    Attributes:
+        perms: The current permutations.
+        parts: The parts of the weights that each permutation acts on. Stacks of matrices are also in `stacks`, the
+            other parts in `other_parts`.
+        neighbours: The permutations that the scores of each permutation depend on.
+        scores: The scores of each standalone permutation at its last visit.
+        prices: The prices of B's units at the last visit, for each standalone permutation that has begun to converge.
+        last_visit: The values of all permutations at the last visit of each permutation.
     """
 
     def __init__(self, spec: PermutationSpec, parts: Sequence[WeightPart], start: Perms, pool: ThreadPoolExecutor):
@@ -289,14 +291,14 @@ class _Descent:
         self.last_visit: dict[str, Perms] = {}
 
     def is_unchanged(self, name: str) -> bool:
-        """Whether the permutation was visited before and none of its neighbours has changed since."""
+        """Return whether the permutation was visited before and none of its neighbours has changed since."""
         previous = self.last_visit.get(name)
         return previous is not None and all(self.perms[other] is previous[other] for other in self.neighbours[name])
 
     def visit(self, name: str) -> Callable[[], _Update]:
-        """Brings the permutation's scores up to date; the returned function solves its assignment problem.
+        """Update the permutation's scores, and return a function that solves its assignment problem.
 
-        The function reads nothing that visits to other permutations change, so it may run in another thread.
+        The function reads nothing that other visits change, so it may run in another thread.
         """
         previous, perms = self.last_visit.get(name), dict(self.perms)
         self.last_visit[name] = perms
@@ -307,13 +309,13 @@ class _Descent:
         products = [product for stack in self.stacks[name] for product in _score_products(stack, name, perms, previous)]
         for columns, product in self._in_turn(products) if n > SMALL else (compute() for compute in products):
             scores[:, columns] += product
-        if self.other_parts[name]:  # their scores are computed anew at each visit
+        if self.other_parts[name]:  # their scores are recomputed at each visit
             scores = scores.copy()
             scores[:, perms[name]] += _unit_scores(self.spec, self._permuted_parts(name, perms), (), (name,))[0]
         return partial(self._solve, name, perms, scores)
 
     def _in_turn(self, functions: Iterable[Callable[[], T]]) -> Iterator[T]:
-        """Yields what the functions return, in their order; the pool computes a few of them ahead."""
+        """Yield the results of functions in order, while the pool computes a few of them ahead."""
         ahead: deque[Future[T]] = deque()
         for function in functions:
             if len(ahead) == PRODUCTS_AT_ONCE:
@@ -323,13 +325,13 @@ class _Descent:
             yield ahead.popleft().result()
 
     def _solve(self, name: str, perms: Perms, scores: Float[np.ndarray, "n n"]) -> _Update:
-        """The update of a standalone permutation to the one with the highest score."""
+        """Return the update of a standalone permutation to the one with the highest score."""
         prices, current = self.prices.get(name, 0.0), perms[name]
         best = solve_assignment(scores, prices)
         changed = np.flatnonzero(best != current)
-        if len(changed) < len(best) / 2:  # else the next scores will be so different that prices do not help
+        if len(changed) < len(best) / 2:  # otherwise the next scores differ too much for prices to help
             self.prices[name] = fair_prices(scores, best, prices)
-        if name in self.neighbours[name]:  # the scores change with the permutation itself and only estimate the gain
+        if name in self.neighbours[name]:  # the scores depend on the permutation itself and only estimate the gain
             return self._update_if_better(name, perms, {name: best})
         new, old = (scores[changed, perm[changed]].astype(np.float64) for perm in (best, current))
         gain = float(new.sum() - old.sum())
@@ -337,7 +339,7 @@ class _Descent:
         return _Update({name: best}, gain) if gain > least else _NO_UPDATE
 
     def _solve_nested(self, name: str, perms: Perms) -> _Update:
-        """The update of a permutation that is batched over others, or that has others nested in it.
+        """Return the update of a permutation that is batched over others, or that has others nested in it.
 
         Nested permutations are solved first, for every pair of units. For attention heads, for example, the score of
         A's head i with B's head j is that of the best order of head j's dimensions.
@@ -360,13 +362,13 @@ class _Descent:
         return self._update_if_better(name, perms, {changed: composed[changed] for changed in change})
 
     def _update_if_better(self, name: str, perms: Perms, new: Perms) -> _Update:
-        """The update to the permutations `new` if the objective grows with them, else no update."""
+        """Return the update to the permutations `new` if they improve the objective, else no update."""
         parts = self.parts[name]
         gain = inner_product(self.spec, parts, perms | new) - inner_product(self.spec, parts, perms)
         return _Update(new, gain) if gain > 0 else _NO_UPDATE
 
     def _permuted_parts(self, name: str, perms: Perms) -> list[WeightPart]:
-        """The permutation's parts that are not stacks of matrices, with B's weights permuted."""
+        """Return the permutation's parts that are not stacks of matrices, with B's weights permuted."""
         return [part._replace(b=self.spec.permute_array(perms, part.labels, part.b)) for part in self.other_parts[name]]
 
 
@@ -377,11 +379,11 @@ def _score_dtype(parts: Sequence[WeightPart]) -> np.dtype:
 def _score_products(
     stack: _MatrixStack, name: str, perms: Perms, previous: Perms | None
 ) -> Iterator[Callable[[], tuple[slice, np.ndarray]]]:
-    """Yields functions that compute what a stack of matrices adds to some columns of a permutation's scores.
+    """Yield functions that compute the contributions of a stack of matrices to columns of a permutation's scores.
 
-    `perms` are the permutations now, `previous` those at the last visit. At the first visit (`previous` is None) all
-    products are added; later only those at positions that have changed, new minus old. Row i of the scores is unit i of
-    A, column j is unit j of B before any permutation.
+    `perms` are the current permutations and `previous` those at the last visit. The first visit (`previous` is None)
+    adds all products. Later visits add the differences at positions that have changed. Row i of the scores is unit i of
+    A, and column j is unit j of B before any permutation.
     """
     axis = stack.labels.index(name)
     other = stack.labels[1 - axis]
@@ -421,10 +423,10 @@ def _unit_scores(
     names: tuple[str, ...],
     exclude: Sequence[str] = (),
 ) -> Float[np.ndarray, "batch n n"]:
-    """For each index along the batch axes, the inner product of each unit of A with each unit of B.
+    """Return the inner product of each unit of A with each unit of B, for each index along the batch axes.
 
-    A unit is an index along all axes `names`: with ("heads", "dims") each dimension of each head is a unit. Parts that
-    have an axis in `exclude` do not count.
+    A unit is an index along all axes `names`: with ("heads", "dims"), each dimension of each head is a unit. Parts with
+    an axis in `exclude` do not count.
     """
     batch_size = math.prod(spec.shape(names[0])[:-1])
     count = math.prod(spec.sizes[name] for name in names)

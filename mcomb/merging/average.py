@@ -20,7 +20,7 @@ from mcomb.trees import (
 
 
 def weighted_sum(leaves: Sequence[Any], weights: Sequence[Any]) -> Any:
-    """Return the weighted sum of one leaf of each network, or the first network's leaf if it is not a float."""
+    """Return the weighted sum of a leaf over networks, or the first network's leaf if it is not a float."""
     if not is_inexact(leaves[0]):
         return leaves[0]
     total = sum(weight * at_least_float32(leaf) for weight, leaf in zip(weights, leaves, strict=True))
@@ -28,16 +28,16 @@ def weighted_sum(leaves: Sequence[Any], weights: Sequence[Any]) -> Any:
 
 
 def require_networks(networks: Sequence[Params]) -> None:
-    """Raise an error unless there are two or more networks of the same names and shapes, all finite."""
+    """Raise an error unless there are two or more finite networks with the same names and shapes."""
     if not isinstance(networks, Sequence) or len(networks) < 2:
         raise UserError("Merging needs two or more networks: pass a tuple of parameter trees.")
     for i, network in enumerate(networks):
-        require_alike("the networks to merge", networks[0], network, ("network 0", f"network {i}"))
+        require_alike("The networks to merge", networks[0], network, ("network 0", f"network {i}"))
         require_finite(f"network {i}", network)
 
 
 def average_networks(apply: Apply, networks: Sequence[Params], inputs: Inputs) -> Params:
-    """Return the mean of all weights, with running statistics estimated on the inputs."""
+    """Return the mean of all weights, with running statistics re-estimated on the inputs."""
     here = jax.device_get(tuple(networks))  # they may be on different devices
     mean = jax.tree.map(lambda *leaves: weighted_sum(leaves, [1 / len(leaves)] * len(leaves)), *here)
     return estimate_statistics(apply, mean, inputs)

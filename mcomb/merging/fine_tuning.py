@@ -1,7 +1,7 @@
-"""Gradient descent that keeps what is best on held-out data, and ends when that gets no better.
+"""Fine-tune networks by gradient descent with early stopping.
 
-Whatever is learnt here, shares of networks or their weights, is learnt in the same way: with Adam, on all examples but
-the last tenth, whose loss is looked at twenty times on the way.
+`descend` learns shares of networks or their weights with Adam. It holds out the last tenth of the examples, measures
+their loss twenty times during training, and keeps the best result.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ from mcomb.keys import stream
 from mcomb.runtime.devices import replicate
 from mcomb.runtime.processes import from_first
 from mcomb.runtime.progress import progress_bar, warn
-from mcomb.runtime.training_loop import Loss, State, fit, initial_state, shuffled_rows, steps_per_call
+from mcomb.runtime.training_loop import Loss, TrainState, fit, initial_state, shuffled_rows, steps_per_call
 from mcomb.symmetry.jaxprs import all_equations, inner_jaxprs
 from mcomb.trees import (
     Apply,
@@ -48,26 +48,26 @@ from mcomb.trees import (
     output_shapes,
 )
 
-CHECKS = 20  # how often in a descent the held-out loss is looked at
-PATIENCE = 5  # looks without a better one, after which it ends
+CHECKS = 20  # number of times that a descent measures the held-out loss
+PATIENCE = 5  # measurements without improvement before it stops
 
 
 @runtime_checkable
-class Learnt(Hashable, Protocol):
-    """What numbers mean that are learnt: a network, made of them and of networks that stay as they are.
+class Parametrization(Hashable, Protocol):
+    """Maps learned values to network parameters.
 
-    It should be equal to another one of the same meaning: then it is compiled only once.
+    Parametrizations with the same meaning should be equal, so that they are compiled only once.
     """
 
     def combine(self, numbers: Any, networks: Any, /) -> Params:
-        """The network with these numbers."""
+        """Return the network with these learned values, given constant networks."""
         ...
 
 
 class Descent(NamedTuple):
-    """The numbers with the least loss on held-out data, the network that they give, and all losses.
+    """The learned values with the lowest held-out loss, their network, and all held-out losses.
 
-    These are of the start, and then of every few steps.
+    The losses are those at the start and then at regular intervals.
     """
 
     numbers: Any
@@ -76,7 +76,7 @@ class Descent(NamedTuple):
 
 
 def descend(
-    learnt: Learnt,
+    parametrization: Parametrization,
     numbers: Any,
     networks: Sequence[Params],
     apply: Apply,
@@ -91,24 +91,24 @@ def descend(
     keep: AnyPath | str | None,
     describe: str,
 ) -> Descent:
-    """The best of the numbers that gradient descent comes by, starting from those given.
+    """Learn `numbers` by gradient descent, and return those with the lowest held-out loss.
 
-    Running statistics are those of each minibatch on the way; where the loss is looked at, and in the result, they are
-    estimated on all examples that are learnt from. How far it has come is kept, after each look, in the file `keep`.
-    The same call goes on from there; a file of another call, or a damaged one, is not used.
+    Running statistics are those of each minibatch during training. For held-out losses and the result, they are
+    estimated on all training examples. The file `keep` stores the progress after each measurement, and the same call
+    resumes from it. Files that are damaged or belong to another call are ignored.
     """
     labels = from_lists(labels)
     require_whole(steps=steps, batch_size=batch_size)
     require_positive(learning_rate=learning_rate)
     count = check_data(apply, networks[0], inputs, labels, loss)
     if count < 2:
-        raise UserError(f"{count} examples are too few, for some are held out: give at least two")
+        raise UserError(f"{count} examples are too few, because some are held out: pass at least two.")
     train_count = count - max(1, count // 10)
     given = replicate((tuple(networks), inputs, labels))
     held_out = jax.tree.map(lambda x: x[train_count:], given[1:])
     train_inputs = jax.tree.map(lambda x: x[:train_count], inputs)
     has_statistics = bool(statistics_of(apply, networks[0], train_inputs))
-    optimizer, compiled_combine = _adam(float(learning_rate)), jax.jit(learnt.combine)
+    optimizer, compiled_combine = _adam(float(learning_rate)), jax.jit(parametrization.combine)
     size, every = min(batch_size, train_count), max(1, steps // CHECKS)
 
     def finish(combined: Params) -> Params:
@@ -119,18 +119,27 @@ def descend(
             return score(apply, finish(compiled_combine(numbers, given[0])), *held_out, loss=loss).loss
         except Diverged as error:
             raise Diverged(
-                "the held-out loss of a combination is infinite or not a number: look for such inputs"
+                "The held-out loss is infinite or not a number: check the inputs, or lower the learning rate."
             ) from error
 
     start = initial_state(numbers, optimizer)
-    kept = _Kept(None, "")
+    kept = _ProgressFile(None, "")
     if keep is not None:
-        call = [learnt, *_code_of(apply, loss, networks[0], inputs, labels), steps, batch_size, learning_rate, seed]
+        call = [
+            parametrization,
+            *_code_of(apply, loss, networks[0], inputs, labels),
+            steps,
+            batch_size,
+            learning_rate,
+            seed,
+        ]
         call += map(fingerprint, (numbers, networks, inputs, labels))
-        kept = _Kept(as_path(keep), hashlib.blake2b(repr(call).encode()).hexdigest())
+        kept = _ProgressFile(as_path(keep), hashlib.blake2b(repr(call).encode()).hexdigest())
     state, best, losses = kept.read(start) or (start, jax.device_get(numbers), [look(numbers)])
     done = int(state.step)
-    step_loss = _loss(_by_batch(apply), loss, learnt, size) if has_statistics else _loss(apply, loss, learnt)
+    step_loss = (
+        _loss(_by_batch(apply), loss, parametrization, size) if has_statistics else _loss(apply, loss, parametrization)
+    )
     per_call = steps_per_call(networks[0], every)
     calls = ((rows, given) for rows in _minibatches(steps, every, per_call, train_count, size, seed, done))
     fitting = fit(step_loss, state, calls, optimizer, stream(seed), network=networks[0])
@@ -153,7 +162,7 @@ def descend(
 def _minibatches(
     steps: int, every: int, per_call: int, count: int, size: int, seed: int, done: int
 ) -> Iterator[Int32[np.ndarray, "n b"]]:
-    """Minibatches after the first `done`, as many as one compiled call should step through, up to the next look."""
+    """Yield the minibatches after the first `done`, grouped by compiled call; no group crosses a measurement."""
     epoch, step, rows = 0, 0, np.zeros((0, size), np.int32)
     while step < steps:
         together = min(per_call, every - step % every, steps - step)
@@ -168,7 +177,7 @@ def _minibatches(
 
 @dataclass(frozen=True)
 class _Weights:
-    """The weights of a network themselves, by name: what fine-tuning learns."""
+    """The parametrization of fine-tuning: the learned values are the weights, by name."""
 
     def combine(self, numbers: Mapping[str, Array], networks: Sequence[Params]) -> Params:
         return map_named(lambda name, leaf: in_dtype_of(leaf, numbers.get(name, leaf)), networks[0])
@@ -181,6 +190,11 @@ class FineTuned(NamedTuple):
         params: The parameters with the lowest held-out loss.
         loss: Their held-out loss.
         losses: The held-out losses at the start and then at regular intervals.
+
+    Examples:
+        >>> tuned = mcomb.fine_tune(apply, a, x, y)
+        >>> tuned.loss <= tuned.losses[0]
+        True
     """
 
     params: Params
@@ -201,7 +215,9 @@ def fine_tune(
     seed: int = 0,
     keep: AnyPath | str | None = None,
 ) -> FineTuned:
-    """Train a network with Adam, hold out the last tenth of the data, and keep the best parameters.
+    """Train a network with Adam, and return the parameters with the lowest loss on held-out data.
+
+    The last tenth of the data is held out.
 
     Args:
         apply: The function, called as `apply(params, inputs)`.
@@ -209,23 +225,23 @@ def fine_tune(
         inputs: Inputs with examples along the first axis.
         labels: Labels with examples along the first axis.
         loss: The loss: a function of one example's output and label that returns a sum and a count.
-        steps: Number of gradient steps. Training stops early when a quarter of them has not lowered the held-out loss.
+        steps: Number of gradient steps. Training stops early if a quarter of them does not lower the held-out loss.
         batch_size: Number of examples in a minibatch.
         learning_rate: Learning rate of Adam.
         seed: Seed of the minibatches.
-        keep: A file in which to keep the progress, so that the same call resumes.
+        keep: A file that stores the progress, so that the same call resumes.
 
     Returns:
         The trained parameters and the held-out losses.
 
     Raises:
-        UserError: The function, the data and the loss do not fit together.
-        Diverged: The held-out loss is not finite.
+        UserError: The function, the data or the loss do not fit together.
+        Diverged: A loss is not finite.
 
     Examples:
         >>> a = mcomb.fine_tune(apply, start, x, y, steps=200).params
     """
-    # Half precision would round steps away.
+    # Half precision would round small steps to zero.
     numbers = {name: at_least_float32(leaf) for name, leaf in named_leaves(params).items() if is_inexact(leaf)}
     how: Any = {"loss": loss, "steps": steps, "batch_size": batch_size, "learning_rate": learning_rate, "seed": seed}
     found = descend(_Weights(), numbers, [params], apply, inputs, labels, **how, keep=keep, describe="fine-tuning")
@@ -233,19 +249,19 @@ def fine_tune(
 
 
 def check_data(apply: Apply, params: Params, inputs: Inputs, labels: Labels, loss: Objective) -> int:
-    """The number of examples; an error unless function, inputs, labels and loss fit together."""
+    """Return the number of examples; raise an error unless function, inputs, labels and loss fit together."""
     count = count_examples(inputs, labels)
     check_objectives({"loss": loss}, output_shapes(apply, params, inputs), labels, count)
     return count
 
 
-class _Kept(NamedTuple):
-    """A file with the state of a descent, the best numbers and the losses so far; nothing, if it has no path."""
+class _ProgressFile(NamedTuple):
+    """A file with the state of a descent, its best values and its losses; without a path, it stores nothing."""
 
     path: AnyPath | None
-    call: str  # what it is the state of
+    call: str  # digest of the arguments of the call
 
-    def write(self, state: State, best: Any, losses: Sequence[float]) -> None:
+    def write(self, state: TrainState, best: Any, losses: Sequence[float]) -> None:
         if self.path is None:
             return
         leaves = {f"leaf {i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves((state, best)))}
@@ -257,12 +273,12 @@ class _Kept(NamedTuple):
         with atomic(self.path) as temporary, temporary.open("wb") as file:
             np.savez(file, **dict(arrays))  # type: ignore[arg-type]
 
-    def read(self, like: State) -> tuple[State, Any, list[float]] | None:
+    def read(self, like: TrainState) -> tuple[TrainState, Any, list[float]] | None:
         arrays = from_first(self._read)
         if arrays is None:
             return None
         leaves, structure = jax.tree.flatten((like, like.params))
-        # NumPy's files do not know bfloat16: it is read as two bytes without a meaning.
+        # NumPy reads bfloat16 as raw bytes.
         read = [arrays[f"leaf {i}"].view(jnp.result_type(leaf)) for i, leaf in enumerate(leaves)]
         state, best = jax.tree.unflatten(structure, read)
         return state, best, arrays["losses"].tolist()
@@ -273,16 +289,16 @@ class _Kept(NamedTuple):
         try:
             with np.load(io.BytesIO(self.path.read_bytes())) as file:
                 arrays = dict(file)
-        except Exception as error:  # a damaged zip file makes for any kind of error
-            warn(f"{self.path} cannot be read ({type(error).__name__}): learning anew")
+        except Exception as error:  # a damaged zip file may raise anything
+            warn(f"Cannot read {self.path} ({type(error).__name__}): starting again.")
             return None
         return arrays if arrays.get("call") == self.call else None
 
 
 def _code_of(apply: Apply, loss: Objective, params: Params, inputs: Inputs, labels: Labels) -> tuple[str, str]:
-    """What the function and the loss compute, whatever they are called; the same in every process.
+    """Return a description of what the function and the loss compute, which is the same in every process.
 
-    A jaxpr does not print its constants, nor those of functions that are compiled inside it.
+    It includes the constants, which a jaxpr does not print.
     """
     traced = jax.make_jaxpr(lambda *args: jax.vmap(loss)(apply(*args[:2]), args[2]))(params, inputs, labels)
     jaxprs = [traced, *(inner for eqn in all_equations(traced) for inner in inner_jaxprs(eqn))]
@@ -290,18 +306,18 @@ def _code_of(apply: Apply, loss: Objective, params: Params, inputs: Inputs, labe
     return re.sub(r"0x[0-9a-f]+", "", str(traced)), fingerprint(constants)
 
 
-@cache  # the same function for the same arguments, so that it is compiled only once
-def _loss(apply: Apply, objective: Objective, learnt: Learnt, size: int | None = None) -> Loss:
-    """The loss of the network on a minibatch, as a function of the numbers that are learnt.
+@cache  # the same function object for the same arguments, so that it is compiled only once
+def _loss(apply: Apply, objective: Objective, parametrization: Parametrization, size: int | None = None) -> Loss:
+    """Return the loss of the network on a minibatch, as a function of the learned values.
 
-    With a `size` of the minibatch, whatever it is padded with is cut off: it would count in the batch's statistics.
+    `size` cuts off padding, which would otherwise count in the statistics of the minibatch.
     """
 
     def loss(numbers: Any, rows: Int32[Array, "b"], given: Any, key: PRNGKeyArray) -> tuple[Float[Array, ""], None]:
         networks, inputs, labels = given
         rows = rows[:size]
         x, y = jax.tree.map(lambda leaf: leaf[rows], (inputs, labels))
-        total, count = add_up(objective, apply(learnt.combine(numbers, networks), x), y, rows >= 0)
+        total, count = add_up(objective, apply(parametrization.combine(numbers, networks), x), y, rows >= 0)
         return total / jnp.where(count == 0, 1, count), None
 
     return loss
@@ -309,7 +325,7 @@ def _loss(apply: Apply, objective: Objective, learnt: Learnt, size: int | None =
 
 @cache
 def _by_batch(apply: Apply) -> Apply:
-    """The function that takes the running statistics of each batch."""
+    """Return the function with the running statistics of each batch."""
     return lambda params, inputs: normalise_by_batch(apply, params, inputs)[0]
 
 

@@ -1,4 +1,4 @@
-"""Diagonal Fisher information, the weights of Fisher merging."""
+"""Average networks weighted by their diagonal Fisher information."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -28,7 +28,7 @@ from mcomb.trees import (
     require_finite_result,
 )
 
-TOGETHER = 8  # examples whose gradients are taken at once: each is as large as the network
+TOGETHER = 8  # examples whose gradients are computed at once; each gradient is as large as the network
 
 
 def fisher_average(
@@ -39,16 +39,16 @@ def fisher_average(
     *,
     loss: Objective = cross_entropy,
 ) -> Params:
-    """Return the mean of the networks' weights, each weighted by its Fisher information."""
+    """Return the average of the networks, with each weight weighted by its Fisher information."""
     check_data(apply, networks[0], inputs, labels, loss)
     here = jax.device_get(tuple(networks))  # they may be on different devices
     informations = [fisher_information(apply, network, inputs, labels, loss=loss) for network in networks]
-    require_finite_result("the gradients of the loss", informations, inputs, *networks)
+    require_finite_result("Gradients of the loss", informations, inputs, *networks)
 
     def weigh(*both: Any) -> Any:
         leaves, weights = both[: len(networks)], both[len(networks) :]
         total = sum(weights)
-        least = jnp.finfo(jnp.result_type(total)).tiny  # the plain mean where no network's loss depends on a weight
+        least = jnp.finfo(jnp.result_type(total)).tiny  # where no loss depends on a weight, take the plain mean
         return weighted_sum(
             leaves, [jnp.where(total > least, w / jnp.maximum(total, least), 1 / len(leaves)) for w in weights]
         )
@@ -67,7 +67,7 @@ def fisher_information(
     mesh, size = device_mesh(), min(TOGETHER, count)
     rows = np.pad(np.arange(count), (0, -count % (size * mesh.size)), constant_values=-1).reshape(-1, size)
     args = share_out(rows, mesh, P(AXIS)), *replicate((params, inputs, labels), mesh)
-    sums = jax.device_get(_squared_gradients(apply, loss, mesh, *args))  # wherever the networks are
+    sums = jax.device_get(_squared_gradients(apply, loss, mesh, *args))  # the networks may be on other devices
     return jax.tree.map(lambda total: total / count, sums)
 
 
@@ -75,9 +75,9 @@ def fisher_information(
 def _squared_gradients(
     apply: Apply, objective: Objective, mesh: Mesh, rows: Array, params: Params, inputs: Inputs, labels: Labels
 ) -> Params:
-    """The sum over the examples in `rows` of the squared gradient of each one's loss; -1 is no example.
+    """Return the sum of squared gradients of the loss over the examples in `rows`, where -1 is padding.
 
-    The rows are shared out among the devices.
+    The rows are split between the devices.
     """
     is_learnable = jax.tree.map(is_inexact, params)
 

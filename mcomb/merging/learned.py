@@ -1,4 +1,4 @@
-"""Merge with shares learned by gradient descent."""
+"""Learn the shares of networks by gradient descent."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -25,8 +25,7 @@ from mcomb.trees import (
     named_leaves,
 )
 
-# Default learning rates: the more shares, the lower. On CIFAR-10, a rate of 0.1 per weight does not improve on the
-# average.
+# Default learning rates, lower for more shares. On CIFAR-10, a rate of 0.1 per weight does not improve on the average.
 LEARNING_RATES = {"network": 0.1, "layer": 0.1, "leaf": 0.1, "unit": 0.03, "weight": 0.01}
 GRANULARITIES = tuple(LEARNING_RATES)
 
@@ -39,6 +38,10 @@ class LearnedShares(NamedTuple):
         shares: For each network but the first, a tree of its shares: an array like the leaf, or one number.
         loss: The held-out loss of `params`.
         losses: The held-out losses of the average and then at regular intervals.
+
+    Examples:
+        >>> learned = mcomb.learn_shares(apply, (a, aligned.params), x, y, per="layer")
+        >>> learned.shares[0]  # the share of B in each leaf
     """
 
     params: Params
@@ -65,9 +68,9 @@ def learn_shares(
 ) -> LearnedShares:
     """Learn the shares of aligned networks by gradient descent (Adam), starting from the average.
 
-    The last tenth of the data is held out: the result has the lowest loss on it, and learning stops early when that
-    loss has not fallen for a quarter of the steps. Running statistics (BatchNorm) are those of the minibatch while
-    learning; for held-out losses and the result they are estimated on the other nine tenths.
+    The last tenth of the data is held out. The result has the lowest held-out loss, and learning stops early if that
+    loss does not fall for a quarter of the steps. Running statistics (BatchNorm) are those of the minibatch during
+    learning. For held-out losses and the result, they are estimated on the other nine tenths.
 
     Args:
         apply: The function that all networks belong to, called as `apply(params, inputs)`.
@@ -75,7 +78,7 @@ def learn_shares(
         inputs: Inputs with examples along the first axis.
         labels: Labels with examples along the first axis.
         per: One share per "network", "layer" (the leaves of one branch), "leaf", "unit" or "weight". A unit has one
-            number for all its incoming and outgoing weights; a weight adds those of the units that it connects.
+            learned value for all its incoming and outgoing weights, and a weight adds the values of its units.
         spec: The symmetries of the network, which define its units; derived from `apply` by default.
         loss: The loss: a function of one example's output and label that returns a sum and a count.
         beyond: Allow shares below 0 and above 1.
@@ -83,14 +86,14 @@ def learn_shares(
         batch_size: Number of examples in a minibatch.
         learning_rate: Learning rate of Adam; by default 0.1, 0.03 per unit and 0.01 per weight.
         seed: Seed of the minibatches.
-        keep: A file in which to keep the progress, so that the same call resumes.
+        keep: A file that stores the progress, so that the same call resumes.
 
     Returns:
         The learned combination and its shares.
 
     Raises:
-        UserError: The networks, the data and the options do not fit together.
-        Diverged: The held-out loss is not finite.
+        UserError: The networks, the data or the options do not fit together.
+        Diverged: A loss is not finite.
 
     Examples:
         >>> learned = mcomb.learn_shares(apply, (a, aligned.params), x, y, per="unit")
@@ -117,24 +120,26 @@ def learn_shares(
 
 
 class _Shares(NamedTuple):
-    """Maps learned numbers to the shares of all networks but the first, which has the rest."""
+    """Maps learned values to the shares of all networks but the first, which has the rest."""
 
     spec: PermutationSpec
     per: str
     beyond: bool
 
     def start(self, networks: Sequence[Params]) -> dict[str, Array]:
-        """The numbers of the average, which are zero; their first axis is that of the networks."""
+        """Return the values of the average, which are zero, with networks along the first axis."""
         shapes: dict[str, tuple[int, ...]] = {}
         for name, leaf in named_leaves(networks[0]).items():
             if is_inexact(leaf):
                 shapes |= {own: self._shape(own, leaf) for own in self._names(name)}
         if not shapes:
-            raise UserError("the networks have no weights that are floats, so there is nothing to learn: give others")
+            raise UserError(
+                "The networks have no float weights, so there is nothing to learn: pass networks with floats."
+            )
         return {name: jnp.zeros((len(networks) - 1, *shape)) for name, shape in shapes.items()}
 
     def shares(self, numbers: Mapping[str, Array], name: str, leaf: Any) -> Array:
-        """The share of each network but the first in each weight of a leaf, or one number for all of its weights."""
+        """Return the share of each network but the first, for each weight of a leaf or for all of them."""
         names = self._names(name)
         own = numbers[names[0]]
         if self.per == "unit" and names[0] in self.spec.sizes:
@@ -145,7 +150,7 @@ class _Shares(NamedTuple):
         return jax.nn.softmax(jnp.concatenate([jnp.zeros_like(own[:1]), own]), axis=0)[1:]
 
     def combine(self, numbers: Mapping[str, Array], networks: Sequence[Params]) -> Params:
-        """The combination with these shares."""
+        """Return the combination with these shares."""
 
         def combine_leaf(name: str, *leaves: Any) -> Any:
             if not is_inexact(leaves[0]):
@@ -156,7 +161,7 @@ class _Shares(NamedTuple):
         return map_named(combine_leaf, *networks)
 
     def _names(self, leaf: str) -> list[str]:
-        """The names of the numbers that a leaf's shares are made of."""
+        """Return the names of the learned values that determine a leaf's shares."""
         units = [name for layout in self.spec.axes[leaf] for name in axis_names(layout) if name in self.spec.sizes]
         branch = leaf.rpartition("/")[0]
         own = {"network": "every weight", "layer": f"{branch}/", "leaf": leaf, "weight": leaf, "unit": leaf}[self.per]

@@ -22,11 +22,15 @@ class Merged:
     """One network made of several.
 
     Attributes:
-        apply: The function to call it with, as `merged.apply(merged.params, inputs)`. Partial merging changes the
-            function; all other methods return the one they were given.
+        apply: The function of the merged network, called as `merged.apply(merged.params, inputs)`. Partial merging
+            changes the function; all other methods keep it.
         params: The parameters.
-        method: How it was made.
-        details: What the method reports besides: `LearnedShares` or `PartlyMerged`.
+        method: The method that merged the networks.
+        details: Further results of the method, `LearnedShares` or `PartlyMerged`, or None.
+
+    Examples:
+        >>> merged = mcomb.merge(apply, (a, aligned.params), x, method="average")
+        >>> outputs = merged.apply(merged.params, x)
     """
 
     apply: Apply
@@ -43,10 +47,13 @@ class Method:
     """A way to merge networks, with its options.
 
     Attributes:
-        name: The name to show.
+        name: The name to display.
         function: Called as `function(apply, networks, inputs, **data, **options)`; returns parameters.
         needs: The data that the function takes, among `labels`, `loss` and `spec`.
         options: Further keyword arguments of the function.
+
+    Examples:
+        >>> merged = mcomb.merge(apply, (a, aligned.params), x, method=mcomb.refit(ridge=0.1))
     """
 
     name: str
@@ -70,14 +77,14 @@ def merge(
 ) -> Merged:
     """Merge aligned networks into one.
 
-    Use data that the networks were not trained on. Running statistics (BatchNorm) are estimated on the inputs,
-    whatever the method.
+    Use data that the networks were not trained on. All methods re-estimate running statistics (BatchNorm) on the
+    inputs.
 
     Args:
         apply: The function that all networks belong to, called as `apply(params, inputs)`.
         networks: Parameters of two or more aligned networks.
         inputs: Inputs with examples along the first axis.
-        labels: Labels with examples along the first axis; `refit`, `average` and `partial` do without.
+        labels: Labels with examples along the first axis; `average`, `refit` and `partial` do not need them.
         method: A name (`"average"`, `"fisher"`, `"refit"`, `"learned"`) or a configured method, such as
             `mcomb.refit(ridge=0.1)` or `mcomb.partial(budget=1.5)`.
         spec: The symmetries of the network; derived from `apply` by default.
@@ -87,7 +94,7 @@ def merge(
         The merged network: `.apply` and `.params`.
 
     Raises:
-        UserError: The networks, the data and the method do not fit together.
+        UserError: The networks, the data or the method do not fit together.
 
     Examples:
         >>> merged = mcomb.merge(apply, (a, aligned.params), x, method="refit")
@@ -113,7 +120,7 @@ def merge(
 
 
 def average() -> Method:
-    """Merge by the mean of all weights.
+    """Merge by averaging all weights.
 
     Returns:
         A method for `merge`.
@@ -126,9 +133,9 @@ def average() -> Method:
 
 
 def fisher() -> Method:
-    """Merge by a mean in which the diagonal Fisher information of each network weighs its weights (Matena & Raffel).
+    """Merge by an average weighted by the diagonal Fisher information of each network (Matena & Raffel 2022).
 
-    It needs labels.
+    This method needs labels.
 
     Returns:
         A method for `merge`.
@@ -141,12 +148,12 @@ def fisher() -> Method:
 
 
 def refit(*, ridge: float = 0.01) -> Method:
-    """Merge by the average, then fit each linear map to the mean of the networks' outputs, in the spirit of RegMean.
+    """Merge by averaging, then fit each linear map to the mean of the networks' outputs.
 
-    It needs no labels.
+    This method is similar to RegMean (Jin et al. 2023) and needs no labels.
 
     Args:
-        ridge: How strongly weights are held to those of the average, relative to the mean square of their inputs.
+        ridge: Strength of the ridge penalty towards the average, relative to the mean square of the map's inputs.
 
     Returns:
         A method for `merge`.
@@ -168,7 +175,9 @@ def learned(
     seed: int = 0,
     keep: AnyPath | str | None = None,
 ) -> Method:
-    """Merge with shares learned by gradient descent on the loss. `merged.details` is a `LearnedShares`.
+    """Merge with shares learned by gradient descent on the loss.
+
+    This method needs labels. `merged.details` is a `LearnedShares`.
 
     Args:
         per: One share per "network", "layer", "leaf", "unit" or "weight".
@@ -177,13 +186,13 @@ def learned(
         batch_size: Number of examples in a minibatch.
         learning_rate: Learning rate of Adam; by default 0.1, 0.03 per unit and 0.01 per weight.
         seed: Seed of the minibatches.
-        keep: A file in which to keep the progress, so that the same call resumes.
+        keep: A file that stores the progress, so that the same call resumes.
 
     Returns:
-        A method for `merge`. It needs labels.
+        A method for `merge`.
 
     Examples:
-        >>> mcomb.learned(per="unit", steps=200)
+        >>> merged = mcomb.merge(apply, (a, aligned.params), x, y, method=mcomb.learned(per="unit"))
     """
     options = {"per": per, "beyond": beyond, "steps": steps, "batch_size": batch_size}
     options |= {"learning_rate": learning_rate, "seed": seed, "keep": keep}
@@ -191,14 +200,16 @@ def learned(
 
 
 def partial(*, budget: float, per: str = "unit") -> Method:
-    """Merge units that match, keep the others apart (as ZipIt! and PLeaS do). `merged.details` is a `PartlyMerged`.
+    """Merge matching units and keep the others apart, as ZipIt! and PLeaS do.
+
+    This method needs no labels. `merged.details` is a `PartlyMerged`.
 
     Args:
-        budget: The size of the result in networks: from 1, the average, to the number of networks, their ensemble.
-        per: Keep "unit"s apart, or whole "layer"s.
+        budget: The size of the result in networks, from 1 (the average) to the number of networks (their ensemble).
+        per: Keep single units ("unit") or whole layers ("layer") apart.
 
     Returns:
-        A method for `merge`. It needs no labels.
+        A method for `merge`.
 
     Examples:
         >>> merged = mcomb.merge(apply, (a, aligned.params), x, method=mcomb.partial(budget=1.5))
@@ -211,7 +222,7 @@ METHODS: dict[str, Callable[..., Method]] = {"average": average, "fisher": fishe
 
 
 def as_method(method: str | Method) -> Method:
-    """Return a method from its name, with default options, or as it is."""
+    """Return the method with this name and default options; return methods unchanged."""
     if isinstance(method, Method):
         return method
     if method == "partial":

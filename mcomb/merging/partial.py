@@ -1,12 +1,12 @@
-"""Partial merging: units that match well become one, the others stay apart, as far as a number of parameters allows.
+"""Partial merging: merge units that match well, and keep the others apart within a parameter budget.
 
-As in ZipIt! (Stoica et al. 2023) and PLeaS (Nasery et al. 2024), but for any function whose spec is derived. The
-function runs as one stream for each network, all in lockstep. A merged unit is one for all of them: where a linear map
-gives it a value, that is the mean over the streams. A weight is stored once, as the average, if all units that it
-connects are merged, and else for each network. With everything merged this is the average network; with nothing merged,
-the mean of the networks' outputs.
+This follows ZipIt! (Stoica et al. 2023) and PLeaS (Nasery et al. 2024), but works for any function whose spec can be
+derived. The function runs as one stream for each network, all in lockstep. A merged unit has one value in all streams:
+the mean over the streams of the linear map's outputs. A weight is stored once, as the average, if all units that it
+connects are merged, and otherwise once for each network. If everything is merged, the result is the average network. If
+nothing is merged, it is the mean of the networks' outputs.
 
-Linear maps to units multiply each stored weight once, so that parameters and FLOPs both follow the budget. Linear maps
+Linear maps to units multiply each stored weight once, so that both parameters and FLOPs follow the budget. Linear maps
 to outputs, products of activations (attention) and elementwise operations run once for each network.
 """
 
@@ -55,23 +55,38 @@ from mcomb.trees import (
     output_shapes,
 )
 
-GRANULARITIES = ("unit", "layer")
-VIEWS = ("transpose", "reshape", "squeeze", "convert_element_type", "copy")  # of an array: the same entries
+KEPT_APART = ("unit", "layer")
+VIEWS = (
+    "transpose",
+    "reshape",
+    "squeeze",
+    "convert_element_type",
+    "copy",
+)  # primitives that keep the entries of an array
 NEVER = np.iinfo(np.int32).max
 Ranks = dict[str, Int[np.ndarray, "..."]]
-"""For each permutation, and for each leaf with weights of no unit, when its units come apart: those of 0 first."""
+"""The order in which units are split, for each permutation and for the unitless weights of each leaf: 0 is first."""
 
 
 class PartlyMerged(NamedTuple):
-    """Networks of which some units are merged: a function, its parameters, and how many of these are weights.
+    """Networks with some merged units, as one function and its parameters.
 
-    The parameters hold no weight twice, and nothing else of their size. They are a tree of up to four entries:
+    The parameters are a tree with up to four entries. They store no weight twice:
 
-    - `first`: a tree like each network's, with the weights that all share and, between those, the first network's own.
-      The units of a permutation that are apart come last; those of heads and of their dimensions stay where they were.
-    - `others`: for each leaf in which units are apart, a row for each further network with its own weights, packed.
-    - `rest`: the same for the weights that belong to no unit, of leaves that are apart.
-    - `apart`: for each permutation, which units of the networks are apart: indices into its flattened index array.
+    - `first`: a tree like each network's, with the shared weights and the first network's own. Units that are apart
+      come last in their permutation, except for heads and their dimensions, which keep their positions.
+    - `others`: for each leaf with units that are apart, one row of packed weights for each further network.
+    - `rest`: the same for weights that belong to no unit.
+    - `apart`: the units of each permutation that are apart, as indices into its flattened index array.
+
+    Attributes:
+        apply: The function, called as `apply(params, inputs)`.
+        params: The parameters.
+        weights: The number of stored weights.
+
+    Examples:
+        >>> merged = mcomb.merge(apply, (a, aligned.params), x, method=mcomb.partial(budget=1.5))
+        >>> merged.details.weights
     """
 
     apply: Apply
@@ -88,30 +103,32 @@ def merge_partly(
     budget: float | int,
     per: str = "unit",
 ) -> PartlyMerged:
-    """Aligned networks merged into one with at most `budget` times the weights of one of them.
+    """Merge aligned networks into one with at most `budget` times the weights of one network.
 
-    The units that match worst stay apart: those whose activations on the inputs have the lowest mean correlation over
-    all pairs of networks, whichever layer they are in; with `per` "layer", all units of the permutations with the
-    lowest mean. A unit that never changes in any network is merged last of all to come apart, for merging it costs
-    nothing; one that changes in some only, or whose activations are not seen, correlates with nothing. Weights that
-    belong to no unit are ranked among them, leaf by leaf, by the cosine of the networks' values. Units that differ from
-    step to step of a scan stay apart together. Leaves that are no floats are the first network's. Running statistics
-    are estimated anew on the inputs, unless nothing is merged.
+    Units are ranked by the correlation of their activations, averaged over all pairs of networks. The units with the
+    lowest ranks in any layer stay apart; with `per="layer"`, whole permutations do. Special cases:
 
-    At a budget of 1 it is the average network; at as many as there are networks, the mean of their outputs. In between
-    the parameters, and a file of them, hold at most `budget` networks' weights. A call takes about as many FLOPs as
-    there are weights; layers inside scans, linear maps to outputs, products of activations and elementwise operations
-    take as many as all networks.
+    - Constant units are split last, because merging them is free. Units that are constant in only some networks, or
+      whose activations are not visible, have a correlation of zero.
+    - Weights that belong to no unit are ranked by leaf, by the cosine similarity of the networks.
+    - Units that differ between the steps of a scan stay apart together.
+    - Leaves that are not floats are the first network's.
+    - Running statistics are re-estimated on the inputs, unless nothing is merged.
+
+    With a budget of 1, the result is the average network. With a budget of all networks, it is the mean of their
+    outputs. In between, the parameters and their file contain at most `budget` times the weights of one network, and
+    FLOPs are about proportional. Layers inside scans, linear maps to outputs, products of activations and elementwise
+    operations cost as much as in all networks.
     """
-    if per not in GRANULARITIES:
-        raise UserError(f"there is no merging per {per!r}: choose from {', '.join(GRANULARITIES)}")
+    if per not in KEPT_APART:
+        raise UserError(f"Cannot keep each {per!r} apart: choose from {', '.join(KEPT_APART)}.")
     average = average_networks(apply, networks, inputs)
-    require_positive(**{"the budget": budget})
+    require_positive(budget=budget)
     if not 1 <= budget <= len(networks):
-        raise UserError(f"the budget is {budget}: give one from 1 to {len(networks)}, the number of networks")
+        raise UserError(f"budget is {budget}: pass a number from 1 to {len(networks)}, the number of networks.")
     count_examples(inputs)
     if not all(map(is_inexact, jax.tree.leaves(output_shapes(apply, average, inputs)))):
-        raise UserError("the function returns numbers that are no floats, which have no mean: return scores instead")
+        raise UserError("The function returns outputs that are not floats and have no mean: return scores instead.")
     trace = list_intermediates(spec, apply, average, inputs)
     _require_seen(spec, trace)
     together = spec.sizes.keys() if per == "layer" else _differ_by_step(spec, trace)
@@ -119,7 +136,7 @@ def merge_partly(
     firsts = {name: _first_rank(spec, ranks, name, leaf) for name, leaf in _floats(average).items()}
     every = np.concatenate([np.ravel(first) for first in firsts.values()])
     counts = np.bincount(every, minlength=1 + max(int(rank.max()) for rank in ranks.values()))
-    weights = len(every) + (len(networks) - 1) * np.cumsum([0, *counts])  # if those of rank 0, 1, … come apart
+    weights = len(every) + (len(networks) - 1) * np.cumsum([0, *counts])  # if ranks 0, 1, … are split
     parted = int(np.searchsorted(weights, budget * len(every), side="right")) - 1
     apart = _with_outer(spec, {name: ranks[name] < parted for name in spec.sizes})
     order = {
@@ -149,7 +166,7 @@ def _split(
     apart: Mapping[str, Bool[np.ndarray, "..."]],
     is_own: Mapping[str, Bool[np.ndarray, "..."]],
 ) -> Params:
-    """The parameters of `PartlyMerged`, without entries that would be empty."""
+    """Return the parameters of `PartlyMerged`, without empty entries."""
 
     def first(name: str, mean: Any, own: Any) -> Any:
         return jnp.where(is_own[name], own, mean).astype(mean.dtype) if name in is_own else mean
@@ -175,9 +192,9 @@ def _split(
     return {name: part for name, part in parts.items() if jax.tree.leaves(part)}
 
 
-@cache  # the same function for the same arguments, so that it is compiled only once
+@cache  # the same function object for the same arguments, so that it is compiled only once
 def apply_partly_merged(spec: PermutationSpec, apply: Apply) -> Apply:
-    """The function of the parameters of `PartlyMerged`: of those in a file, for example."""
+    """Return the function of the parameters of `PartlyMerged`, for example of those in a file."""
 
     def run(params: Params, inputs: Inputs) -> Any:
         networks = _streams(spec, params)
@@ -192,7 +209,7 @@ def apply_partly_merged(spec: PermutationSpec, apply: Apply) -> Apply:
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _statistics(spec: PermutationSpec, apply: Apply, params: Params, batches: Inputs) -> dict[str, Any]:
-    """The running statistics of each stream by their names, estimated as `estimate_statistics` does."""
+    """Return the running statistics of each stream by name, estimated as in `estimate_statistics`."""
     networks = _streams(spec, params)
     leaves = list(map(named_leaves, networks))
 
@@ -216,7 +233,7 @@ def _statistics(spec: PermutationSpec, apply: Apply, params: Params, batches: In
 
 
 def _streams(spec: PermutationSpec, params: Params) -> list[Params]:
-    """The weights of each stream; there is one stream if nothing is apart."""
+    """Return the weights of each stream; there is one stream if nothing is apart."""
     others, rest = named_leaves(params.get("others")), named_leaves(params.get("rest"))
     counts, masks = _counts(spec, params), _masks(spec, params, jnp)
 
@@ -241,9 +258,9 @@ def _streams(spec: PermutationSpec, params: Params) -> list[Params]:
 def _slabs(
     spec: PermutationSpec, counts: Mapping[str, int], name: str, shape: tuple[int, ...]
 ) -> list[tuple[slice, ...]] | None:
-    """The parts of a leaf with units that are apart, where these come last on each axis; None if they do not.
+    """Return the slices of a leaf with units that are apart, or None if these units do not come last on each axis.
 
-    Each part is beside the one before: of 5 × 4 weights with 2 and 1 units apart, they are [3:, :] and [:3, 3:].
+    The slices do not overlap. For 5 × 4 weights with 2 and 1 units apart, they are [3:, :] and [:3, 3:].
     """
     region, slabs = [slice(0, size) for size in shape], list[tuple[slice, ...]]()
     for axis, layout in enumerate(spec.axes[name]):
@@ -257,7 +274,7 @@ def _slabs(
 
 
 def _put(leaf: Any, slabs: Sequence[tuple[slice, ...]], values: Array) -> Any:
-    """The leaf with other values in its slabs."""
+    """Replace the values in the slices of a leaf."""
     for slab in slabs:
         shape = tuple(part.stop - part.start for part in slab)
         now, values = jnp.split(values, [math.prod(shape)])
@@ -266,7 +283,7 @@ def _put(leaf: Any, slabs: Sequence[tuple[slice, ...]], values: Array) -> Any:
 
 
 def _is_alone(spec: PermutationSpec, name: str) -> bool:
-    """Whether a permutation is neither batched over others nor others over it, as those of heads and dimensions are."""
+    """Return whether a permutation is standalone, unlike those of attention heads and their dimensions."""
     return (
         name in spec.sizes
         and not spec.batched_over.get(name)
@@ -275,12 +292,12 @@ def _is_alone(spec: PermutationSpec, name: str) -> bool:
 
 
 def _counts(spec: PermutationSpec, params: Params) -> dict[str, int]:
-    """For each permutation, how many of its units are apart."""
+    """Return the number of units that are apart, for each permutation."""
     return {name: len(params.get("apart", {}).get(_key(name), ())) for name in spec.sizes}
 
 
 def _masks(spec: PermutationSpec, params: Params, xp: Any = np) -> dict[str, Bool[Array, "..."]]:
-    """For each permutation, which of its units are apart; arrays of `xp` if that is known from their number."""
+    """Return masks of the units that are apart; arrays of `xp` if their number determines them."""
     masks = {}
     for name, count in _counts(spec, params).items():
         size = math.prod(spec.shape(name))
@@ -293,7 +310,7 @@ def _masks(spec: PermutationSpec, params: Params, xp: Any = np) -> dict[str, Boo
 
 
 def _with_outer(spec: PermutationSpec, apart: Mapping[str, Bool[np.ndarray, "..."]]) -> dict[str, Any]:
-    """Masks of units that are apart; what is inside of a unit that is apart, as the dimensions of a head, is apart."""
+    """Extend masks to nested units: the dimensions of a head that is apart are apart too."""
     found = dict(apart)
     for name, outer in spec.batched_over.items():
         for perm, index, _ in spec.units_of((*outer, name), spec.shape(name)):
@@ -304,9 +321,10 @@ def _with_outer(spec: PermutationSpec, apart: Mapping[str, Bool[np.ndarray, "...
 def _averaging(
     spec: PermutationSpec, params: Params, trace: Intermediates
 ) -> tuple[dict[ArrayId, Callable[..., Any]], dict[EqnPath, Callable[..., Any]]]:
-    """The edits, and the products, that give merged units one value in all streams where a linear map gives them one.
+    """Return the edits and the products that give merged units the same value in all streams.
 
-    A product computes no more than is in use; where apart and merged units do not split its axes, an edit averages it.
+    A product multiplies only the stored weights. If merged units and units that are apart do not split its axes, an
+    edit averages its result instead.
     """
     masks, counts = _masks(spec, params), _counts(spec, params)
     leaves = _views_of_leaves(trace, named_leaves(params.get("rest")).keys())
@@ -322,7 +340,7 @@ def _averaging(
 
 
 def _key(name: str) -> str:
-    """The key of a permutation in a tree, in which a / would be a branch."""
+    """Return the key of a permutation in a tree, in which a / would mean a branch."""
     return name.replace("/", ".")
 
 
@@ -338,20 +356,20 @@ def _mean(values: Sequence[Array]) -> Any:
 
 
 def _average_merged(is_apart: Bool[Array, "..."], values: tuple[Array, ...]) -> tuple[Any, ...]:
-    """An array of each stream, with the mean over the streams where units are merged."""
+    """Average the arrays of all streams where units are merged."""
     mean = _mean(values)
     return tuple(jnp.where(is_apart, value, mean) for value in values)
 
 
 def _maps_to_units(spec: PermutationSpec, trace: Intermediates) -> Iterator[Equation]:
-    """The linear maps, also those inside scans, whose results have units."""
+    """Yield the linear maps whose results have units, including those inside scans."""
     for equation in trace.equations:
         if is_linear_map(equation) and equation.results[0].names & spec.sizes.keys():
             yield equation
 
 
 def _is_apart(spec: PermutationSpec, masks: Mapping[str, Array], equation: Equation) -> Bool[Array, "..."]:
-    """Where the result of a linear map has values of units that are apart; inside a scan, at each step alike."""
+    """Return where the result of a linear map has units that are apart; inside a scan, the same at each step."""
     layouts = equation.results[0].layouts
     shape = tuple(spec.length(layout) if layout and axis_names(layout) else 1 for layout in layouts)
     return _any_unit(spec, masks, layouts, shape)[(0,) * equation.loops]
@@ -360,7 +378,7 @@ def _is_apart(spec: PermutationSpec, masks: Mapping[str, Array], equation: Equat
 def _any_unit(
     spec: PermutationSpec, masks: Mapping[str, Array], layouts: tuple[Layout, ...], shape: tuple[int, ...]
 ) -> Bool[Array, "..."]:
-    """Where an array has entries of units in the masks."""
+    """Return where an array has entries of units in the masks."""
     found: Any = np.zeros(shape, bool)
     for name, index, is_unit in spec.units_of(layouts, shape):
         found = found | (is_unit & masks[name][index])
@@ -368,13 +386,13 @@ def _any_unit(
 
 
 def _has_unit(spec: PermutationSpec, name: str, shape: tuple[int, ...]) -> Bool[np.ndarray, "..."]:
-    """Which weights of a leaf belong to any unit."""
+    """Return which weights of a leaf belong to any unit."""
     every = {perm: np.ones(spec.shape(perm), bool) for perm in spec.sizes}
     return np.asarray(_any_unit(spec, every, spec.axes[name], shape))
 
 
 class _Halves(NamedTuple):
-    """The positions along an axis, those of merged units first, and where those of units that are apart begin."""
+    """The positions along an axis with merged units first, and where the units that are apart start."""
 
     order: Int[Array, "n"]
     split: int
@@ -389,7 +407,7 @@ class _Halves(NamedTuple):
 
 
 class _Axes(NamedTuple):
-    """The axes of a product of activations and weights: summed over in both, and the output's in weights and result."""
+    """The axes of a product of activations and weights: the summed axes, and the output axes in weights and result."""
 
     summed: tuple[int, int]
     output: tuple[int, int]
@@ -402,10 +420,10 @@ def _product(
     equation: Equation,
     leaves: Collection[ArrayId],
 ) -> Callable[..., list[tuple[Any, ...]]] | None:
-    """A linear map of all streams that multiplies each weight in use once; None if its weights do not split so.
+    """Return a linear map of all streams that multiplies each stored weight once; None if its weights do not split.
 
-    Weights between merged units are the same in all streams, and merged outputs are means over the streams. So these
-    weights only need the mean of the inputs. The weights into and out of units that are apart are each network's own.
+    Weights between merged units are the same in all streams, and merged outputs are means over the streams. These
+    weights therefore only need the mean of the inputs. Weights of units that are apart differ between networks.
     """
     params, name = equation.eqn.params, equation.eqn.primitive.name
     x_at, w_at = (0, 1) if equation.operands[1] in equation.params_only else (1, 0)
@@ -424,7 +442,7 @@ def _product(
             return None
     units = {name for axis in outer for name in axis_names(weights.layouts[axis])}
     inputs, outputs = (_split_axes(spec, masks, counts, weights, axes) for axes in (inner, outer))
-    if inputs is None or outputs is None or equation.results[0].names - units:  # the last are units of the inputs
+    if inputs is None or outputs is None or equation.results[0].names - units:  # the result has units of the inputs
         return None
 
     def of_convolution(*operands: tuple[Any, ...]) -> list[tuple[Any, ...]]:
@@ -454,7 +472,7 @@ def _product(
 
 
 def _each(function: Callable[[Any], Any], values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The function of an array of each stream, computed once for arrays that are the same."""
+    """Apply a function to the array of each stream, once for identical arrays."""
     found = {id(value): function(value) for value in {id(value): value for value in values}.values()}
     return tuple(found[id(value)] for value in values)
 
@@ -467,7 +485,7 @@ def _multiply_packed(
     xs: tuple[Any, ...],
     ws: tuple[Any, ...],
 ) -> tuple[Any, ...]:
-    """The product of each stream, with the mean over the streams in merged outputs."""
+    """Return the product of each stream, with the mean over the streams in merged outputs."""
     found = []
     if len(outputs.merged):
         kernels = [_take(w, outputs.merged, axes.output[0]) for w in ws]
@@ -490,7 +508,7 @@ def _multiply_packed(
 
 
 def _take(array: Array, units: Int[Array, "k"], axis: int) -> Any:
-    """The entries of some units; where they are known to follow one another, a slice."""
+    """Return the entries of some units, as a slice if they are known to be contiguous."""
     if isinstance(units, np.ndarray) and len(units) and (np.diff(units) == 1).all():
         return jax.lax.slice_in_dim(array, int(units[0]), int(units[-1]) + 1, axis=axis % np.ndim(array))
     return jnp.take(array, units, axis)
@@ -503,7 +521,7 @@ def _split_axes(
     weights: Intermediate,
     axes: Sequence[int],
 ) -> _Halves | None:
-    """The positions along some axes of weights, flattened; None if the number of either kind is not known."""
+    """Split the flattened positions along some axes of weights; return None if the number of either kind is unknown."""
     layouts, shape = tuple(weights.layouts[axis] for axis in axes), tuple(weights.shape[axis] for axis in axes)
     names = {name for layout in layouts for name in axis_names(layout)}
     if not all(names.issuperset(spec.batched_over.get(name, ())) for name in names):
@@ -516,14 +534,14 @@ def _split_axes(
     for name, _, is_unit in spec.units_of(layouts, shape):
         positions = np.broadcast_to(is_unit, shape)
         covered |= positions
-        if name not in outer:  # for its units are apart only with those inside of them
+        if name not in outer:  # outer units are apart only together with their nested units
             number += positions
             apart += counts[name] * int(positions.sum()) // math.prod(spec.shape(name))
     return _Halves(jnp.argsort(mask, stable=True), mask.size - apart) if (number == covered).all() else None
 
 
 def _views_of_leaves(trace: Intermediates, without: Collection[str]) -> Collection[ArrayId]:
-    """The leaves, and what has their entries in another order or shape; not of leaves with weights of no unit apart."""
+    """Return the leaves and their transposed or reshaped views, except for leaves in `without`."""
     found = {leaf.id: leaf.names for name, leaf in trace.params.items() if name not in without}
     for equation in trace.equations:
         for operand in equation.operands if equation.eqn.primitive.name in VIEWS else ():
@@ -534,7 +552,7 @@ def _views_of_leaves(trace: Intermediates, without: Collection[str]) -> Collecti
 
 
 def _differ_by_step(spec: PermutationSpec, trace: Intermediates) -> set[str]:
-    """The permutations whose units are others at each step of a scan."""
+    """Return the permutations whose units differ between the steps of a scan."""
     found = set()
     for equation in _maps_to_units(spec, trace):
         (result,) = equation.results
@@ -544,14 +562,14 @@ def _differ_by_step(spec: PermutationSpec, trace: Intermediates) -> set[str]:
 
 
 def _require_seen(spec: PermutationSpec, trace: Intermediates) -> None:
-    """Raises an error if there are units that linear maps inside branches, loops or entries of a stack give values."""
+    """Raise an error if linear maps to units are inside branches, loops or entries of a stack."""
     for equation in trace.equations:
         inside = {inner.primitive.name for inner in inner_equations(equation.eqn)}
         units = {name for operand in equation.operands if operand for name in operand.names} & spec.sizes.keys()
         if equation.eqn.primitive.name != "scan" and units and inside.intersection(PRODUCTS):
             raise UserError(
-                f"units of {min(units)} are used inside a {equation.eqn.primitive.name}, where nothing is averaged: "
-                "merge by another method, or write the function without it"
+                f"Cannot merge units of {min(units)} inside a {equation.eqn.primitive.name}: "
+                "merge by another method, or write the function without it."
             )
     seen = {
         name
@@ -563,15 +581,15 @@ def _require_seen(spec: PermutationSpec, trace: Intermediates) -> None:
     for name in spec.sizes.keys() - seen:
         if spec.fixed.keys() & set(spec.batched_over.get(name, ())):
             raise UserError(
-                f"units of {name} are in entries of a stack that are read one by one, where nothing is averaged: "
-                "merge by another method, or give each entry a leaf of its own"
+                f"Cannot merge units of {name} in entries of a stack that are read separately: "
+                "merge by another method, or use a separate leaf for each entry."
             )
 
 
 def _likeness(
     spec: PermutationSpec, networks: Sequence[Params], apply: Apply, inputs: Inputs
 ) -> dict[str, Float[np.ndarray, "..."]]:
-    """How well the networks match: for each permutation in each unit, and for each leaf in the weights of no unit."""
+    """Return how well the networks match, for each unit and for the unitless weights of each leaf."""
     likeness: dict[str, Any] = {}
     if spec.sizes:
         pairs = [correlations(spec, a, b, apply, inputs) for a, b in combinations(networks, 2)]
@@ -596,7 +614,7 @@ def _likeness(
 
 
 def _ranks(likeness: Mapping[str, Float[np.ndarray, "..."]], together: Collection[str]) -> Ranks:
-    """The ranks, of the lowest likeness first; of the mean of those that come apart together."""
+    """Rank units by likeness, lowest first; units that are split together have the rank of their mean."""
     groups: Ranks = {}
     scores: list[float] = []
     for name, values in likeness.items():
@@ -608,7 +626,7 @@ def _ranks(likeness: Mapping[str, Float[np.ndarray, "..."]], together: Collectio
 
 
 def _first_rank(spec: PermutationSpec, ranks: Ranks, name: str, leaf: Any) -> Int[np.ndarray, "..."]:
-    """For each weight of a leaf, the rank of the first of its units to come apart, or that of those without units."""
+    """Return the lowest rank among the units of each weight of a leaf, or the rank of the leaf's unitless weights."""
     first = np.full(np.shape(leaf), NEVER)
     for perm, index, is_unit in spec.units_of(spec.axes[name], np.shape(leaf)):
         first = np.minimum(first, np.where(is_unit, ranks[perm][index], NEVER))
@@ -616,5 +634,5 @@ def _first_rank(spec: PermutationSpec, ranks: Ranks, name: str, leaf: Any) -> In
 
 
 def _rest_of(leaf: str) -> str:
-    """The name of a leaf's weights that belong to no unit."""
+    """Return the name of a leaf's unitless weights."""
     return f"{leaf}/"

@@ -1,10 +1,9 @@
-"""Refitting: every linear map of an average as the least-squares map to what the averaged networks compute.
+"""Refit every linear map of an average to the activations of the averaged networks, by least squares.
 
-The average of aligned networks sees other activations than they do, and more so from layer to layer. So each linear map
-is fitted anew, in the order of use: from what it is given in the merged network, with all maps before it fitted
-already, to the mean of the networks' own outputs there. This is in the spirit of RegMean (Jin et al. 2023), which
-instead regresses each network's outputs on its own activations. The jaxpr tells where these maps are, and which
-parameters they have.
+The activations of an average differ from those of the networks, increasingly so in deeper layers. Each linear map is
+therefore refitted, in order of use. Its inputs are those in the merged network, in which all earlier maps are already
+refitted. Its targets are the mean of the networks' outputs. RegMean (Jin et al. 2023) is similar, but regresses each
+network's outputs on its own activations. The jaxpr shows where the maps are and which parameters they have.
 """
 
 from collections import Counter
@@ -38,21 +37,21 @@ from mcomb.trees import (
     require_finite_result,
 )
 
-BLOCK = 200  # examples at once
-DIGIT = 256  # what every float can hold exactly
+BLOCK = 200  # examples that are processed at once
+DIGIT = 256  # every float dtype represents integers below this exactly
 
 
 class Place(NamedTuple):
-    """Where the entries of an array inside a function stand in the parameters: the leaf, and the position of each."""
+    """The leaf that the entries of an array come from, and the position of each entry in it."""
 
     leaf: str
     positions: np.ndarray
 
 
 class Fittable(NamedTuple):
-    """A linear map whose weights and bias are leaves, entry by entry.
+    """A linear map whose weights and bias are entries of leaves.
 
-    With the axes in the order of a matrix product, the kernel is (inputs, outputs) and the bias (outputs,).
+    In the order of a matrix product, the kernel has the shape (inputs, outputs) and the bias (outputs,).
     """
 
     map: LinearMap
@@ -82,13 +81,14 @@ def refit_maps(
     *,
     ridge: float = 0.01,
 ) -> Params:
-    """The merged network with each linear map fitted to the mean of the networks' outputs, on these inputs.
+    """Refit each linear map of a merged network to the mean of the networks' outputs on these inputs.
 
-    `ridge` holds weights to those that they have, in parts of the mean square of what they are multiplied by. Maps
-    inside scans and branches or of complex numbers, grouped convolutions, and weights that are used twice or computed
-    from parameters stay as they are, and so does everything else, as norms and embeddings. Running statistics are the
-    exception: they are estimated anew after each map, so that the maps behind it see the activations that the result
-    has. A few inputs are left out where blocks of them would not be equal.
+    `ridge` penalises changes of the weights, relative to the mean square of their inputs. Running statistics are
+    re-estimated after each map, so that later maps receive the activations of the result. A few inputs are dropped to
+    make all blocks equal.
+
+    All other parameters stay unchanged. These include norms and embeddings, maps inside scans and branches, complex
+    maps, grouped convolutions, and weights that are used twice or computed from parameters.
     """
     require_positive(ridge=ridge)
     count = count_examples(inputs)
@@ -101,16 +101,18 @@ def refit_maps(
     traces = [list_intermediates(spec, apply, params, split[0]) for params in every]
     found = [list_fittable(trace, params) for trace, params in zip(traces, every, strict=True)]
     if len({len(maps) for maps in found}) > 1:
-        raise UserError("the networks differ in their linear maps, as with several dtypes: give all in one dtype")
+        raise UserError(
+            "The networks have different linear maps, probably because their dtypes differ: use one dtype for all."
+        )
     if not found[0]:
-        raise UserError("there is no linear map with weights of its own in the function: merge by another method")
+        raise UserError("The function has no linear map to refit: merge by another method.")
     batches = jax.device_put(equal_batches(here, BATCH), device) if list_norms(traces[0]) else None
     fitted, *others = every
     for maps in zip(*found, strict=True):
         observe = jax.jit(partial(_observe, traces, maps))
         seen = [jax.device_get(observe((fitted, *others), block)) for block in split]
         gram, residual = (sum(one[i].astype(np.float64) for one in seen) for i in (0, 1))
-        require_finite_result("activations", (gram, residual), inputs, *networks)
+        require_finite_result("Activations", (gram, residual), inputs, *networks)
         gram += ridge * np.trace(gram) / len(gram) * np.eye(len(gram))
         fitted = _add(fitted, maps[0], np.linalg.lstsq(gram, residual)[0])
         if batches is not None:
@@ -119,7 +121,7 @@ def refit_maps(
 
 
 def list_fittable(intermediates: Intermediates, params: Params) -> list[Fittable]:
-    """The linear maps whose weights, and bias if there is one, are leaves that nothing else reads."""
+    """Return the linear maps whose weights and bias are leaves that nothing else reads."""
     maps = [found for found in list_linear_maps(intermediates) if _is_plain(found)]
     operands = [operand for equation in intermediates.equations for operand in equation.operands]
     reads = Counter(operand.id for operand in operands if operand is not None)
@@ -138,7 +140,7 @@ def list_fittable(intermediates: Intermediates, params: Params) -> list[Fittable
                 continue
             shape = found.equation.eqn.outvars[0].aval.shape  # type: ignore[attr-defined]
             samples = _rows(found, np.broadcast_to(bias.positions, shape))
-            if (samples != samples[0]).any():  # it differs from sample to sample, as one of positions does
+            if (samples != samples[0]).any():  # it differs between samples, such as a bias for each position
                 continue
             own = own._replace(bias=Place(bias.leaf, samples[0]))
         if all(len(np.unique(place.positions)) == place.positions.size for place in own[1:] if place):
@@ -147,10 +149,10 @@ def list_fittable(intermediates: Intermediates, params: Params) -> list[Fittable
 
 
 def find_places(intermediates: Intermediates, params: Params, wanted: Collection[ArrayId]) -> dict[ArrayId, Place]:
-    """Of the wanted arrays that are the entries of one leaf, in whatever order, where each stands in it.
+    """Find the positions of the wanted arrays' entries in the parameters, for arrays with entries of a single leaf.
 
-    All entries of the parameters are numbered, the function is evaluated with the digits of these numbers in their
-    place, and what arrives is read. Random numbers must then arrive in the same way: so it is no absolute value.
+    It numbers all entries of the parameters, evaluates the function on the digits of these numbers, and reads the
+    arrays. A second evaluation on random numbers must agree, which excludes functions such as the absolute value.
     """
     leaves = {name: np.asarray(leaf) if is_inexact(leaf) else leaf for name, leaf in named_leaves(params).items()}
     ends = np.cumsum([leaf.size for leaf in leaves.values()])
@@ -187,7 +189,7 @@ def find_places(intermediates: Intermediates, params: Params, wanted: Collection
 
 
 def _is_plain(found: LinearMap) -> bool:
-    """Whether it is one matrix product of reals, or one convolution with a kernel, and not several side by side."""
+    """Return whether a map is a single real matrix product or convolution, without batches or groups."""
     p = found.equation.eqn.params
     if jnp.issubdtype(found.equation.eqn.outvars[0].aval.dtype, jnp.complexfloating):  # type: ignore[attr-defined]
         return False
@@ -197,12 +199,12 @@ def _is_plain(found: LinearMap) -> bool:
 
 
 def _of_weights(found: LinearMap) -> int:
-    """Which of the two operands the weights are."""
+    """Return which of the two operands is the weights."""
     return [operand and operand.id for operand in found.equation.operands].index(found.weights.id)
 
 
 def _matrix(found: LinearMap, weights: np.ndarray) -> np.ndarray:
-    """The weights as a matrix (inputs, outputs)."""
+    """Reshape the weights to a matrix (inputs, outputs)."""
     dims, side = found.equation.eqn.params["dimension_numbers"], _of_weights(found)
     if found.equation.eqn.primitive.name == "dot_general":
         summed = dims[0][side]
@@ -213,7 +215,7 @@ def _matrix(found: LinearMap, weights: np.ndarray) -> np.ndarray:
 
 
 def _rows(found: LinearMap, outputs: Any) -> Any:
-    """The outputs as a matrix (samples, outputs)."""
+    """Reshape the outputs to a matrix (samples, outputs)."""
     eqn = found.equation.eqn
     if eqn.primitive.name == "conv_general_dilated":
         features = eqn.params["dimension_numbers"].out_spec[1]
@@ -221,13 +223,13 @@ def _rows(found: LinearMap, outputs: Any) -> Any:
         return outputs.transpose(*order, features).reshape(-1, outputs.shape[features])
     (left, right), side = eqn.params["dimension_numbers"][0], _of_weights(found)
     shapes = [var.aval.shape for var in eqn.invars]  # type: ignore[attr-defined]
-    own = len(shapes[side]) - len((left, right)[side])  # axes of the outputs that are the weights'
+    own = len(shapes[side]) - len((left, right)[side])  # axes of the outputs that come from the weights
     width = int(np.prod(outputs.shape[:own] if side == 0 else outputs.shape[outputs.ndim - own :]))
     return outputs.reshape(width, -1).T if side == 0 else outputs.reshape(-1, width)
 
 
 def _columns(found: LinearMap, values: Any) -> Any:
-    """What goes into the map as a matrix (samples, inputs); of a convolution, the patches that its kernel sees."""
+    """Reshape the inputs of a map to a matrix (samples, inputs); a convolution's inputs become patches."""
     eqn, side = found.equation.eqn, 1 - _of_weights(found)
     if eqn.primitive.name == "dot_general":
         summed = eqn.params["dimension_numbers"][0][side]
@@ -251,7 +253,7 @@ def _columns(found: LinearMap, values: Any) -> Any:
 def _observe(
     traces: Sequence[Intermediates], maps: Sequence[Fittable], every: Sequence[Params], inputs: Inputs
 ) -> tuple[Float[Array, "i i"], Float[Array, "i o"]]:
-    """XᵀX and Xᵀ(Y − Z): of what goes into the merged map, what comes out, and what should.
+    """Return XᵀX and Xᵀ(Y − Z) for inputs X, target outputs Y and outputs Z of the merged map.
 
     `every` has the merged network first.
     """
@@ -275,7 +277,7 @@ def _observe(
 
 
 def _add(params: Params, own: Fittable, change: np.ndarray) -> Params:
-    """The parameters with a change, (inputs, outputs) with a last row for the bias, added to those of a map."""
+    """Add a change of shape (inputs, outputs), with a last row for the bias, to the parameters of a map."""
     changes = {own.kernel.leaf: (own.kernel.positions, change[: len(own.kernel.positions)])}
     if own.bias:
         changes[own.bias.leaf] = (own.bias.positions, change[-1])

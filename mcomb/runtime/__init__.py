@@ -1,1 +1,1 @@
-"""Devices, processes, interrupts, progress and the training loop."""
+"""Handle devices, processes, interrupts and progress, and run the training loop."""

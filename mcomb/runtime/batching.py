@@ -1,4 +1,4 @@
-"""Batches of examples and of combinations that fit into memory."""
+"""Split examples and combinations into batches that fit into memory."""
 
 import contextlib
 import math
@@ -14,19 +14,19 @@ from mcomb.errors import UserError, require_whole
 from mcomb.runtime.processes import from_first
 from mcomb.trees import Array, count_examples
 
-BATCH = 200  # how many images a device takes at once, unless memory is too small
-LEAST_IMAGES = 8  # fewer at once would hardly need less memory
-MEMORY_VARIABLE = "MCOMB_MEMORY_GB"  # of the environment: how much memory to use
+BATCH = 200  # default number of images that a device processes at once
+LEAST_IMAGES = 8  # smaller batches would hardly need less memory
+MEMORY_VARIABLE = "MCOMB_MEMORY_GB"  # environment variable that sets the memory to use
 
 
 def in_batches(batch_size: int, tree: Any) -> Any:
-    """A tree of arrays of n rows, each reshaped into batches; the last batch is padded with zeros.
+    """Reshape each array of a tree into batches of rows, and pad the last batch with zeros.
 
     in_batches(2, [x]) with x = [1, 2, 3] is [[[1, 2], [3, 0]]].
     """
 
     def reshape(x: Array) -> Array:
-        count = -(-len(x) // batch_size)  # said, for of rows without entries it could not be found
+        count = -(-len(x) // batch_size)  # explicit, because `-1` cannot be inferred for empty rows
         pad = count * batch_size - len(x)
         return jnp.pad(x, ((0, pad), *((0, 0),) * (x.ndim - 1))).reshape(count, batch_size, *x.shape[1:])
 
@@ -34,7 +34,7 @@ def in_batches(batch_size: int, tree: Any) -> Any:
 
 
 def equal_batches(tree: Any, batch_size: int) -> Any:
-    """A tree of arrays of n rows, each reshaped into equal batches of at most that many; a few rows are left out.
+    """Reshape each array of a tree into equal batches of at most `batch_size` rows, and drop the few rows left over.
 
     equal_batches(x, 2) with x = [1, 2, 3] is [[1], [2]], and with batch_size=3 it is [[1, 2, 3]].
     """
@@ -46,7 +46,7 @@ def equal_batches(tree: Any, batch_size: int) -> Any:
 
 
 class Sizes(NamedTuple):
-    """How many combinations and how many images of each a device takes at once."""
+    """Number of combinations, and of images for each, that a device processes at once."""
 
     combinations: int
     images: int
@@ -56,19 +56,19 @@ class Sizes(NamedTuple):
         return f"{many} on {self.images} images at once"
 
     def smaller(self, part: float = 0.5) -> "Sizes":
-        """Fewer combinations, at most this part of them; then, of one combination, half of the images."""
+        """Reduce the combinations to at most this fraction; if there is only one, halve the images."""
         if self.combinations > 1:
             return self._replace(combinations=max(1, int(self.combinations * min(part, 0.5))))
         return self._replace(images=-(-self.images // 2)) if self.images > LEAST_IMAGES else self
 
 
 def compile_to_fit(lower: Callable[[Sizes], jax.stages.Lowered], sizes: Sizes) -> tuple[Sizes, jax.stages.Compiled]:
-    """A compiled program that fits into the devices' free memory by its own account, and its sizes, at most those."""
+    """Compile a program at the largest sizes whose estimated memory fits the devices; return both."""
     free = from_first(free_memory)
     while True:
         try:
             program = lower(sizes).compile()
-        except jax.errors.JaxRuntimeError as error:  # some compilers refuse what does not fit
+        except jax.errors.JaxRuntimeError as error:  # some compilers reject programs that do not fit
             if not is_out_of_memory(error) or sizes.smaller() == sizes:
                 raise
             sizes = sizes.smaller()
@@ -81,15 +81,15 @@ def compile_to_fit(lower: Callable[[Sizes], jax.stages.Lowered], sizes: Sizes) -
 
 
 def is_out_of_memory(error: jax.errors.JaxRuntimeError) -> bool:
-    """Whether memory was too small for a program."""
+    """Return whether a program failed because it needed too much memory."""
     return "RESOURCE_EXHAUSTED" in str(error)
 
 
 def free_memory() -> float:
-    """Return the bytes that each local device may still take; infinite where nobody knows.
+    """Return the number of bytes that each local device may still use; infinity if unknown.
 
-    That is four fifths of the free memory, of which the devices of a CPU share the host's. The environment variable
-    MCOMB_MEMORY_GB sets it instead: gigabytes for each accelerator, or for all devices of a CPU together.
+    This is four fifths of the free memory. The devices of a CPU share the host's memory. The environment variable
+    MCOMB_MEMORY_GB overrides it, in gigabytes for each accelerator or for all devices of a CPU together.
     """
     devices = jax.local_devices()
     on_cpu = devices[0].platform == "cpu"
@@ -97,7 +97,7 @@ def free_memory() -> float:
         try:
             free = 1e9 * float(chosen)
         except ValueError:
-            raise UserError(f"{MEMORY_VARIABLE}={chosen} is not a number: give gigabytes, such as 16") from None
+            raise UserError(f"{MEMORY_VARIABLE}={chosen} is not a number: set it to gigabytes, such as 16.") from None
     elif on_cpu:
         free = 0.8 * min(_free_on_host(), _left_by_cgroups())
     else:
@@ -110,15 +110,16 @@ def _free_on_host() -> float:
     try:
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         return 1024.0 * int(lines["MemAvailable"].split()[0])
-    except OSError:  # not on Linux: all there is
+    except OSError:  # not on Linux: use the total memory
         known = hasattr(os, "sysconf") and {"SC_PAGE_SIZE", "SC_PHYS_PAGES"} <= os.sysconf_names.keys()
         return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) if known else math.inf
 
 
 def _left_by_cgroups(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float:
-    """Return what the limits of this process's container leave, counting file caches, which the kernel drops, as free.
+    """Return the bytes left by the memory limits of this process's control groups.
 
-    A limit may be set for any of the groups around this process. A container often sees its own as the root.
+    Any group around this process may set a limit. A container often sees its own group as the root. File caches count
+    as free, because the kernel drops them.
     """
     left = math.inf
     try:

@@ -15,42 +15,42 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mcomb.errors import UserError
 from mcomb.symmetry.jaxprs import all_equations
 
-AXIS = "mcomb_device"  # the name of the mesh's only axis, which is nobody else's
-COMBINATIONS, IMAGES = "mcomb_combinations", "mcomb_images"  # the axes of the mesh of evaluation
+AXIS = "mcomb_device"  # the only axis of the mesh; the prefix avoids clashes with the user's axes
+COMBINATIONS, IMAGES = "mcomb_combinations", "mcomb_images"  # the axes of the mesh for evaluation
 
 
 def device_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The one-dimensional mesh of some devices, by default of all."""
+    """Return a one-dimensional mesh of some devices, by default of all."""
     return Mesh(np.array(jax.devices() if devices is None else devices), AXIS)
 
 
 def two_axis_mesh(combinations: int) -> Mesh:
-    """The mesh of all devices, shared out among combinations, and among images where these are fewer."""
+    """Return the mesh of all devices that splits combinations, and images if there are too few combinations."""
     devices = np.array(jax.devices())
     return Mesh(devices.reshape(mesh_shape(combinations, devices.size)), (COMBINATIONS, IMAGES))
 
 
 def mesh_shape(combinations: int, devices: int) -> tuple[int, int]:
-    """How many combinations are evaluated side by side, and in how many parts the images of each.
+    """Return how many combinations to evaluate side by side, and into how many parts to split the images.
 
-    On eight devices, eight combinations or more have the shape (8, 1), three (2, 4), and one (1, 8).
+    With eight devices, the shape is (8, 1) for eight or more combinations, (2, 4) for three and (1, 8) for one.
     """
     rows = max(n for n in range(1, devices + 1) if devices % n == 0 and (n <= combinations or n == 1))
     return rows, devices // rows
 
 
 def replicate(tree: Any, mesh: Mesh | None = None) -> Any:
-    """The tree with every array replicated on a mesh, by default on all devices; what is there is not copied.
+    """Replicate every array of a tree on a mesh, by default on all devices, without copying arrays already there.
 
-    Processes that share the mesh all have to call it, with the same values.
+    All processes that share the mesh must call it, with the same values.
     """
     return share_out(tree, mesh or device_mesh(), PartitionSpec())
 
 
 def share_out(tree: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
-    """The tree with every array on a mesh, divided as the spec says.
+    """Put every array of a tree on a mesh, sharded by the spec.
 
-    The devices that a CPU is split into share what is replicated on them: there is one copy of it in memory.
+    The virtual devices of a CPU share one copy of replicated arrays.
     """
     sharding = NamedSharding(mesh, spec)
     if sharding.is_fully_addressable:
@@ -69,10 +69,10 @@ def share_out(tree: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
 
 
 def _as_numpy(leaf: Any) -> Any:
-    """An array on one device of a CPU as NumPy's, in the same memory, which all devices can read; others as they are.
+    """Return an array on one CPU device as a NumPy array in the same memory; return other JAX arrays unchanged.
 
-    An array of NumPy's own is copied first, unless nobody can write to it, as to what `jax.device_get` returns, and it
-    begins at a multiple of 64 bytes: devices read nothing else.
+    NumPy arrays are copied unless they are read-only and start at a multiple of 64 bytes, because CPU devices can only
+    share such memory. Results of `jax.device_get` are read-only.
     """
     if isinstance(leaf, jax.Array) and (len(leaf.devices()) > 1 or jnp.issubdtype(leaf.dtype, jax.dtypes.extended)):
         return leaf
@@ -92,17 +92,17 @@ def _as_numpy(leaf: Any) -> Any:
 def on_each_device(
     function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, jaxpr: core.ClosedJaxpr
 ) -> Callable[..., Any]:
-    """The function as `jax.shard_map` maps it, which must not be nested: `jaxpr` is what the function will call.
+    """Map a function with `jax.shard_map`, unless `jaxpr`, which it will call, contains a `shard_map` itself.
 
-    If that has a `shard_map` inside, the function is called once for all devices: it keeps them busy by itself.
+    `shard_map` cannot be nested. A function with its own is called once for all devices, which it uses by itself.
     """
     for eqn in all_equations(jaxpr):
         if eqn.primitive.name == "shard_map":
             own = eqn.params["mesh"]
             if isinstance(own, Mesh) and {*own.devices.flat} != {*mesh.devices.flat}:
                 raise UserError(
-                    f"the function has a shard_map over {own.size} of {mesh.size} devices: give it a mesh of all "
-                    "devices, or let JAX see fewer of them"
+                    f"The function has a shard_map over {own.size} of {mesh.size} devices: use a mesh of all devices, "
+                    "or make fewer devices visible to JAX."
                 )
             for name in mesh.axis_names:
                 function = jax.vmap(function, None, axis_name=name, axis_size=1)
@@ -111,16 +111,16 @@ def on_each_device(
 
 
 def meshes_of(size: int) -> list[Mesh]:
-    """Meshes of `size` devices each that share none, as many as there are devices for."""
+    """Return as many disjoint meshes of `size` devices as possible."""
     devices = jax.devices()
     return [device_mesh(devices[i : i + size]) for i in range(0, len(devices) - size + 1, size)]
 
 
 def use_a_device_per_core(at_most: int = 8) -> None:
-    """Splits the CPU into devices, one for each core, unless JAX has started or their number is chosen already.
+    """Split the CPU into one device for each core, unless JAX has started or the user has set the number.
 
-    Programs on several devices keep cores busier than one program does by splitting its operations. Each device holds
-    copies of its own, so there are not more than a few: they share the cores that are left over.
+    Programs on several devices use the cores better than one program that splits its operations. The number is
+    limited, because each device holds its own copies. The devices share the remaining cores.
     """
     by_config = jax.config.jax_num_cpu_devices > 0  # type: ignore[attr-defined]
     if not by_config and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -130,13 +130,13 @@ def use_a_device_per_core(at_most: int = 8) -> None:
 
 
 def matrix_rate(mesh: Mesh, size: int = 4096) -> float:
-    """Return how many floating-point operations a second the products of large matrices reach on a mesh.
+    """Measure the floating-point operations per second of large matrix products on a mesh.
 
     One device of a CPU uses all cores of its host.
     """
     matrix, seconds = jax.device_put(jnp.ones((size, size)), mesh.local_devices[0]), []
     multiply = jax.jit(jnp.matmul)
-    for _ in range(3):  # the first one compiles
+    for _ in range(3):  # the first run compiles
         start = time.monotonic()
         multiply(matrix, matrix).block_until_ready()
         seconds.append(time.monotonic() - start)
@@ -145,6 +145,6 @@ def matrix_rate(mesh: Mesh, size: int = 4096) -> float:
 
 
 def describe_devices(mesh: Mesh | None = None) -> str:
-    """The number and kind of a mesh's devices, by default of all, such as `2 × cpu`."""
+    """Return the number and kind of a mesh's devices, by default of all, such as `2 × cpu`."""
     devices = (mesh or device_mesh()).devices
     return f"{len(devices)} × {devices[0].device_kind}"

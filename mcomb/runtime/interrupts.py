@@ -1,8 +1,8 @@
-"""Ctrl-C and SIGTERM: requests to end the program, which are never lost and never wait for long.
+"""Handle Ctrl-C and SIGTERM promptly and reliably.
 
-Python raises KeyboardInterrupt in the main thread, once that is back from whatever C++ code it runs: XLA may compile or
-compute for minutes. A second thread therefore ends the program if the main thread does not. Other packages may turn the
-exception into an error of their own, such as one about a file that is fine.
+Python raises KeyboardInterrupt in the main thread only after the running C++ code returns, and XLA may compile or
+compute for minutes. A second thread therefore ends the program if the main thread does not. Other packages may convert
+the exception into an unrelated error, for example about an intact file.
 """
 
 import signal
@@ -15,10 +15,10 @@ from threading import Event, Thread
 from typing import NoReturn
 
 PATIENCE = 3.0  # seconds for the main thread to end the program
-SAVING_PATIENCE = 60.0  # seconds, if a training has steps to save
+SAVING_PATIENCE = 60.0  # seconds if there are training steps to save
 
-_asked: list[int] = []  # the signals that have come
-_unsaved: list[Event] = []  # set by work that would be lost
+_asked: list[int] = []  # signals received so far
+_unsaved: list[Event] = []  # set while work is unsaved
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def interruptible(end_now: Callable[[int], object]) -> Iterator[None]:
         signal.set_wakeup_fd(wakeup)
         for number, handler in before.items():
             signal.signal(number, handler)
-        writer.close()  # which ends the watcher
+        writer.close()  # ends the watcher
         watcher.join()
         reader.close()
         _asked.clear()
@@ -55,7 +55,7 @@ def _interrupt(number: int, frame: object) -> NoReturn:
 
 
 def _watch(signals: socket.socket, end_now: Callable[[int], object]) -> None:
-    """Wait for a signal, which Python's handler in C writes to the socket at once, and then for the program's end."""
+    """Wait for a signal, which Python's C handler writes to the socket at once, and then for the program to end."""
     while (received := signals.recv(1)) and received[0] not in (signal.SIGINT, signal.SIGTERM):
         pass
     if not received:
@@ -69,7 +69,7 @@ def _watch(signals: socket.socket, end_now: Callable[[int], object]) -> None:
             again = None
         if again == b"":
             return
-        if again and told:  # an impatient person; Python may repeat a lost signal at once
+        if again and told:  # the user interrupts again; `told` excludes a lost signal that Python repeats at once
             break
         if not told and _is_unsaved() and time.monotonic() - start > 1:
             print("Interrupted: saving after the current step; interrupt again to end now.", file=sys.stderr)
@@ -83,7 +83,7 @@ def _is_unsaved() -> bool:
 
 @contextmanager
 def unsaved() -> Iterator[Event]:
-    """Yield an event to set once there is work to save, so that an interrupt leaves time for it."""
+    """Yield an event to set while there is unsaved work, so that an interrupt leaves time to save it."""
     event = Event()
     _unsaved.append(event)
     try:
@@ -93,7 +93,7 @@ def unsaved() -> Iterator[Event]:
 
 
 def interrupted_by() -> int | None:
-    """Return the signal that has asked the program to end, if one has."""
+    """Return the last signal that asked the program to end, or None."""
     return _asked[-1] if _asked else None
 
 

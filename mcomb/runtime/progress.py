@@ -1,7 +1,7 @@
-"""What programs say while they work, and at their end: lines, bars, colours, JSON.
+"""Print messages, progress bars, colours and JSON.
 
-Whatever is about the work goes to standard error, and the outcome to standard output. Of several processes the first
-speaks.
+Messages about ongoing work go to standard error and results to standard output. Only the first of several processes
+prints.
 """
 
 import json
@@ -13,8 +13,8 @@ from tqdm import tqdm
 
 from mcomb.runtime.processes import is_first
 
-SELDOM = 30.0  # seconds between the lines about some work, where nobody watches a terminal
-COLOURS = {"red": 31, "green": 32, "yellow": 33}
+SELDOM = 30.0  # seconds between progress lines in a log
+TERMINAL_COLOURS = {"red": 31, "green": 32, "yellow": 33}
 
 
 class _Mode:
@@ -26,7 +26,7 @@ _mode = _Mode()
 
 
 def set_mode(quiet: bool = False, json: bool = False) -> None:
-    """Whether this program is to say nothing of its work, and whether its outcome is to be JSON."""
+    """Choose whether to hide messages about ongoing work, and whether to print results as JSON."""
     _mode.quiet, _mode.json = quiet, json
 
 
@@ -64,15 +64,15 @@ class _Bar(tqdm):
 
 
 class _Lines(tqdm):
-    """A bar as lines for a log: when it begins, now and then, and when it ends."""
+    """A progress bar that prints lines to a log: at the start, at intervals, and at the end."""
 
     def display(self, msg: str | None = None, pos: int | None = None) -> bool:
-        """Writes a line; the last one is ended by `close`."""
+        """Write a line; `close` ends the last one."""
         numbers = self.format_dict
         begins = self.n == self.initial and not self.disable
         percentage = f"{self.n / self.total:.0%}, " if self.total else ""
         if begins:
-            text = f"{self.desc}: begins" + (f" at {percentage[:-2]}" if self.n and self.total else "")
+            text = f"{self.desc}: started" + (f" at {percentage[:-2]}" if self.n and self.total else "")
         else:
             time = "in {elapsed}" if self.disable else "{elapsed} so far" + (", {remaining} left" if self.total else "")
             count = "{n_fmt} of {total_fmt} {unit}" if self.total else "{n_fmt}{unit}"
@@ -83,13 +83,13 @@ class _Lines(tqdm):
         return True
 
     def clear(self, nolock: bool = False) -> None:
-        """Nothing: a line stays."""
+        """Do nothing, because lines stay."""
 
 
 def progress_bar(total: int | None, unit: str, what: str, done: int = 0, delay: float = 0.0) -> "tqdm[Any]":
-    """A bar with rate and time left; where nobody watches a terminal, a line now and then.
+    """Return a progress bar with rate and remaining time, or one that prints lines if there is no terminal.
 
-    Without a total it counts. For the first `delay` seconds it is not shown.
+    Without a total, it only counts. It stays hidden for the first `delay` seconds.
     """
     watched = sys.stderr.isatty()
     kind, seconds = (_Bar, 0.2) if watched else (_Lines, SELDOM)
@@ -99,7 +99,7 @@ def progress_bar(total: int | None, unit: str, what: str, done: int = 0, delay: 
         delay=delay,
         desc=what,
         unit=unit,
-        unit_scale=(total or 0) >= 1_000,  # small counts are whole numbers
+        unit_scale=(total or 0) >= 1_000,  # small counts are shown in full
         dynamic_ncols=watched,
         mininterval=seconds,
         maxinterval=max(10.0, seconds),
@@ -108,13 +108,13 @@ def progress_bar(total: int | None, unit: str, what: str, done: int = 0, delay: 
 
 
 def say(line: str) -> None:
-    """Prints a line about the work, above the bars that there are."""
+    """Print a line about ongoing work, above any progress bars."""
     if not _mode.quiet:
         warn(line)
 
 
 def warn(line: str) -> None:
-    """Prints a line that a person should see even if the program is to be quiet."""
+    """Print a line that users should see even in quiet mode."""
     if is_first():
         _print(line, sys.stderr)
 
@@ -130,19 +130,19 @@ def _print(text: str, stream: Any) -> None:
 
 
 def show(text: str) -> None:
-    """Prints an outcome for a person; nothing if it is to be JSON."""
+    """Print a result, unless in quiet or JSON mode."""
     if is_first() and not _mode.quiet and not _mode.json:
         _print(text, sys.stdout)
 
 
 def show_json(value: Any) -> None:
-    """Prints the outcome of the whole program as JSON, if it is to be that."""
+    """Print the result of the whole program as JSON, if in JSON mode."""
     if is_first() and _mode.json:
         print(json.dumps(value, indent=1, allow_nan=False), flush=True)
 
 
 def coloured(text: str, colour: str, stream: Any) -> str:
-    """The text in a colour, if the stream is a terminal and nobody has set NO_COLOR."""
+    """Return the text in a colour if the stream is a terminal and NO_COLOR is not set."""
     if not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return text
-    return f"\x1b[{COLOURS[colour]}m{text}\x1b[0m"
+    return f"\x1b[{TERMINAL_COLOURS[colour]}m{text}\x1b[0m"

@@ -1,12 +1,12 @@
-"""The minibatch loop of gradient descent, used by training and by the straight-through estimator.
+"""Run the minibatch loop of gradient descent, for training, fine-tuning and the straight-through estimator.
 
-`fit` knows nothing of datasets or networks. It passes to its loss function the parameters, the rows of a minibatch
-(indices of examples; -1 is padding and must not count), the data that came with them, and a new random key each step:
+`fit` does not depend on datasets or networks. At each step it passes the parameters, the rows of a minibatch, their
+data and a new random key to its loss function. Rows are indices of examples; -1 is padding and must not count:
 
     def loss(params, rows, data, key):
         inputs, targets = data
         squares = jnp.square(apply(params, inputs[rows]) - targets[rows])
-        return jnp.mean(squares, where=rows >= 0), None  # None: nothing else to report
+        return jnp.mean(squares, where=rows >= 0), None  # None: no further report
 
     for state, losses, _ in fit(loss, initial_state(params, optimizer), batches, optimizer, key): ...
 """
@@ -28,57 +28,64 @@ from mcomb.runtime.devices import AXIS, device_mesh, replicate, share_out
 from mcomb.trees import Array, Params
 
 Loss = Callable[[Params, Int32[Array, "b"], Any, PRNGKeyArray], tuple[Float[Array, ""], Any]]
-"""A function (params, rows, given, key) that returns a minibatch's loss and anything else to report, or None."""
+"""A function (params, rows, given, key) that returns a minibatch's loss and a further report or None."""
 
 
-class State(NamedTuple):
-    """Everything that a step changes: the parameters, the optimizer's state, and the number of steps so far."""
+class TrainState(NamedTuple):
+    """The parameters, the optimizer's state, and the number of steps so far: everything that a step changes."""
 
     params: Params
     optimizer: optax.OptState
     step: Int32[Array, ""]
 
 
-def initial_state(params: Params, optimizer: optax.GradientTransformation) -> State:
-    """The state before the first step."""
-    return State(params, optimizer.init(params), jnp.array(0, jnp.int32))
+def initial_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
+    """Return the state before the first step."""
+    return TrainState(params, optimizer.init(params), jnp.array(0, jnp.int32))
 
 
 def fit(
     loss: Loss,
-    state: State,
+    state: TrainState,
     batches: Iterable[tuple[Int32[np.ndarray, "steps b"], Any]],
     optimizer: optax.GradientTransformation,
     key: PRNGKeyArray,
     mesh: Mesh | None = None,
     network: Params | None = None,
-) -> Iterator[tuple[State, Float[np.ndarray, "steps"], Any]]:
-    """Yields (state, losses, reports) after each compiled call; losses and reports have one entry for each step.
+) -> Iterator[tuple[TrainState, Float[np.ndarray, "steps"], Any]]:
+    """Yield (state, losses, reports) after each compiled call, with one loss and one report for each step.
 
-    An item of `batches` is a pair: the rows of one or more minibatches, which one compiled call steps through, and the
-    data that the loss gets with them. The rows of a minibatch are shared out over the devices of the mesh (by default
-    all) and padded with -1 to a multiple of their number. The next item is taken only when the next state
-    is asked for.
+    The arrays of a yielded state are donated to the next call: use or copy them before requesting the next state. The
+    compiled call is reused as long as `loss` and `optimizer` are the same objects.
 
-    The arrays of a yielded state are donated to the next call: use or copy them before asking for the next state. The
-    compiled call is reused as long as `loss` and `optimizer` are the same objects. Where the state's parameters are no
-    network's, but what the loss makes a network of, `network` is one like it. Raises Diverged, which names the step, if
-    a loss is infinite or not a number.
+    Args:
+        loss: The loss function.
+        state: The state to start from.
+        batches: Pairs of rows and data. One compiled call steps through the rows of one or more minibatches, and the
+            loss receives the data. `fit` takes the next pair only when the next state is requested.
+        optimizer: The optimizer.
+        key: The random key, which is folded with the number of each step.
+        mesh: The devices that share the rows of a minibatch; by default all. Rows are padded with -1 to a multiple of
+            their number.
+        network: The network, if the state's parameters are not a network but the loss computes one from them.
+
+    Raises:
+        Diverged: A loss is infinite or not a number. The message names the step.
     """
     mesh = mesh or device_mesh()
     update = _update_for(state.params if network is None else network)
-    # Copies, so that donating the state never eats the caller's arrays.
+    # Copy, because donating the state would delete the caller's arrays.
     state = _copy(replicate(state, mesh))
     key = replicate(key, mesh)
     for rows, given in batches:
         padded = np.pad(rows, ((0, 0), (0, _padding(rows.shape[1], mesh))), constant_values=-1)
         args = share_out(padded, mesh, PartitionSpec(None, AXIS)), replicate(given, mesh), key
         state, reports = update(state, *args, loss=loss, optimizer=optimizer, mesh=mesh)
-        # One call in flight: with several virtual CPU devices more can starve the all-reduce.
+        # One call in flight, because more can starve the all-reduce on virtual CPU devices.
         losses, report = jax.device_get(reports)
         if not np.isfinite(losses).all():
             step = int(state.step) - len(losses) + int(np.isfinite(losses).argmin()) + 1
-            raise Diverged(f"the loss became infinite or not a number in step {step}")
+            raise Diverged(f"The loss became infinite or not a number in step {step}: lower the learning rate.")
         yield state, losses, report
 
 
@@ -87,14 +94,20 @@ def _padding(rows: int, mesh: Mesh) -> int:
 
 
 def lower_call(
-    loss: Loss, state: State, steps: int, rows: int, given: Any, optimizer: optax.GradientTransformation, mesh: Mesh
+    loss: Loss,
+    state: TrainState,
+    steps: int,
+    rows: int,
+    given: Any,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
 ) -> jax.stages.Lowered:
-    """Lower the call that `fit` makes for `steps` minibatches of `rows` rows, from the shapes of its arguments alone.
+    """Lower the call that `fit` makes for `steps` minibatches of `rows` rows, given only shapes.
 
-    Once this is compiled, `fit` need not compile it again.
+    Once it is compiled, `fit` does not compile it again.
     """
 
-    def on(tree: Any, spec: PartitionSpec = PartitionSpec()) -> Any:  # noqa: B008 (it is never changed)
+    def on(tree: Any, spec: PartitionSpec = PartitionSpec()) -> Any:  # noqa: B008 (immutable)
         return jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)), tree
         )
@@ -106,16 +119,16 @@ def lower_call(
 
 
 @jax.jit
-def _copy(state: State) -> State:
+def _copy(state: TrainState) -> TrainState:
     return jax.tree.map(jnp.copy, state)
 
 
 ON_CPU = {"xla_cpu_experimental_ynn_fusion_type": "", "xla_disable_hlo_passes": "cse_barrier_expander"}
-"""How XLA compiles the steps of convolutional networks on CPU.
+"""XLA options for the steps of convolutional networks on CPU.
 
-Without YNN, the library that XLA gives convolutions and sums to: its gradient of a convolution's kernel and its sums of
-a gradient, for which it writes out whole arrays of copies, are slower than XLA's own. And with optimization barriers,
-which XLA otherwise removes on CPU: a loss can hold an array as it is with one.
+The first disables YNN, XLA's library for convolutions and sums. Its gradients of convolution kernels and its sums of
+gradients write whole arrays of copies and are slower than XLA's own. The second keeps optimization barriers, which XLA
+otherwise removes on CPU, so that a loss can force an array to be stored.
 """
 
 
@@ -125,7 +138,7 @@ def _update_for(network: Params) -> Callable[..., Any]:
 
 @cache
 def _compiled_update(tuned: bool) -> Callable[..., Any]:
-    """`_update` under jit; tuned for convolutions on CPU."""
+    """Return the compiled `_update`, optionally tuned for convolutions on CPU."""
     options = ON_CPU if tuned else None
     static = ("loss", "optimizer", "mesh")
     return jax.jit(_update, static_argnames=static, donate_argnames="state", compiler_options=options)
@@ -133,7 +146,7 @@ def _compiled_update(tuned: bool) -> Callable[..., Any]:
 
 @cache
 def _can_be_tuned() -> bool:
-    """Whether this version of XLA has these options and can compile a barrier with them."""
+    """Return whether this version of XLA has these options and can compile a barrier with them."""
     try:
         jax.jit(jax.lax.optimization_barrier, compiler_options=ON_CPU).lower(jnp.zeros(())).compile()
     except jax.errors.JaxRuntimeError:
@@ -142,7 +155,7 @@ def _can_be_tuned() -> bool:
 
 
 def _update(
-    state: State,
+    state: TrainState,
     rows: Int32[Array, "steps b"],
     given: Any,
     key: PRNGKeyArray,
@@ -150,27 +163,27 @@ def _update(
     loss: Loss,
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
-) -> tuple[State, tuple[Float[Array, "steps"], Any]]:
-    """The state after several minibatches, and the loss and report of each."""
+) -> tuple[TrainState, tuple[Float[Array, "steps"], Any]]:
+    """Return the state after several minibatches, and the loss and report of each."""
 
-    def one(state: State, rows: Any) -> tuple[State, tuple[Float[Array, ""], Any]]:
+    def one(state: TrainState, rows: Any) -> tuple[TrainState, tuple[Float[Array, ""], Any]]:
         of_step = jax.random.fold_in(key, state.step)
         reports, gradient = jax.value_and_grad(loss, has_aux=True)(state.params, rows, given, of_step)
-        gradient = jax.tree.map(jnp.conj, gradient)  # JAX's is the conjugate of the steepest ascent
+        gradient = jax.tree.map(jnp.conj, gradient)  # JAX returns the conjugate of the steepest ascent
         updates, moments = optimizer.update(gradient, state.optimizer, state.params)
-        new = State(optax.apply_updates(state.params, updates), moments, state.step + 1)
+        new = TrainState(optax.apply_updates(state.params, updates), moments, state.step + 1)
         return jax.lax.with_sharding_constraint((new, reports), NamedSharding(mesh, PartitionSpec()))
 
-    if len(rows) == 1:  # no loop at all: see steps_per_call
+    if len(rows) == 1:  # without a loop: see steps_per_call
         state, reports = one(state, rows[0])
         return state, jax.tree.map(lambda value: value[None], reports)
     return jax.lax.scan(one, state, rows)
 
 
 def steps_per_call(params: Params, steps_per_epoch: int) -> int:
-    """How many steps one compiled call should make: a whole epoch, but only one for convolutional networks on CPU.
+    """Return the number of steps per compiled call: an epoch, but only one for convolutional networks on CPU.
 
-    On CPU, XLA computes the gradient of a convolution more than ten times slower inside a loop.
+    On CPU, XLA computes the gradient of a convolution more than ten times more slowly inside a loop.
     """
     return 1 if _is_convolutional_on_cpu(params) else steps_per_epoch
 
@@ -180,10 +193,10 @@ def _is_convolutional_on_cpu(params: Params) -> bool:
 
 
 def shuffled_rows(seed: int, epoch: int, count: int, batch_size: int) -> Int32[np.ndarray, "steps b"]:
-    """The minibatches of one epoch over `count` examples, as rows of indices in a random order.
+    """Return the minibatches of one epoch over `count` examples, as rows of indices in random order.
 
-    Examples that do not fill a last minibatch are left out of this epoch: shuffled_rows(0, 0, count=7, batch_size=3)
-    has the form [[4, 0, 6], [1, 5, 3]].
+    An epoch drops the examples that do not fill a last minibatch: shuffled_rows(0, 0, count=7, batch_size=3) has the
+    form [[4, 0, 6], [1, 5, 3]].
     """
     order = np.asarray(jax.random.permutation(stream(seed, "order", epoch), count), np.int32)
     return order[: count - count % batch_size].reshape(-1, batch_size)
@@ -191,5 +204,5 @@ def shuffled_rows(seed: int, epoch: int, count: int, batch_size: int) -> Int32[n
 
 @jax.jit
 def all_finite(tree: Params) -> Bool[Array, ""]:
-    """Whether every number in the tree is finite."""
+    """Return whether every number in the tree is finite."""
     return jnp.all(jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]))

@@ -47,7 +47,7 @@ from mcomb.runtime.devices import describe_devices, device_mesh, matrix_rate, me
 from mcomb.runtime.interrupts import unsaved
 from mcomb.runtime.processes import are_several, from_first, require_agreement, wait_for_all
 from mcomb.runtime.progress import say, warn
-from mcomb.runtime.training_loop import State, all_finite
+from mcomb.runtime.training_loop import TrainState, all_finite
 from mcomb.symmetry.spec import PermutationSpec
 from mcomb.trees import Apply, Params, require_finite
 
@@ -325,7 +325,7 @@ class Store:
             say(f"{describe} takes {time} or more on {describe_devices(mesh)}: --setup {EMBEDDED} takes a minute")
 
     def _save_stopped(
-        self, checkpoints: TrainingCheckpoints, state: State, before: int, images: int, mesh: Mesh
+        self, checkpoints: TrainingCheckpoints, state: TrainState, before: int, images: int, mesh: Mesh
     ) -> None:
         """Saves how far a training has come beyond the step `before`. With other processes it could not: they go on."""
         epoch, within = divmod(int(state.step), images // self.recipe.batch_size)

@@ -18,7 +18,7 @@ from mcomb.lab.runs.results import environment
 from mcomb.runtime.devices import describe_devices
 from mcomb.runtime.processes import are_several, is_first
 from mcomb.runtime.progress import warn
-from mcomb.runtime.training_loop import State
+from mcomb.runtime.training_loop import TrainState
 from mcomb.trees import Params
 
 
@@ -79,7 +79,7 @@ class TrainingCheckpoints:
                     "move it away or give another --out"
                 )
 
-    def save(self, epoch: int | None, state: State, mesh: Mesh | None = None) -> None:
+    def save(self, epoch: int | None, state: TrainState, mesh: Mesh | None = None) -> None:
         """Writes the state after an epoch (None: within one) on a mesh, atomically; then drops all but the last two."""
         devices = describe_devices(mesh)
         self.devices = [*(other for other in self.devices if other != devices), devices]
@@ -125,7 +125,7 @@ class TrainingCheckpoints:
                 raise
             return None
 
-    def restore(self, target: State) -> State:
+    def restore(self, target: TrainState) -> TrainState:
         """The newest state that is whole, in the structure of `target`; newer, damaged ones are set aside."""
         for place, record in self.records.items():
             try:
@@ -149,12 +149,12 @@ class TrainingCheckpoints:
             what = str(problem).rpartition(": ")[0]
             warn(f"{what}: it is now {aside.name}, and training goes on from {than}")
 
-    def _restore(self, place: AnyPath, record: Mapping[str, Any], target: State) -> State:
+    def _restore(self, place: AnyPath, record: Mapping[str, Any], target: TrainState) -> TrainState:
         params = read_checkpoint(place, target.params)
         optimizer = reading(place, lambda: restore_tree(place / "optimizer", target.optimizer))
         if record.get("optimizer", found := fingerprint(optimizer)) != found:
             raise UserError(f"checkpoint {place} has another optimizer state than was written: move it away")
-        return State(params, optimizer, jnp.array(record["step"], jnp.int32))
+        return TrainState(params, optimizer, jnp.array(record["step"], jnp.int32))
 
 
 def _read_record(place: AnyPath) -> dict[str, Any]:

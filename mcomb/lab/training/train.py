@@ -27,7 +27,7 @@ from mcomb.lab.data.datasets import Split
 from mcomb.runtime import training_loop
 from mcomb.runtime.devices import replicate
 from mcomb.runtime.progress import progress_bar
-from mcomb.runtime.training_loop import Loss, State, all_finite, fit, shuffled_rows, steps_per_call
+from mcomb.runtime.training_loop import Loss, TrainState, all_finite, fit, shuffled_rows, steps_per_call
 from mcomb.trees import Apply, Array, Params, at_least_float32
 
 
@@ -48,7 +48,7 @@ class Recipe:
 class Stopped(Exception):
     """A training was asked to stop; it has come to this state."""
 
-    def __init__(self, state: State):
+    def __init__(self, state: TrainState):
         super().__init__("the training was stopped")
         self.state = state
 
@@ -114,7 +114,7 @@ def hold_input(method: Callable[..., Any], args: Any, options: Any, context: Int
     return method(*(jax.lax.optimization_barrier(args) if held else args), **options)
 
 
-def initial_state(params: Params, recipe: Recipe, images: int) -> State:
+def initial_state(params: Params, recipe: Recipe, images: int) -> TrainState:
     """The state of a training on so many images before its first step."""
     return training_loop.initial_state(params, make_optimizer(recipe, images // recipe.batch_size))
 
@@ -162,7 +162,7 @@ def training_bar(recipe: Recipe, images: int, step: int, describe: str) -> "tqdm
 
 def train(
     apply: Apply,
-    state: State,
+    state: TrainState,
     data: Split,
     recipe: Recipe,
     seed: int,
@@ -173,7 +173,7 @@ def train(
     stop: Event | None = None,
     bar: "tqdm[Any] | None" = None,
     begun: Event | None = None,
-) -> Iterator[tuple[int, State, Progress]]:
+) -> Iterator[tuple[int, TrainState, Progress]]:
     """Yields (epoch, state, progress) after each epoch that `state` has not seen.
 
     A yielded state is donated to the next epoch: use it before asking for the next one. If another thread sets
@@ -219,8 +219,9 @@ def train(
             except Diverged as error:
                 decays = recipe.weight_decay > max(1, recipe.learning_rate)  # no loss asks for that much
                 remedy = "weight-decay below {weight_decay:g}" if decays else "learning-rate below {learning_rate:g}"
+                what = str(error).partition(":")[0]
                 raise Diverged(
-                    f"{describe}: {error}, in epoch {epoch}; the last good checkpoint is kept, if there is one: "
+                    f"{describe}: {what}, in epoch {epoch}; the last good checkpoint is kept, if there is one: "
                     f"try a --{remedy.format_map(vars(recipe))}"
                 ) from error
             losses, accuracies = map(np.concatenate, zip(*history, strict=True))
