@@ -134,10 +134,10 @@ def test_command_evaluate_takes_own_function(capsys, tmp_path, monkeypatch):
     assert float(row.split()[1]) == pytest.approx(squares.mean(), abs=1e-3)
     for model, problem in (
         ("without_labels", "no labels"),
-        ("wrong", r"returns an object of type int: let it return \(apply, inputs\)"),
-        ("alone", r"returns a tuple of 1: let it return \(apply, inputs\)"),
-        ("none", "gives no model"),
-        ("broken", r"gives no model \(KeyError: 'nope'\)"),
+        ("wrong", r"returns an object of type int: return \(apply, inputs\)"),
+        ("alone", r"returns a tuple of 1: return \(apply, inputs\)"),
+        ("none", "Cannot load --model"),
+        ("broken", r"Cannot load --model .* \(KeyError: 'nope'\)"),
         ("unhappy", r"a\.npz does not fit the model \(KeyError: 'nope'\)"),
     ):
         with pytest.raises(UserError, match=problem):
@@ -150,7 +150,7 @@ def test_command_evaluate_names_diverged_network(capsys, tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     params = {"fc1": {"kernel": np.ones((6, 2), np.float32), "bias": np.ones(2, np.float32)}}
     write_checkpoint(tmp_path / "a.npz", params | {"fc2": {"kernel": np.ones((2, 3), np.float32)}})
-    with pytest.raises(UserError, match=r"a\.npz gives no loss: [Tt]he loss of example 0 is nan") as problem:
+    with pytest.raises(UserError, match=r"Cannot evaluate a\.npz: The loss of example 0 is nan") as problem:
         said(capsys, "evaluate", "a.npz", "--model", "mine_overflowing:overflowing", *how)
     assert problem.value.exit_code == 2
     assert capsys.readouterr().out == ""
@@ -170,7 +170,7 @@ def test_command_combine_estimates_statistics(capsys, tmp_path, monkeypatch):
     write_checkpoint("a.npz", a)
     write_checkpoint("b.npz", b)
     words = ["combine", "a.npz", "b.npz", "c.npz", "--share", "0.5"]
-    with pytest.raises(UserError, match=r"a\.npz has running statistics, as batch_stats/mean"):
+    with pytest.raises(UserError, match=r"a\.npz has running statistics such as batch_stats/mean"):
         main(words)
     assert not (tmp_path / "c.npz").exists()
     said(capsys, *words, "--model", "normed_in_a_test:normed")
@@ -207,7 +207,7 @@ def test_command_never_overwrites_its_inputs(networks, capsys, tmp_path, monkeyp
     before = [path.read_bytes() for path in (tmp_path / "a.npz", tmp_path / "b.npz")]
     for to in ("a.npz", "b.npz", tmp_path / "." / "b.npz"):
         for command in (["align", *MODEL], ["combine", "--share", "0.5"]):
-            with pytest.raises(UserError, match="is one of the networks that are read: give another name"):
+            with pytest.raises(UserError, match="is one of the input networks: use another name"):
                 main([command[0], "a.npz", "b.npz", str(to), *command[1:]])
     assert before == [path.read_bytes() for path in (tmp_path / "a.npz", tmp_path / "b.npz")]
     for share, network in ((0, a), (1, b)):
@@ -225,7 +225,7 @@ def test_command_help_requires_model(capsys, command):
     with pytest.raises(SystemExit):
         main([command, "--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "MODULE:FUNCTION; it is needed" in text
+    assert "MODULE:FUNCTION; required" in text
     assert "(default: )" not in text
 
 
@@ -241,19 +241,19 @@ def test_command_runs_experiments(capsys):
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["blend"], "no command blend"),
-        (["pretrained"], "no command pretrained"),  # it writes into a clone
+        (["blend"], "Unknown command blend"),
+        (["pretrained"], "Unknown command pretrained"),  # it writes into a clone
         (["inspect"], "network"),
         (["inspect", "A", "--graph", "g.png"], "--model"),
-        (["inspect", "A", *MODEL, "--graph", "g.txt"], r"g\.txt ends in none of \.png, \.pdf, \.svg"),
-        (["inspect", "A", *MODEL, "--graph", "nowhere/g.png"], "there is no folder nowhere: make it first"),
-        (["inspect", "A.safetensor"], r"ends in none of \.safetensors, \.npz and \.msgpack"),
+        (["inspect", "A", *MODEL, "--graph", "g.txt"], r"g\.txt has an unknown ending: use one of \.png, \.pdf, \.svg"),
+        (["inspect", "A", *MODEL, "--graph", "nowhere/g.png"], "there is no folder nowhere: create it first"),
+        (["inspect", "A.safetensor"], r"does not end in \.safetensors, \.npz or \.msgpack"),
         (["inspect", "nowhere.npz"], "no file nowhere.npz"),
-        (["align", "A", "B", "C"], "align needs the model that the networks belong to: give --model"),
-        (["align", "A", "B", "nowhere/c.npz", *MODEL], "there is no folder nowhere: make it first"),
-        (["align", "A", "B", "c.safetensor", *MODEL], r"c\.safetensor ends in none of \.safetensors, \.npz and"),
+        (["align", "A", "B", "C"], "align needs the model of the networks: pass --model"),
+        (["align", "A", "B", "nowhere/c.npz", *MODEL], "there is no folder nowhere: create it first"),
+        (["align", "A", "B", "c.safetensor", *MODEL], r"c\.safetensor does not end in \.safetensors, \.npz or"),
         (["evaluate", "A"], "evaluate needs the model"),
-        (["align", "A", "B", "C", "--model", "mlp-digits"], "is no model"),
+        (["align", "A", "B", "C", "--model", "mlp-digits"], "is not a model"),
         (["align", "A", "B", "C", "--model", "mlp-digits:x"], "has no width"),
         (["align", "A", "B", "C", "--model", "mlp-digits:²"], "has no width"),
         (["align", "A", "B", "C", "--model", "mlp-digits:100001"], "width 100001 is more than 100000: give less"),
@@ -266,20 +266,20 @@ def test_command_runs_experiments(capsys):
         ),
         (["combine", "A", "B", "C", "--distribution", "subcube", "--share", "2"], "--share 2 .* from 0 to 1"),
         (["combine", "A", "B", "C", "--distribution", "hyperplane", "--share", "-1"], "--share -1 .* from 0 to 1"),
-        (["combine", "A", "B", "C", "--distribution", "uniform", "--s", "-0.5"], "--s -0.5 .* give 0 or more"),
-        (["combine", "A", "B", "C", "--distribution", "centered", "--s", "-0.5"], "--s -0.5 .* give 0 or more"),
+        (["combine", "A", "B", "C", "--distribution", "uniform", "--s", "-0.5"], "--s -0.5 .* pass 0 or more"),
+        (["combine", "A", "B", "C", "--distribution", "centered", "--s", "-0.5"], "--s -0.5 .* pass 0 or more"),
         (
             ["combine", "A", "WIDE", "C", "--share", "0.5"],
-            "where .*a.safetensors has .* give two networks of",
+            "where .*a.safetensors has .* pass two networks of",
         ),
-        (["evaluate", "A", "--model", "nowhere_at_all:model"], "gives no model"),
-        (["unifrom"], r"there is no command unifrom: did you mean uniform\?$"),
-        (["evalute"], r"there is no command evalute: did you mean evaluate\?$"),
-        (["xyzzyx"], "there is no command xyzzyx: give one of inspect, align,"),
-        (["combine", "A", "B", "C", "--share", "1e300"], "--share 1e[+]300 .* not finite: give a --share nearer"),
-        (["combine", "A", "B", "C", "--share", "-1e39"], "--share -1e[+]39 .* not finite: give a --share nearer"),
-        (["combine", "A", "B", "C", "--distribution", "uniform", "--s", "3e38"], "--s 3e[+]38 .* not finite: give a"),
-        (["combine", "A", "B", "C", "--distribution", "centered", "--s", "1e39"], "--s 1e[+]39 .* not finite: give a"),
+        (["evaluate", "A", "--model", "nowhere_at_all:model"], "Cannot load --model"),
+        (["unifrom"], r"Unknown command unifrom: did you mean uniform\?$"),
+        (["evalute"], r"Unknown command evalute: did you mean evaluate\?$"),
+        (["xyzzyx"], "Unknown command xyzzyx: choose from inspect, align,"),
+        (["combine", "A", "B", "C", "--share", "1e300"], "--share 1e[+]300 .* not finite: pass a --share nearer"),
+        (["combine", "A", "B", "C", "--share", "-1e39"], "--share -1e[+]39 .* not finite: pass a --share nearer"),
+        (["combine", "A", "B", "C", "--distribution", "uniform", "--s", "3e38"], "--s 3e[+]38 .* not finite: pass a"),
+        (["combine", "A", "B", "C", "--distribution", "centered", "--s", "1e39"], "--s 1e[+]39 .* not finite: pass a"),
     ],
 )
 def test_command_names_misuse_and_writes_nothing(networks, tmp_path, words, problem, capsys):

@@ -455,7 +455,7 @@ LINEAR = (jax.random.key(0), np.float32(0.5))
     ids=lambda value: getattr(value, "__name__", value) if isinstance(value, str) or callable(value) else "",
 )
 def test_inputs_sizes_must_be_whole_numbers(function, args, name, value):
-    with pytest.raises(UserError, match=rf"({name} |no network ).*give (a whole number|an index)"):
+    with pytest.raises(UserError, match=rf"({name} |no network ).*pass an (integer|index)"):
         function(*args, **{name: value})
 
 
@@ -499,7 +499,7 @@ def test_tempered_cross_entropy_takes_lists_and_arrays(temperatures):
 @pytest.mark.parametrize(("a", "b"), [({}, []), ({"w": [1.0]}, {"w": (1.0,)}), ({}, None)], ids=str)
 @pytest.mark.parametrize("function", [partial(mcomb.combine, share=0.5), partial(mix(mcomb.linear), *LINEAR)])
 def test_combine_rejects_networks_of_other_containers(function, a, b):
-    with pytest.raises(UserError, match=r"the networks to \w+ differ in their branches .*: give trees of the same"):
+    with pytest.raises(UserError, match=r"The networks to \w+ differ in their branches .*: pass trees of the same"):
         function(a, b)
 
 
@@ -507,7 +507,7 @@ def test_combine_rejects_networks_of_other_containers(function, a, b):
 @pytest.mark.parametrize("matcher", ["weights", "activations", "ste"])
 def test_align_rejects_networks_of_other_shapes(matcher, how):
     wrong = changed(B, 2, LEAVES[how])  # along an axis of inputs, which the spec does not cover
-    with pytest.raises(UserError, match=r"the networks to match differ \(up/w is \(3, 4\) in A and \(\d, 4\) in B"):
+    with pytest.raises(UserError, match=r"The networks to match differ \(up/w is \(3, 4\) in A and \(\d, 4\) in B"):
         mcomb.align(apply, A, wrong, X, Y, matcher=matcher)
 
 
@@ -523,14 +523,14 @@ def test_activations_reject_function_of_whole_batches(function):
     def apply_rows(params, x):
         return apply(params, x.reshape(-1, 3))  # it takes six numbers but not one
 
-    with pytest.raises(UserError, match=r"apply_rows raised TypeError on these arguments .*: give"):
+    with pytest.raises(UserError, match=r"apply_rows raised TypeError on these arguments .*: pass"):
         function(apply_rows, X[:2].ravel())
 
 
 @pytest.mark.parametrize("logits", [X[:0, :0], X[:, :0], X[0, 0]], ids=np.shape)
 @pytest.mark.parametrize("objective", [mcomb.accuracy, mcomb.cross_entropy])
 def test_objectives_reject_missing_logits(objective, logits):
-    with pytest.raises(UserError, match="no logits: let it return one or more"):
+    with pytest.raises(UserError, match="no logits: return at least one"):
         objective(logits, np.zeros(logits.shape[:-1], int))
 
 
@@ -643,7 +643,7 @@ NAN_X = changed(LONG_X, 0, with_nan)
 MISUSE = {
     "inputs in lists": (
         lambda: mcomb.score(apply, A, LONG_X.tolist(), LONG_Y),
-        r"have: 0/0 none, .* and \d+ more; give arrays, as np\.asarray",
+        r"have: 0/0 none, .* and \d+ more; convert lists with np\.asarray",
     ),
     "labels of several lengths": (lambda: draws(labels=[[1, 2], [3]] * 150), r"the labels 0/0 none.*more; give arrays"),
     "labels of words": (lambda: draws(labels=["cat"] * 300), "0 is no array but 'cat': leave it out"),
@@ -669,17 +669,17 @@ MISUSE = {
     "a name to sample": (lambda: mcomb.sample(A, B, "uniform", 0.5), "is no distribution: pass one such as mcomb.unif"),
     "parameters of Flax": (
         lambda: draws(run=MODULE.apply, networks=(VARIABLES["params"],) * 2),
-        r'apply raised .*: give lambda params, x: model\.apply\(\{"params": params\}, x\)$',
+        r'apply raised .*: pass lambda params, x: model\.apply\(\{"params": params\}, x\)\.$',
     ),
     "a module of Flax": (
         lambda: mcomb.derive_spec(MODULE, VARIABLES["params"], X),
-        r'raised .*: give lambda params, x: model\.apply\(\{"params": params\}, x\)$',
+        r'raised .*: pass lambda params, x: model\.apply\(\{"params": params\}, x\)\.$',
     ),
     "variables of Flax": (
         lambda: mcomb.score(lambda params, x: MODULE.apply({"params": params}, x), VARIABLES, X, Y),
-        r'raised .*: give the parameters alone, variables\["params"\]$',
+        r'raised .*: pass the parameters alone, variables\["params"\]\.$',
     ),
-    "no function": (lambda: mcomb.score(None, A, X, Y), "the function is None: give a function"),
+    "no function": (lambda: mcomb.score(None, A, X, Y), "The function is None: pass a function"),
     "a matching to apply": (lambda: SPEC.apply(MATCHING, B), "object of type Matching: give its perms$"),
     "a matching to start from": (
         lambda: match_weights(SPEC, A, B, start=MATCHING),
@@ -745,7 +745,7 @@ def test_misuse_is_named_with_remedy(name):
     ids=["refit", "fisher", "repair", "activations", "partial", "estimate_statistics"],
 )
 def test_inputs_that_are_not_finite_are_counted(function, capfd):
-    with pytest.raises(UserError, match=r"^1 of 900 entries of the inputs are not finite: replace them$"):
+    with pytest.raises(UserError, match=r"^1 of 900 entries of the inputs are not finite: replace them\.$"):
         function(A, NAN_X)
     assert "illegal value" not in "".join(capfd.readouterr())
 
@@ -753,13 +753,13 @@ def test_inputs_that_are_not_finite_are_counted(function, capfd):
 @pytest.mark.parametrize("method", ["refit", "fisher"])
 def test_merge_rejects_weights_that_overflow(method):
     huge = jax.tree.map(lambda leaf: leaf * np.float32(1e30), A)
-    with pytest.raises(Diverged, match=r"overflow on these inputs: scale inputs or weights down$"):
+    with pytest.raises(Diverged, match=r"overflow on these inputs: scale inputs or weights down\.$"):
         mcomb.merge(apply, (huge, B), LONG_X, LONG_Y, method=method, spec=SPEC)
 
 
 def test_score_errors_of_many_arrays_are_short():
     many = {f"{'very ' * 30}long name {i}": X[: 1 + i % 2] for i in range(500)}
-    with pytest.raises(UserError, match=r"very +1, .* and 497 more; give as many of each$") as caught:
+    with pytest.raises(UserError, match=r"very +1, .* and 497 more; pass as many of each\.$") as caught:
         mcomb.score(apply, A, many, Y)
     assert len(str(caught.value)) < 600
 

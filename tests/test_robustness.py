@@ -267,7 +267,7 @@ def assert_equal_together(count, warm, finished, tmp_path):
     ended = warm.together([UNIFORM] * count, out)
     assert [code for code, _ in ended] == [0] * count, ended
     for seed in (0, 1):
-        assert sum(f"training seed-{seed},epochs=3: begins" in said for _, said in ended) == 1
+        assert sum(f"training seed-{seed},epochs=3: started" in said for _, said in ended) == 1
     assert len({said[said.index("MLP on digits") :] for _, said in ended}) == 1
     assert outcome(out) == outcome(finished[0])
 

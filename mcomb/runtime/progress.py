@@ -46,9 +46,9 @@ class _Bar(tqdm):
     """A bar on a terminal."""
 
     def close(self) -> None:
-        """Ends the bar's line and moves the other bars up to it.
+        """End the bar's line and move the other bars up.
 
-        Tqdm leaves them a line lower, with an old copy of one on the line where the next message goes.
+        Tqdm leaves them a line lower, with a stale copy where the next message is printed.
         """
         with self.get_lock():
             others = sorted((bar for bar in self._instances if bar is not self), key=lambda bar: abs(bar.pos))
@@ -120,7 +120,7 @@ def warn(line: str) -> None:
 
 
 def _print(text: str, stream: Any) -> None:
-    """Prints between the bars or lines of other threads, never within one."""
+    """Print a line that other threads' bars and lines do not interrupt."""
     with tqdm.get_lock():
         if sys.stderr.isatty():
             tqdm.write(text, file=stream)

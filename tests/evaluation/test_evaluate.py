@@ -107,7 +107,7 @@ def test_evaluate_rejects_shard_map_over_some_devices():
     if len(jax.devices()) == 1:
         pytest.skip("there is one device only")
     networks, x, y = problem()
-    with pytest.raises(UserError, match=r"a shard_map over 1 of \d devices: give it a mesh of all devices"):
+    with pytest.raises(UserError, match=r"a shard_map over 1 of \d devices: use a mesh of all devices"):
         evaluate(fn, networks, x, y, mix(uniform), SHARES, KEYS)
 
 

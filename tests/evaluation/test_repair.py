@@ -313,5 +313,5 @@ def test_repair_rejects_layers_in_another_order():
     a, b = ({name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()} for _ in range(2))
     x = rng.normal(size=(8, 3)).astype(np.float32)
     spec, halves = derive_spec(fn, a, x), b | {"w1": b["w1"].astype(jnp.bfloat16)}
-    with pytest.raises(UserError, match="give all networks in one dtype"):
+    with pytest.raises(UserError, match="use one dtype for all networks"):
         repaired(fn, (a, halves), x, mix(linear), spec=spec)

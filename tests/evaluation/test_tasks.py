@@ -200,7 +200,7 @@ def test_score_equals_direct_computation_bit_for_bit():
         ({"labels": np.full((13, 5), -1)}, "The loss counts no example"),
         ({"labels": np.zeros((12, 5), int)}, "tokens 13, the labels 12"),
         ({"labels": {"tokens": np.zeros((13, 5), int)}}, "are a dict|raised TypeCheckError on these"),
-        ({"labels": [1] * 13}, r"returns \(5, 7\) for an example, whose labels are of dtype int32 and shape \(\)"),
+        ({"labels": [1] * 13}, r"returns \(5, 7\) for an example whose labels have dtype int32 and shape \(\)"),
         ({"labels": [[1] * i for i in range(1, 14)]}, "the labels 0/0 none"),
         ({"loss": squared_error}, r"returns \(5, 7\) for an example, whose label is \(5,\)"),
         ({"loss": lambda output, label: output.sum()}, "The loss returns float32 .* two numbers, a sum and a count"),

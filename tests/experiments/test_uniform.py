@@ -178,7 +178,7 @@ def test_an_unwritable_output_folder_is_one_clear_line(tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         run(out=tmp_path / "file")
     assert stopped.value.code == 2
-    assert "give another --out" in capsys.readouterr().err
+    assert "pass another --out" in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_another_width_is_one_clear_line(finished, tmp_path, capsys):

@@ -89,7 +89,7 @@ def test_checkpoint_missing_or_broken_part_is_damage(error, tmp_path, monkeypatc
 
     write_checkpoint(tmp_path / "net", PARAMS)
     monkeypatch.setattr(checkpoint, "restore_tree", fail)
-    with pytest.raises(UserError, match=r"net cannot be read .*: replace it, or move it away"):
+    with pytest.raises(UserError, match=r"Cannot read checkpoint .*net .*: replace it, or move it away"):
         read_checkpoint(tmp_path / "net")
 
 
@@ -107,18 +107,18 @@ def test_checkpoint_of_other_width_names_leaf(tmp_path):
 
 def test_checkpoint_rejects_unknown_ending(tmp_path):
     (tmp_path / "net.safetensor").write_bytes(b"x")
-    with pytest.raises(UserError, match=r"no orbax checkpoint, and ends in none of \.safetensors, \.npz and \.msg"):
+    with pytest.raises(UserError, match=r"not an orbax checkpoint, and does not end in \.safetensors, \.npz or \.msg"):
         read_checkpoint(tmp_path / "net.safetensor")
 
 
 @pytest.mark.parametrize("ending", ["safetensors", "npz", "msgpack"])
 def test_checkpoint_names_missing_folder(tmp_path, ending):
-    with pytest.raises(UserError, match=r"there is no folder .*nowhere: make it first"):
+    with pytest.raises(UserError, match=r"there is no folder .*nowhere: create it first"):
         write_checkpoint(tmp_path / "nowhere" / f"net.{ending}", PARAMS)
 
 
 def test_checkpoint_names_folder_without_checkpoint(tmp_path):
-    with pytest.raises(UserError, match="is no orbax checkpoint"):
+    with pytest.raises(UserError, match="is not an orbax checkpoint"):
         read_checkpoint(tmp_path / "nowhere")
 
 
@@ -131,7 +131,7 @@ def test_checkpoint_names_truncated_folder(tmp_path):
     assert files
     for path in files:
         path.write_bytes(path.read_bytes()[:5_000])
-    with pytest.raises(UserError, match=r"cannot be read .*: replace it, or move it away"):
+    with pytest.raises(UserError, match=r"Cannot read checkpoint .*: replace it, or move it away"):
         read_checkpoint(tmp_path / "net")
 
 
@@ -245,12 +245,12 @@ def test_safetensors_names_truncated_file(size, tmp_path):
     path = tmp_path / "net.safetensors"
     write_checkpoint(path, PARAMS)
     path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(UserError, match=r"net\.safetensors cannot be read .*: replace it, or move it away"):
+    with pytest.raises(UserError, match=r"Cannot read .*net\.safetensors .*: replace it, or move it away"):
         read_checkpoint(path)
 
 
 def test_safetensors_names_missing_file(tmp_path):
-    with pytest.raises(UserError, match=r"there is no file .*net\.safetensors: give one that is there"):
+    with pytest.raises(UserError, match=r"There is no file .*net\.safetensors: check the path"):
         read_checkpoint(tmp_path / "net.safetensors")
 
 
@@ -264,7 +264,7 @@ def test_checkpoint_rejects_name_that_is_also_a_branch(above, tmp_path):
 @pytest.mark.parametrize("leaf", [jnp.ones(3, jnp.bfloat16), jnp.ones(3, jnp.float8_e4m3fn)])
 def test_checkpoint_unsupported_dtype_keeps_old_file(leaf, tmp_path):
     write_checkpoint(tmp_path / "net.npz", PARAMS)
-    with pytest.raises(UserError, match=r"net\.npz .* w of dtype .*float.*: give a name that ends in \.safetensors"):
+    with pytest.raises(UserError, match=r"net\.npz.* w of dtype .*float.*: use \.safetensors"):
         write_checkpoint(tmp_path / "net.npz", {"w": leaf})
     assert_same(read_checkpoint(tmp_path / "net.npz"), PARAMS)
 
@@ -272,7 +272,7 @@ def test_checkpoint_unsupported_dtype_keeps_old_file(leaf, tmp_path):
 @pytest.mark.parametrize("ending", ["", ".npz", ".safetensors", ".msgpack"])
 @pytest.mark.parametrize("leaf", [np.array([{}, None]), np.array(["text"]), np.zeros(2, "V4"), np.zeros(2, "M8[s]")])
 def test_checkpoint_rejects_writing_non_numeric_arrays(leaf, ending, tmp_path):
-    with pytest.raises(UserError, match=r"w has the dtype .*, no numbers: leave it out"):
+    with pytest.raises(UserError, match=r"w has the dtype .*, which is not numeric: leave it out"):
         write_checkpoint(tmp_path / f"net{ending}", {"w": leaf})
     assert not any(tmp_path.iterdir())
 
@@ -280,7 +280,7 @@ def test_checkpoint_rejects_writing_non_numeric_arrays(leaf, ending, tmp_path):
 @pytest.mark.parametrize("leaf", [np.array(["text"]), np.zeros(2, "V4"), np.zeros(2, "M8[s]"), np.zeros(2, "i4,f4")])
 def test_checkpoint_rejects_reading_non_numeric_arrays(leaf, tmp_path):
     np.savez(tmp_path / "net.npz", w=leaf)
-    with pytest.raises(UserError, match=r"net\.npz cannot be used: w has the dtype .*, no numbers"):
+    with pytest.raises(UserError, match=r"Cannot use checkpoint .*net\.npz: w has the dtype .*, which is not numeric"):
         read_checkpoint(tmp_path / "net.npz")
 
 
@@ -324,7 +324,7 @@ def test_checkpoint_round_trip_of_single_leaf(leaf, ending, tmp_path):
     ids=str,
 )
 def test_checkpoint_rejects_trees_that_orbax_cannot_store(tree, problem, tmp_path):
-    with pytest.raises(UserError, match=rf"net cannot be written, for {problem}, and orbax .*: give a name"):
+    with pytest.raises(UserError, match=rf"Cannot write .*net, because {problem} and orbax .*: use \.safetensors"):
         write_checkpoint(tmp_path / "net", tree)
     assert not [*tmp_path.iterdir()]
 

@@ -52,7 +52,7 @@ def test_lock_second_process_waits_and_says_so_once(end, holder):
     first = holder()
     assert first.stdout.readline() == "holds it\n"
     second = holder()
-    assert second.stderr.readline() == "another process is testing: waiting for it to finish\n"
+    assert second.stderr.readline() == "Another process is testing: waiting for it to finish.\n"
     time.sleep(0.3)  # it looks several times, and says no more
     ended = time.monotonic()
     if end == "killed":
@@ -90,7 +90,7 @@ def test_lock_warns_on_file_system_without_locks(number, tmp_path, monkeypatch, 
         with lock(tmp_path / "lock", "testing"):
             pass
     said = capsys.readouterr().err
-    assert said.startswith(f"the file system of {tmp_path} has no locks: ")
+    assert said.startswith(f"The file system of {tmp_path} has no locks: ")
     assert said.count("\n") == 1
 
 

@@ -62,7 +62,7 @@ def test_make_writable_creates_empty_folder(tmp_path):
 
 def test_make_writable_names_read_only_folder(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"cannot write to .*file/runs .*: give another --out"):
+    with pytest.raises(UserError, match=r"Cannot write to .*file/runs .*: pass another --out"):
         make_writable(tmp_path / "file" / "runs")
 
 
@@ -70,18 +70,18 @@ def test_as_path_rejects_unknown_scheme():
     for text in ("runs", "/a/b", "a:b", "gs:/b", "."):
         assert as_path(text) == as_path(Path(text)) == Path(text)
         assert not in_store(as_path(text))
-    with pytest.raises(UserError, match=r"^ftp://host/runs is nothing that can be written to: give a folder, or gs://"):
+    with pytest.raises(UserError, match=r"^Cannot open ftp://host/runs: pass a folder, or gs://"):
         as_path("ftp://host/runs")
 
 
 @pytest.mark.parametrize(
     ("address", "problem"),
     [
-        ("", "a path is empty: give a folder or a file"),
-        ("gs://", "gs:// names no bucket: give gs://BUCKET/FOLDER"),
-        ("gs:///runs", "gs:///runs names no bucket"),
-        ("s3://", "s3:// names no bucket: give s3://BUCKET/FOLDER"),
-        ("runs/" + "x" * 256, "x… has more than 255 bytes: give a shorter one"),
+        ("", "The path is empty: pass a file or a folder"),
+        ("gs://", "gs:// has no bucket: pass gs://BUCKET/FOLDER"),
+        ("gs:///runs", "gs:///runs has no bucket"),
+        ("s3://", "s3:// has no bucket: pass s3://BUCKET/FOLDER"),
+        ("runs/" + "x" * 256, "x… has more than 255 bytes: use a shorter one"),
         ("ä" * 128, "ä… has more than 255 bytes"),
     ],
 )
@@ -97,5 +97,5 @@ def test_as_path_of_store_keeps_address_or_names_package():
         assert str(path) == "gs://bucket/runs/x"
         assert as_path(path) == path
     else:
-        with pytest.raises(UserError, match=r"^gs://bucket/runs cannot be reached from here \(.*install gcsfs.*\): do"):
+        with pytest.raises(UserError, match=r"^Cannot open gs://bucket/runs \(.*install gcsfs.*\): install mcomb"):
             as_path("gs://bucket/runs")

@@ -66,7 +66,7 @@ def test_store_writes_objects_atomically(bucket):
 def test_store_names_place_without_write_access(bucket):
     assert make_writable(as_path(RUNS)) == as_path(RUNS)
     assert not bucket.objects
-    with pytest.raises(UserError, match=r"^cannot write to gs://other/runs \(no such bucket\): "):
+    with pytest.raises(UserError, match=r"^Cannot write to gs://other/runs \(no such bucket\): "):
         make_writable(as_path("gs://other/runs"))
 
 

@@ -222,7 +222,7 @@ def test_an_interrupt_that_others_turn_into_an_error_of_theirs_is_still_one(numb
         cli.run(read)
     assert stopped.value.code == 128 + number
     assert capsys.readouterr().err == 2 * "Interrupted; run the same command to resume.\n"
-    with pytest.raises(UserError, match="cannot be read"):  # an interrupt of before is forgotten
+    with pytest.raises(UserError, match="Cannot read"):  # an interrupt of before is forgotten
         reading(tmp_path, lambda: 1 / 0)
 
 

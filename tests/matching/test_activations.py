@@ -90,7 +90,7 @@ def test_activations_leave_unseen_units_to_weights():
     x = random_arrays(FEATURES)
     spec = derive_spec(fn, params, x)
     permuted, expected = planted(spec, params)
-    with pytest.warns(UserWarning, match="units of u, w are only inside branches"):
+    with pytest.warns(UserWarning, match="Units of u, w are only inside branches"):
         matching = match_activations(spec, params, permuted, fn, x)
     assert matching.by_weights == ("u", "w")
     assert_equal(matching.perms, expected)
@@ -109,7 +109,7 @@ def test_activations_break_ties_by_weights():
     spec = derive_spec(fn, params, x)
     assert sorted(spec.sizes.values()) == [5, 6]
     permuted, expected = planted(spec, params)
-    with pytest.warns(UserWarning, match="units of up never vary"):
+    with pytest.warns(UserWarning, match="Units of up are constant"):
         matching = match_activations(spec, params, permuted, fn, x)
     assert matching.by_weights == ("up",)
     assert_equal(matching.perms, expected)
@@ -138,7 +138,7 @@ def test_activations_leave_while_loops_to_weights():
     x = random_arrays(FEATURES)
     spec = derive_spec(fn, params, x)
     permuted, expected = planted(spec, params)
-    with pytest.warns(UserWarning, match="units of up are only inside branches, while loops"):
+    with pytest.warns(UserWarning, match="Units of up are only inside branches, while loops"):
         assert_equal(match_activations(spec, params, permuted, fn, x).perms, expected)
 
 
@@ -164,7 +164,7 @@ def test_activations_leave_sorted_experts_to_weights(flat):
     spec = derive_spec(apply, params, inputs)
     assert sorted(spec.sizes.values()) == [3, 6, 6]
     permuted, expected = planted(spec, params)
-    with pytest.warns(UserWarning, match="units of in are only .* rows that are sorted by group"):
+    with pytest.warns(UserWarning, match="Units of in are only .* rows that are sorted by group"):
         matching = match_activations(spec, params, permuted, apply, inputs)
     assert matching.by_weights == ("in",)
     assert_equal(matching.perms, expected)
@@ -181,7 +181,7 @@ def test_activations_leave_constant_units_to_weights():
     spec = derive_spec(fn, params, x)
     permuted, _ = planted(spec, params)
     for inputs in (x, x[:1]):
-        with pytest.warns(UserWarning, match="units of one, two never vary"):
+        with pytest.warns(UserWarning, match="Units of one, two are constant"):
             matching = match_activations(spec, params, permuted, fn, inputs)
         assert matching.by_weights == ("one", "two")
         assert_equal(matching.perms, match_weights(spec, params, permuted).perms)
@@ -259,7 +259,7 @@ def test_activations_reject_dtype_that_changes_program():
     def twice(params, x):
         return fn(params, x.astype(params["one"].dtype))[:1]
 
-    with pytest.raises(UserError, match="give both networks in one dtype"):
+    with pytest.raises(UserError, match="use one dtype for both networks"):
         match_activations(spec, params, halves, twice, both)
 
 
@@ -274,7 +274,7 @@ def test_activations_reject_dtype_that_changes_order():
     shapes = {"one": (3, 6), "two": (6, 2), "three": (6, 2)}
     params = random_arrays({name: Shape(shape, jnp.float32) for name, shape in shapes.items()})
     x, halves = random_arrays(Shape((4, 3), jnp.float32)), params | {"one": params["one"].astype(jnp.bfloat16)}
-    with pytest.raises(UserError, match="give both networks in one dtype"):
+    with pytest.raises(UserError, match="use one dtype for both networks"):
         match_activations(derive_spec(fn, params, x), params, halves, fn, x)
 
 
@@ -306,7 +306,7 @@ def test_activations_of_function_with_shard_map_inside():
     params, x = random_arrays(DEEP), np.random.default_rng(0).standard_normal((40, 3), np.float32)
     spec = derive_spec(between_shards, params, x)
     permuted, expected = planted(spec, params)
-    with pytest.warns(UserWarning, match="units of two are only inside branches, while loops or a shard_map"):
+    with pytest.warns(UserWarning, match="Units of two are only inside branches, while loops or a shard_map"):
         assert_equal(match_activations(spec, params, permuted, between_shards, x).perms, expected)
 
 
@@ -335,7 +335,7 @@ def test_activations_reject_shard_map_of_many_examples():
         pytest.skip("there is one device only")
     params, x = random_arrays(DEEP), np.ones((4 * count, 3), np.float32)
     spec = derive_spec(fn, params, x)
-    with pytest.raises(UserError, match="cannot share one example out among devices"):
+    with pytest.raises(UserError, match="cannot split a single example between devices"):
         match_activations(spec, params, params, fn, x)
 
 

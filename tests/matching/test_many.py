@@ -151,7 +151,7 @@ def test_align_many_is_deterministic_and_pure():
 
 
 @pytest.mark.parametrize(
-    ("count", "reference", "words"), [(1, 0, "1 networks"), (3, 3, "no network 3 among 3"), (3, -1, "from 0 to 2")]
+    ("count", "reference", "words"), [(1, 0, "but got 1"), (3, 3, "no network 3 among 3"), (3, -1, "from 0 to 2")]
 )
 def test_align_many_rejects_misuse(count, reference, words):
     spec, networks = unrelated_networks("VGG", 3)
@@ -162,7 +162,7 @@ def test_align_many_rejects_misuse(count, reference, words):
 @pytest.mark.parametrize("pair", [(0, 9), (-1, 0), (2, 2)])
 def test_align_many_between_rejects_unknown_networks(pair):
     found = MultiAlignment(({}, {}), ({}, {}), PermutationSpec({}, {}), 0.0, (0.0,))
-    with pytest.raises(UserError, match=r"there is no network .* among 2: give an index from 0 to 1"):
+    with pytest.raises(UserError, match=r"There is no network .* among 2: pass an index from 0 to 1"):
         found.between(*pair)
 
 

@@ -82,7 +82,7 @@ def test_straight_through_objective_is_inner_product(pair, found):
 
 def test_straight_through_rejects_leaves_without_floats(pair):
     spec, a, b, *rest = pair
-    with pytest.raises(UserError, match="count is no float"):
+    with pytest.raises(UserError, match="count is not a float"):
         match_straight_through(spec, a | {"count": np.int32(1)}, b, *rest)
 
 

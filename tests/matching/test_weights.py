@@ -131,7 +131,7 @@ def test_weights_count_scalars_but_not_integers():
 
 def test_weights_rejects_no_restarts():
     a = {"w": np.eye(4)}
-    with pytest.raises(UserError, match="restarts is 0: give a whole number"):
+    with pytest.raises(UserError, match="restarts is 0: pass an integer"):
         match_weights(PermutationSpec.from_axes(a, {"w": (None, "P")}), a, a, restarts=0)
 
 
@@ -222,7 +222,7 @@ def test_weights_of_square_permutation_never_fall():
 def test_weights_reject_networks_that_do_not_fit(problem):
     spec, a = problem
     wide = jax.tree.map(lambda leaf: leaf.repeat(2, axis=-1), a)
-    with pytest.raises(UserError, match="the networks to match differ"):
+    with pytest.raises(UserError, match="The networks to match differ"):
         match_weights(spec, a, wide)
     with pytest.raises(UserError, match=r"entries, but permutation .* derive the spec from these parameters"):
         match_weights(spec, wide, wide)

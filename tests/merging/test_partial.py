@@ -272,8 +272,8 @@ def test_partial_merge_names_unsupported_units():
         return x
 
     for fn, shapes, words in (
-        (branched, ((5, 4), (4, 3)), "units of up are used inside a cond, where nothing is averaged"),
-        (stacked, ((2, 5, 4), (2, 4, 5)), "units of up are in entries of a stack that are read one by one"),
+        (branched, ((5, 4), (4, 3)), "Cannot merge units of up inside a cond"),
+        (stacked, ((2, 5, 4), (2, 4, 5)), "Cannot merge units of up in entries of a stack"),
     ):
         a, b = ({"up": normal(RNG, *shapes[0]), "down": normal(RNG, *shapes[1])} for _ in range(2))
         spec = mcomb.derive_spec(fn, a, X)

@@ -182,7 +182,7 @@ def test_refit_rejects_misuse():
     scale = {"s": np.ones(3, np.float32)}
     x = np.ones((5, 3), np.float32)
     fn = lambda params, x: x * params["s"][None]  # noqa: E731
-    with pytest.raises(UserError, match="there is no linear map with weights of its own"):
+    with pytest.raises(UserError, match="has no linear map to refit"):
         merge(fn, (scale, scale), x, method="refit")
     with pytest.raises(UserError, match=r"ridge is 0\.0"):
         merge(apply, (A, A), X, method=mcomb.refit(ridge=0.0), spec=SPEC)

@@ -178,7 +178,7 @@ def test_processes_with_different_flags_fail_together(tmp_path):
     commands = ["train --setup mlp-digits --width 1 --epochs 1", "train --setup mlp-digits --width 1 --epochs 2"]
     for code, _, said in end(*start_two(commands, tmp_path)):
         assert code == 2
-        assert "has other flags" in said
+        assert "has different flags" in said
         assert "--epochs 1" in said
         assert "--epochs 2" in said
     assert not list(tmp_path.iterdir())
@@ -193,7 +193,7 @@ def test_processes_with_different_code_fail_together(tmp_path):
         file.write("# changed\n")
     for code, _, said in end(*start_two(["train --setup mlp-digits --epochs 0"] * 2, out, (ROOT, other))):
         assert code == 2, said
-        assert "has other code" in said
+        assert "has different code" in said
     assert not out.exists()
 
 
@@ -214,7 +214,7 @@ def test_processes_name_port_in_use(capsys):
             cli.run(lambda: train.main(["--setup", "mlp-digits", *flags.split()]))
     assert stopped.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == f"error: port {port} of --coordinator cannot be used (Address already in use): give all another one"
+    assert line == f"error: Cannot use port {port} of --coordinator (Address already in use): pass another one."
 
 
 @pytest.mark.parametrize(
@@ -222,11 +222,11 @@ def test_processes_name_port_in_use(capsys):
     [
         ("--coordinator localhost:1", "go together"),
         ("--process 0", "go together"),
-        ("--coordinator localhost:1 --processes 2 --process 2", "--process 2 is not one of --processes 2: give 0 to 1"),
-        ("--coordinator localhost --processes 2 --process 1", "localhost is no address: give HOST:PORT"),
-        ("--coordinator localhost:² --processes 2 --process 1", "localhost:² is no address: give HOST:PORT"),
-        ("--coordinator localhost:65536 --processes 2 --process 1", "localhost:65536 is no address: give HOST:PORT"),
-        ("--coordinator localhost:1 --processes 2 --process 1", "nobody answers at --coordinator localhost:1"),
+        ("--coordinator localhost:1 --processes 2 --process 2", "--process 2 is not one of --processes 2: pass 0 to 1"),
+        ("--coordinator localhost --processes 2 --process 1", "localhost is not an address: pass HOST:PORT"),
+        ("--coordinator localhost:² --processes 2 --process 1", "localhost:² is not an address: pass HOST:PORT"),
+        ("--coordinator localhost:65536 --processes 2 --process 1", "localhost:65536 is not an address: pass HOST"),
+        ("--coordinator localhost:1 --processes 2 --process 1", "No answer at --coordinator localhost:1"),
     ],
 )
 def test_processes_name_wrong_addresses(flags, words, capsys, monkeypatch):

@@ -92,7 +92,7 @@ def test_progress_messages_after_parallel_bars_are_whole(first):
 def test_progress_writes_lines_to_log(capsys, monkeypatch):
     work()
     begins, ends = capsys.readouterr().err.splitlines()
-    assert begins == "training: begins at 25%"
+    assert begins == "training: started at 25%"
     assert re.fullmatch(r"training: 100%, 4.00k of 4.00k img, in 00:00, .*img/s", ends)
     monkeypatch.setattr(progress, "SELDOM", 0.0)
     work()

@@ -138,7 +138,7 @@ def test_fit_names_step_of_diverged_loss(bad, steps):
     rows = np.where(minibatches() == 15, 16, minibatches())
     rows[6, 2] = 15  # used in the seventh step only
     inputs[15] = bad
-    with pytest.raises(Diverged, match=r"in step 7$"):
+    with pytest.raises(Diverged, match=r"in step 7:"):
         run_fit(rows, data=(inputs, labels), steps=steps)
 
 

@@ -214,7 +214,7 @@ def test_the_check_compares_infinities_and_random_keys():
 
 def test_leaves_of_one_name_are_refused():
     params = {"a/b": np.ones(2, np.float32), "a": {"b": np.ones(2, np.float32)}}
-    with pytest.raises(UserError, match="two leaves of the tree have the name a/b"):
+    with pytest.raises(UserError, match="Two leaves of the tree have the name a/b"):
         derive_spec(lambda p, x: x * p["a"]["b"].sum(), params, np.ones(2, np.float32))
 
 
