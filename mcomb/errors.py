@@ -55,8 +55,8 @@ def brief(value: Any) -> str:
 
 def first_words(error: Exception) -> str:
     """Return the start of an error's message on one line."""
-    said = " ".join(str(error).split()) or type(error).__name__
-    return said if len(said) <= 150 else f"{said[:151].rpartition(' ')[0] or said[:150]}…"
+    message = " ".join(str(error).split()) or type(error).__name__
+    return message if len(message) <= 150 else f"{message[:151].rpartition(' ')[0] or message[:150]}…"
 
 
 def name_error(error: Exception) -> str:

@@ -43,11 +43,11 @@ def count_examples(inputs: Inputs, labels: Labels = None) -> int:
     for name, leaf in named_leaves(labels).items():
         counts[f"the labels {name}".rstrip()] = jnp.shape(leaf)[:1]
     if len({*counts.values()}) != 1 or not all(counts.values()) or counts == dict.fromkeys(counts, (0,)):
-        said = list_some([f"{name:.60} {count[0] if count else 'none'}" for name, count in counts.items()])
+        listed = list_some([f"{name:.60} {count[0] if count else 'none'}" for name, count in counts.items()])
         remedy = "pass as many of each" if all(counts.values()) else "convert lists with np.asarray"
         raise UserError(
             "All inputs must have the same number of examples, one or more, along their first axis, but have: "
-            f"{said}; {remedy}."
+            f"{listed}; {remedy}."
         )
     return next(iter(counts.values()))[0]
 

@@ -190,9 +190,9 @@ def check_objectives(objectives: Mapping[str, Objective], outputs: Any, labels: 
     """
     shapes = [leaf.shape for leaf in jax.tree.leaves(outputs)]
     if not shapes or any(shape[:1] != (rows,) for shape in shapes):
-        said = list_some(shapes) or "no array"
+        listed = list_some(shapes) or "no array"
         raise UserError(
-            f"The function returns {said} for {rows} examples: return arrays with examples along the first axis."
+            f"The function returns {listed} for {rows} examples: return arrays with examples along the first axis."
         )
     for name, objective in objectives.items():
         what = "The loss" if name == "loss" else f"The metric {brief(name)}"
@@ -205,8 +205,8 @@ def check_objectives(objectives: Mapping[str, Objective], outputs: Any, labels: 
         are_numbers = len(returned) == 2 and all(_is_real(dtype) for _, dtype in returned)
         shapes_fit = are_numbers and returned[1][0] in ((), returned[0][0]) and (name != "loss" or returned[0][0] == ())
         if not isinstance(found, tuple) or len(found) != 2 or not shapes_fit:
-            said = list_some([f"{dtype} of shape {shape}" for shape, dtype in returned]) or "nothing"
-            raise UserError(f"{what} returns {said} for an example: return two numbers, a sum and a count.")
+            listed = list_some([f"{dtype} of shape {shape}" for shape, dtype in returned]) or "nothing"
+            raise UserError(f"{what} returns {listed} for an example: return two numbers, a sum and a count.")
         if objective in (cross_entropy, accuracy):
             _check_range(labels, outputs.shape[-1], padded=outputs.ndim > 2)
 

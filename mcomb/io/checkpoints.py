@@ -325,8 +325,8 @@ def reading(folder: AnyPath, read: Callable[[], T]) -> T:
 
 def system_error(error: Exception) -> int | None:
     """Return the errno behind an error, such as one of tensorstore; None for missing files."""
-    said = re.search(r"os[ _]error(?:_code)?\W+(\d+)", str(error), re.IGNORECASE)
-    number = error.errno if isinstance(error, OSError) else int(said[1]) if said else None
+    found = re.search(r"os[ _]error(?:_code)?\W+(\d+)", str(error), re.IGNORECASE)
+    number = error.errno if isinstance(error, OSError) else int(found[1]) if found else None
     return None if number in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR) else number
 
 

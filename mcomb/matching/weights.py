@@ -103,7 +103,7 @@ def _grow(spec: PermutationSpec, parts: Sequence[WeightPart], start: Perms | Non
     """
     perms, todo = spec.identity() if start is None else dict(start), list(order)
 
-    def telling(name: str) -> list[WeightPart]:
+    def informative_parts(name: str) -> list[WeightPart]:
         unknown = {*todo} - {name, *spec.nested_in(name)}
         return [part for part in parts if name in part.labels and not unknown.intersection(part.labels)]
 
@@ -112,10 +112,10 @@ def _grow(spec: PermutationSpec, parts: Sequence[WeightPart], start: Perms | Non
 
     with ThreadPoolExecutor(1) as pool:
         while todo:
-            name = max(todo, key=lambda name: sum(part.a.size for part in telling(name)))
+            name = max(todo, key=lambda name: sum(part.a.size for part in informative_parts(name)))
             unknown = {*todo} - {name, *spec.nested_in(name), *spec.batched_over.get(name, ())}
-            visible = telling(name) or [sum_over(part, unknown) for part in parts if name in part.labels]
-            visible = [tells for part in visible for tells in _without_pairs(part, name)]
+            visible = informative_parts(name) or [sum_over(part, unknown) for part in parts if name in part.labels]
+            visible = [reduced for part in visible for reduced in _without_pairs(part, name)]
             perms |= _Descent(spec, visible, perms, pool).visit(name)().perms
             todo = [other for other in todo if other != name and other not in spec.nested_in(name)]
     return perms

@@ -56,13 +56,7 @@ from mcomb.trees import (
 )
 
 KEPT_APART = ("unit", "layer")
-VIEWS = (
-    "transpose",
-    "reshape",
-    "squeeze",
-    "convert_element_type",
-    "copy",
-)  # primitives that keep the entries of an array
+VIEWS = ("transpose", "reshape", "squeeze", "convert_element_type", "copy")  # keep the entries of an array
 NEVER = np.iinfo(np.int32).max
 Ranks = dict[str, Int[np.ndarray, "..."]]
 """The order in which units are split, for each permutation and for the unitless weights of each leaf: 0 is first."""
@@ -117,8 +111,8 @@ def merge_partly(
 
     With a budget of 1, the result is the average network. With a budget of all networks, it is the mean of their
     outputs. In between, the parameters and their file contain at most `budget` times the weights of one network, and
-    FLOPs are about proportional. Layers inside scans, linear maps to outputs, products of activations and elementwise
-    operations cost as much as in all networks.
+    the FLOPs of a call are about proportional to the weights. Layers inside scans, linear maps to outputs, products of
+    activations and elementwise operations cost as much as in all networks.
     """
     if per not in KEPT_APART:
         raise UserError(f"Cannot keep each {per!r} apart: choose from {', '.join(KEPT_APART)}.")
