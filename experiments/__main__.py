@@ -1,9 +1,10 @@
-"""Lists all experiments, and how far each has come with the setup, the width and the flags that are given.
+"""List all experiments and their state for a setup, a width and other flags.
 
     python -m experiments --setup mlp-digits
     python -m experiments --setup mlp-cifar10 --width 8 --pairs 5
 
-Only the folders of results are looked at: networks and data are not read, so a result may still be measured anew.
+The program reads only the folders of results. An experiment may still measure a listed result again if its networks or
+data have changed.
 """
 
 import shutil
@@ -28,22 +29,22 @@ from .width import WidthConfig
 
 EXPERIMENTS = (*dict.fromkeys(report.ORDER), decay)
 PROGRAMS = (train, report, pretrained)
-SHOWN = 3  # other runs of an experiment at most
+SHOWN = 3  # the maximum number of other runs listed for each experiment
 OTHERS = [name for name, flag in cli.flags(WidthConfig).items() if not flag.identity and name not in ("out", "json")]
 
 
 def first_line(module: ModuleType) -> str:
-    """The line that a module's docstring begins with."""
+    """Return the first line of a module's docstring."""
     return (module.__doc__ or "").partition("\n")[0]
 
 
 def name_of(module: ModuleType) -> str:
-    """What comes after `python -m experiments.`."""
+    """Return the module's name in `python -m experiments.NAME`."""
     return Path(module.__file__ or "").stem
 
 
 def list_experiments(config: WidthConfig) -> list[dict[str, Any]]:
-    """Each experiment's name, its line, the command that runs it, and how far it has come."""
+    """Return the name, description, command and state of each experiment."""
     listed = []
     for module in EXPERIMENTS:
         experiment = module.EXPERIMENT
@@ -54,14 +55,14 @@ def list_experiments(config: WidthConfig) -> list[dict[str, Any]]:
             others = [other.flags for other in find_other_runs(experiment, own)]
             if others and state.kind == "not run":
                 state = state._replace(said="not run with these flags")
-        except UserError as error:  # some flags are not for all experiments
-            state, line, others = State("impossible", f"not with these flags: {error}"), None, []
+        except UserError as error:  # some experiments reject some flags
+            state, line, others = State("impossible", f"rejects these flags: {error}"), None, []
         listed.append(about | {"command": line, "others": others} | state._asdict())
     return listed
 
 
 def other_places(config: WidthConfig) -> list[str]:
-    """The setups and widths, other than the one that is asked for, that have results."""
+    """Return the other setups and widths that have results, as flags."""
     found = sorted({path.parent.parent for path in config.out.glob("*/width-*/*/results.json")})
     chosen = config.out / config.setup / f"width-{config.width}"
     return [
@@ -70,7 +71,7 @@ def other_places(config: WidthConfig) -> list[str]:
 
 
 def lines(listed: list[dict[str, Any]], width: int) -> list[str]:
-    """A line for each experiment, its state at the end, cut to the width of a terminal where there is one."""
+    """Format one line for each experiment, with its state in the last column."""
     name_width = max(len(entry["name"]) for entry in listed)
     state_width = max((len(entry["said"]) for entry in listed if entry["kind"] != "impossible"), default=0)
     left = max(24, width - name_width - state_width - 4)
@@ -89,7 +90,7 @@ def lines(listed: list[dict[str, Any]], width: int) -> list[str]:
 
 
 def other_runs(listed: list[dict[str, Any]]) -> list[str]:
-    """Lines that name, for each experiment, the flags of other runs that it has."""
+    """Format the flags of each experiment's other runs."""
     found = []
     for entry in listed:
         if entry["others"]:
@@ -102,11 +103,11 @@ def other_runs(listed: list[dict[str, Any]]) -> list[str]:
                 subsequent_indent="    ",
                 break_on_hyphens=False,
             )
-    return ["run with other flags (give them here, too, for their verdicts):", *found, ""] if found else []
+    return ["runs with other flags (pass the flags to see the verdicts):", *found, ""] if found else []
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Prints the list."""
+    """Print the list."""
     config = cli.parse(WidthConfig, __doc__, argv, setups_help(), prog="python -m experiments", without=OTHERS)
     listed, places = list_experiments(config), other_places(config)
     programs = [{"name": name_of(module), "about": first_line(module)} for module in PROGRAMS]
@@ -120,12 +121,12 @@ def main(argv: list[str] | None = None) -> None:
         "",
         *other_runs(listed),
         f"run one:    {todo['command']}",
-        f"run all:    {command('report', whole)}  # all but decay",
+        f"run all:    {command('report', whole)}  # all except decay",
         *(
             f"{program['name'] + ':':11} {textwrap.shorten(program['about'], max(24, width - 12), placeholder=' …')}"
             for program in programs
         ),
-        *([f"results of others: {'; '.join(places)}"] if places else []),
+        *([f"other results: {'; '.join(places)}"] if places else []),
     ]))  # fmt: skip
     show_json({"setup": config.setup, "width": config.width, "experiments": listed, "programs": programs})
 

@@ -1,9 +1,9 @@
-"""Uniform coefficients from a box centred at A, so that they extrapolate as often as they interpolate.
+"""Sample shares from a box centred at A, so that half of them extrapolate.
 
     python -m experiments.centered --setup mlp-digits
 
-Each weight of A is shifted at random by up to s times its distance from B's: little where the matching found a weight
-like it, more where it did not. The paper: combinations of aligned networks work well for s up to 0.25.
+Each weight of A moves at random by up to s times its distance from the weight of B. The shift is small if the matching
+found a similar weight. In the paper, combinations of aligned networks work well for s up to 0.25.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ S_MAX = 0.25
 
 
 def judge(results: Results) -> Verdict:
-    """Whether aligned combinations work up to s = 0.25, beside A alone."""
+    """Compare aligned combinations up to s = 0.25 with A."""
     near = np.array(results["parameter"]["values"]) <= S_MAX
     level = results["models"]["A"]["test"]
     lost = {
@@ -31,16 +31,17 @@ def judge(results: Results) -> Verdict:
     aligned, naive = lost["aligned"], lost["naive"]
     return Verdict(
         works(results, aligned),
-        f"Up to s = {S_MAX} the worst aligned combination loses {aligned['accuracy']:.1%} of A's test accuracy and its "
-        f"loss is {aligned['loss']:.3f} higher; the worst naive one, {naive['accuracy']:.1%} and {naive['loss']:.3f}.",
+        f"Up to s = {S_MAX}, the worst aligned combination is {aligned['accuracy']:.1%} less accurate on the test set "
+        f"than A and its loss is {aligned['loss']:.3f} higher. For the worst naive combination, the differences are "
+        f"{naive['accuracy']:.1%} and {naive['loss']:.3f}.",
     )
 
 
 EXPERIMENT = sweep(
     name="centered",
     title="coefficients in a box around A",
-    claim="Random shifts of A's weights by up to s times their distances from the aligned B's, inwards and outwards, "
-    "leave a network that works for s up to 0.25.",
+    claim="A still works after its weights move at random towards or away from the aligned B, by up to a quarter of "
+    "the distance.",
     alt="Loss and accuracy against the size of the box around A, naive and aligned.",
     parameter="s",
     label="s: the share of B is uniform on [−s, s]",

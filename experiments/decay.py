@@ -1,10 +1,10 @@
-"""The barriers of the line against weight decay and epochs, and against how accurate the networks are.
+"""Measure the barriers of the line against weight decay, epochs and accuracy.
 
     python -m experiments.decay --setup mlp-digits --width 4    # five minutes on two CPU cores
     python -m experiments.decay --setup mlp-cifar10 --width 8 --train-images 2000 --points 9 --pairs 2
 
-The paper trains with one weight decay to the end. Here networks of several weight decays and lengths of training are
-compared: barriers tell how well networks combine only beside networks of about the same accuracy.
+The paper uses one weight decay and one number of epochs. This experiment compares several of both, because barriers are
+comparable only between networks of similar accuracy.
 """
 
 import itertools
@@ -31,23 +31,23 @@ from . import linear
 
 @dataclass(frozen=True)
 class DecayConfig(LineConfig):
-    """The flags of a line, and the recipes to run it at."""
+    """Flags of `linear`, and the recipes to compare."""
 
     decays: Annotated[tuple[float, ...], Flag("weight decays to compare", at_least=0)] = (1e-4, 5e-4, 1e-3, 2e-3, 5e-3)
-    lengths: Annotated[tuple[int, ...], Flag("lengths of training to compare, in epochs", at_least=1)] = (5, 10, 20)
+    lengths: Annotated[tuple[int, ...], Flag("numbers of epochs to compare", at_least=1)] = (5, 10, 20)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, instead in (("epochs", "lengths"), ("weight_decay", "decays")):
             if (value := getattr(self, name)) is not None:
-                raise UserError(f"--{name.replace('_', '-')} {value:g} is one of those compared: give --{instead}")
+                raise UserError(f"decay does not accept --{name.replace('_', '-')} {value:g}: use --{instead}")
         for name in (*CHECKPOINT_FLAGS, "pretrained"):
             if getattr(self, name):
-                raise UserError(f"--{name.replace('_', '-')} is one recipe, and this compares several: leave it out")
+                raise UserError(f"decay trains its own networks: remove --{name.replace('_', '-')}")
 
 
 def lines(config: DecayConfig) -> Parts:
-    """The line at every weight decay and length of training."""
+    """Return the experiment `linear` for every weight decay and number of epochs."""
     return {
         part_name(decay, length): (
             linear.EXPERIMENT,
@@ -59,12 +59,12 @@ def lines(config: DecayConfig) -> Parts:
 
 
 def part_name(decay: float, length: int) -> str:
-    """What the line of one recipe is called."""
+    """Return the name of a recipe."""
     return f"weight decay {decay:g}, {length} epochs"
 
 
 def measure(run: Run) -> Results:
-    """For each weight decay and length, the mean test accuracy of A and B and the barriers of the line."""
+    """Collect the mean test accuracy of A and B and the barriers for each recipe."""
     decays, lengths = (sorted(set(values)) for values in (run.config.decays, run.config.lengths))
     parts = [[run.parts[part_name(decay, length)] for length in lengths] for decay in decays]
     levels = [[[part["models"][x]["test"]["accuracy"] for x in "AB"] for part in row] for row in parts]
@@ -82,7 +82,7 @@ def measure(run: Run) -> Results:
 
 
 def table(results: Results) -> str:
-    """A line for each recipe: how accurate its networks are, and the barriers in accuracy and loss."""
+    """Format one row for each recipe: the accuracy of its networks and the barriers."""
     head = ("weight decay", "epochs", "accuracy of A and B")
     rows = [(*head, *(f"{variant} {metric} barrier" for variant in VARIANTS for metric in METRICS))]
     for (i, decay), (j, length) in itertools.product(enumerate(results["decays"]), enumerate(results["lengths"])):
@@ -95,20 +95,25 @@ def table(results: Results) -> str:
 
 
 def judge(results: Results) -> Verdict:
-    """Nothing of the paper's; which recipe combines best."""
+    """Name the recipes with the lowest and the highest barrier; the paper makes no claim."""
     naive, aligned = (np.array(results["lost"][variant]["accuracy"]) for variant in VARIANTS)
 
     def said(at: int) -> str:
         i, j = divmod(at, len(results["lengths"]))
         recipe, level = part_name(results["decays"][i], results["lengths"][j]), results["level"][i][j]
-        return f"{recipe} ({level:.1%} accurate, loses {aligned[i, j]:.1%} aligned and {naive[i, j]:.1%} naive)"
+        lost = f"barrier {aligned[i, j]:.1%} aligned, {naive[i, j]:.1%} naive"
+        return f"{recipe} (test accuracy {level:.1%}, {lost})"
 
     best, worst = int(aligned.argmin()), int(aligned.argmax())
-    return Verdict(None, f"The paper does not vary this. Least is lost with {said(best)}, most with {said(worst)}.")
+    return Verdict(
+        None,
+        f"The paper does not vary the recipe. The accuracy barrier is lowest for {said(best)}, and highest for "
+        f"{said(worst)}.",
+    )
 
 
 def draw(results: Results, folder: AnyPath) -> None:
-    """Draws the accuracy barrier over weight decay and epochs, naive and aligned, and over the networks' accuracy."""
+    """Draw the accuracy barrier over weight decay and epochs, naive and aligned, and over the networks' accuracy."""
     decays, lengths, level = (np.array(results[name]) for name in ("decays", "lengths", "level"))
     least, largest = spread(results)
     top = max(np.max(largest["lost"][variant]["accuracy"]) for variant in VARIANTS)
@@ -144,7 +149,7 @@ def draw(results: Results, folder: AnyPath) -> None:
 EXPERIMENT = Experiment(
     name="decay",
     title="barriers of the line against weight decay and epochs",
-    claim="Networks are trained with one weight decay, and to the end.",
+    claim="The paper trains all networks with one weight decay and one number of epochs.",
     alt="Accuracy barriers on a grid of weight decays and epochs, naive and aligned, and against accuracy.",
     networks="",
     parts=lines,

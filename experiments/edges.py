@@ -1,10 +1,9 @@
-"""The edge lengths of the box between A and B: |Θ_A − Θ_B| for every weight, naive and aligned.
+"""Measure the edge lengths of the box between A and B: |Θ_A − Θ_B| for every weight.
 
     python -m experiments.edges --setup mlp-digits
     python -m experiments.edges --setup tiny10-cifar10 --width 16     # the paper's, on an accelerator
 
-The paper: many lengths are near zero, and many are not. It puts the first down to the many weights that are near zero
-themselves.
+In the paper, many lengths are near zero, because many weights are, and many lengths are not.
 """
 
 import itertools
@@ -24,19 +23,19 @@ from mcomb.lab.runs.verdicts import Verdict
 from mcomb.trees import Params, named_leaves
 
 BINS = 80
-# In units of the weights' root mean square:
-NEAR_ZERO = 0.1  # a shorter edge is near zero
-LOW = 0.5  # a smaller weight is low
-LONG = 1.0  # a longer edge is long
+# Thresholds in units of the weights' root mean square.
+NEAR_ZERO = 0.1  # shorter edges are near zero
+LOW = 0.5  # smaller weights are low
+LONG = 1.0  # longer edges are long
 
 
 def flat(params: Params) -> np.ndarray:
-    """All weights of a network in one row."""
+    """Concatenate all weights of a network."""
     return np.concatenate([np.ravel(leaf) for leaf in named_leaves(params).values()])
 
 
 def measure(run: Run) -> Results:
-    """Histograms of the edge lengths on common bins, overall and by layer, and what they come from."""
+    """Compute histograms of the edge lengths, overall and by layer, and fractions of short and long edges."""
     a = run.networks["A"].params
     pairs = {"naive": run.networks["B"].params, "aligned": run.align()}
     layer_of = run.store.setup.model.layer_of
@@ -62,28 +61,29 @@ def measure(run: Run) -> Results:
         "mean": {name: float(values.mean()) for name, values in lengths.items()},
         "near_zero": {name: float(values.mean()) for name, values in near.items()},
         "long": {name: float((values > LONG * scale).mean()) for name, values in lengths.items()},
-        # Between two low weights: of all edges, and of those near zero.
+        # The fraction of edges between two low weights, among all edges and among those near zero.
         "low": {name: float(values.mean()) for name, values in low.items()},
         "low_of_near_zero": {name: float(low[name][near[name]].mean()) for name in low},
     }
 
 
 def judge(results: Results) -> Verdict:
-    """Whether many aligned edges are near zero, most of these between low weights, and many are not."""
+    """Require many aligned edges near zero, most of them between low weights, and many long edges."""
     near, long, mean = (results[name] for name in ("near_zero", "long", "mean"))
     between_low, low = results["low_of_near_zero"]["aligned"], results["low"]["aligned"]
     shorter = mean["aligned"] < mean["naive"] and near["aligned"] > near["naive"]
     return Verdict(
         bool(shorter and near["aligned"] > 0.05 and long["aligned"] > 0.05 and between_low > 0.5),
-        f"Aligned, {near['aligned']:.1%} of the edges are shorter than a tenth of the weights' root mean square "
-        f"({near['naive']:.1%} naive) and {long['aligned']:.1%} longer than all of it ({long['naive']:.1%}); the mean "
-        f"length is {mean['aligned']:.4f} aligned and {mean['naive']:.4f} naive. Both weights are below half the root "
-        f"mean square for {between_low:.0%} of the shortest edges, and for {low:.0%} of all.",
+        f"{near['aligned']:.1%} of the aligned edges are shorter than a tenth of the weights' root mean square "
+        f"({near['naive']:.1%} naive), and {long['aligned']:.1%} are longer than the root mean square "
+        f"({long['naive']:.1%} naive). The mean length is {mean['aligned']:.4f} aligned and {mean['naive']:.4f} naive. "
+        f"Both weights are below half the root mean square for {between_low:.0%} of the shortest edges, and for "
+        f"{low:.0%} of all edges.",
     )
 
 
 def draw(results: Results, folder: AnyPath) -> None:
-    """Draws the histograms of edge lengths of each pair, naive beside aligned, overall and for each layer."""
+    """Draw the histograms of edge lengths of each pair, naive and aligned, overall and for each layer."""
     pairs = results.get("pairs", [results])
     layers = list(results["layers"]["naive"])
     columns = 4
@@ -118,8 +118,7 @@ def draw(results: Results, folder: AnyPath) -> None:
 EXPERIMENT = Experiment(
     name="edges",
     title="edge lengths of the box between A and B",
-    claim="Edge lengths vary widely: a large part is near zero, because many weights are, and a significant part is "
-    "not.",
+    claim="Edge lengths vary widely: many are near zero, because many weights are, and many are not.",
     alt="Histograms of the absolute differences of paired weights on a log scale, overall and by layer.",
     in_paper={"tiny10-cifar10": (16,)},
     measure=measure,

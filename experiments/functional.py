@@ -1,9 +1,9 @@
-"""Whose label do combinations predict: A's only, B's only, both's or neither's, rightly or wrongly.
+"""Compare the labels that combinations predict with those of A and B.
 
     python -m experiments.functional --setup mlp-digits
 
-The paper: the two ends differ on a substantial part of the test set, and the labels change gradually in between. It
-needs the sweeps bernoulli, subcube, hyperplane, uniform and linear, and runs what is missing.
+In the paper, A and B differ on a substantial part of the test set, and labels change gradually from A to B. This
+experiment reuses the results of bernoulli, subcube, hyperplane, uniform and linear, and runs the missing ones.
 """
 
 import matplotlib
@@ -22,20 +22,20 @@ from mcomb.lab.runs.verdicts import Verdict, rate_is_above
 from . import bernoulli, hyperplane, linear, subcube, uniform
 
 SWEEPS = {module.EXPERIMENT.name: module.EXPERIMENT for module in (bernoulli, subcube, hyperplane, uniform, linear)}
-FROM_A_TO_B = ("bernoulli", "subcube", "hyperplane", "linear")  # both ends of uniform are mixtures already
+FROM_A_TO_B = ("bernoulli", "subcube", "hyperplane", "linear")  # not uniform, which starts at the midpoint
 SUBSTANTIAL = 0.01  # of the test images
-LARGEST_STEP = 0.35  # of all that changes from A to B, between neighbouring values: more is a jump
+LARGEST_STEP = 0.35  # of the whole change from A to B; a larger step between neighbouring values is a jump
 
 
 def sweeps(config: SweepConfig) -> Parts:
-    """The five sweeps."""
+    """Return the five sweeps."""
     return {name: (sweep, convert_config(config, sweep.config)) for name, sweep in SWEEPS.items()}
 
 
 def measure(run: Run) -> Results:
-    """For each sweep the eight counts of each sample, and how many test images A and B label differently."""
+    """Collect the eight counts of each sample, and the number of test images that A and B label differently."""
     counts = {name: part["curves"]["aligned"]["test"]["agreement"] for name, part in run.parts.items()}
-    at_a = np.array(counts["linear"])[0, 0]  # λ = 0 is A itself: where B says otherwise, A is alone
+    at_a = np.array(counts["linear"])[0, 0]  # λ = 0 is A, so "A only" counts the images that B labels differently
     return {
         "matches": AGREES_WITH,
         "sweeps": {n: {"parameter": part["parameter"], "counts": counts[n]} for n, part in run.parts.items()},
@@ -45,27 +45,28 @@ def measure(run: Run) -> Results:
 
 
 def largest_step(counts: np.ndarray) -> float:
-    """The largest change between neighbouring values of a sweep from A to B, as a part of the whole change.
+    """Return the largest change between neighbouring values of a sweep, as a fraction of the change from A to B.
 
-    What changes is how many more images have A's label alone than B's alone.
+    The changing quantity is the number of images with the label of A only, minus those with the label of B only.
     """
     lead = counts[:, :, 0].sum(-1).mean(1) - counts[:, :, 1].sum(-1).mean(1)
     return float(np.abs(np.diff(lead)).max() / abs(lead[0] - lead[-1]))
 
 
 def judge(results: Results) -> Verdict:
-    """Whether A and B differ on clearly more than a hundredth of the test images, and labels change step by step."""
+    """Require that A and B differ on clearly more than 1% of the test images, and that labels change gradually."""
     differing, images = results["differing"], results["images"]
     middle = np.array(results["sweeps"]["linear"]["counts"]).mean(1)
     a, b, _, neither = middle[len(middle) // 2].sum(1) / images
     text = (
-        f"A and B give different labels to {differing} of {images} test images ({differing / images:.1%}). Half way on "
-        f"the line, the label is A's alone for {a:.1%}, B's alone for {b:.1%} and neither's for {neither:.1%}."
+        f"A and B give different labels to {differing} of {images} test images ({differing / images:.1%}). At the "
+        f"midpoint of the line, {a:.1%} of the labels are those of A only, {b:.1%} those of B only and {neither:.1%} "
+        "those of neither."
     )
     substantial = rate_is_above(differing, images, SUBSTANTIAL)
     if substantial is None:
         return Verdict(
-            None, f"No verdict: so few images cannot tell whether that is more than {SUBSTANTIAL:.0%}. {text}"
+            None, f"No verdict: too few images to tell whether A and B differ on more than {SUBSTANTIAL:.0%}. {text}"
         )
     if not substantial:
         return Verdict(False, text)
@@ -73,12 +74,12 @@ def judge(results: Results) -> Verdict:
     worst = max(steps, key=steps.__getitem__)
     return Verdict(
         steps[worst] <= LARGEST_STEP,
-        f"{text} From A to B, the largest step between neighbouring values is {steps[worst]:.0%} of the whole change "
+        f"{text} The largest step between neighbouring values is {steps[worst]:.0%} of the change from A to B "
         f"({worst}).",
     )
 
 
-# Light for right, dark for wrong labels.
+# Light colours for correct labels, dark colours for wrong ones.
 MATCH_COLOURS = {
     "both": ("#D9D9D9", "#8C8C8C"),
     "A only": ("#8FD3BC", "#009E73"),
@@ -88,7 +89,7 @@ MATCH_COLOURS = {
 
 
 def draw(results: Results, folder: AnyPath) -> None:
-    """Draws, for each sweep, the part of the test images whose label is both's, A's, B's or neither's."""
+    """Draw, for each sweep, the fractions of test images with the label of both networks, A only, B only or neither."""
     with matplotlib.rc_context(STYLE | {"axes.grid": False}):
         figure = Figure(figsize=(6.4, 4.2), layout="constrained")
         panels = figure.subplots(2, 3, sharey=True).ravel()
@@ -104,7 +105,7 @@ def draw(results: Results, folder: AnyPath) -> None:
             axes.margins(x=0)
             axes.set_title(name)
             axes.set_xlabel(sweep_results["parameter"]["name"])
-        # Most images are "both, correct" everywhere: show where the rest lie.
+        # Cut the axis, because most images are "both, correct" everywhere.
         panels[0].set_ylim(max(0, np.floor(20 * lowest - 0.2) / 20), 1)
         for axes in (panels[0], panels[3]):
             axes.set_ylabel("test images (axis cut)")
@@ -118,9 +119,10 @@ def draw(results: Results, folder: AnyPath) -> None:
 
 EXPERIMENT = Experiment(
     name="functional",
-    title="whose labels combinations predict",
-    claim="A and B differ on a substantial part of the test set, and combinations go gradually from one to the other.",
-    alt="Stacked areas for five sweeps: test images whose label is that of both networks, A only, B only or neither.",
+    title="labels of combinations",
+    claim="A and B differ on a substantial part of the test set, and combinations change gradually from A to B.",
+    alt="Stacked areas for five sweeps: test images with the label of both networks, of A only, of B only or of "
+    "neither.",
     parts=sweeps,
     config=SweepConfig,
     measure=measure,

@@ -1,8 +1,9 @@
-"""Coefficients drawn where the cube meets the hyperplane of mean α (the paper's "plane intersect").
+"""Sample shares with mean α: the intersection of the cube and a hyperplane (the paper's "plane intersect").
 
     python -m experiments.hyperplane --setup mlp-digits
 
-The paper's barriers at width 32: 0.037 in loss and 0.012 in accuracy for ResNet-20, 0.332 and 0.071 for Tiny-10.
+The paper reports these aligned barriers at width 32: 0.037 in loss and 0.012 in accuracy for ResNet-20, 0.332 and 0.071
+for Tiny-10.
 """
 
 from mcomb.combination import hyperplane
@@ -11,7 +12,7 @@ from mcomb.lab.runs.experiment import Paper, main, sweep
 EXPERIMENT = sweep(
     name="hyperplane",
     title="coefficients on a hyperplane",
-    claim="Combinations sampled on a hyperplane that sweeps the cube from A to B perform well all the way.",
+    claim="Combinations on a hyperplane that moves through the cube from A to B perform well everywhere.",
     alt="Loss and accuracy against the mean share of B, from A at 0 to B at 1, naive and aligned.",
     parameter="α",
     label="α: mean share of B (A at 0, B at 1)",

@@ -1,19 +1,19 @@
-"""Where in the cube is it good? Learnt shares, random points and corners on one slice through A and B.
+"""Measure loss and accuracy on a slice of the cube through A, B and learned shares.
 
     python -m experiments.landscape --setup mlp-digits
     python -m experiments.landscape --setup mlp-digits --per unit
     python -m experiments.landscape --width 32                       # on an accelerator
 
-The paper samples the cube of all shares and leaves open which of its points are better than others. Here gradient
-descent looks for a good one from the midpoint on (`mcomb.learn_shares`): on nine tenths of the train images, while the
-last tenth says when to stop. A and B were trained on all of these; nothing has seen the test images.
+The paper samples the cube of all shares and leaves open which of its points are better than others. This experiment
+searches for a good point by gradient descent from the midpoint (`mcomb.learn_shares`). It uses nine tenths of the train
+images for gradients and one tenth for early stopping. A and B were trained on all train images.
 
-The slice is the plane of the shares x + y·(learnt − ½). A is at (0, 0), B at (1, 0), the midpoint at (½, 0) and the
-learnt shares are at (½, 1). Random points (each share uniform on an interval) and corners (each share 0 or 1) are off
-the slice and are measured where they are: their shares are drawn with those of the slice as means, and the figure has
-them at their projections. Beside them, shares uniform on [0, 1], as in the paper, know nothing of what was learnt; they
-all project onto the midpoint. Shares learnt for a pair that is not matched (naive) are the control: one share for each
-weight is nearly as free as training. Expect on digits a test loss of 0.02; A and B have 0.04, the midpoint has 0.07.
+The slice is the plane of the shares x + y·(learned − ½). A is at (0, 0), B at (1, 0), the midpoint at (½, 0) and the
+learned shares are at (½, 1). Random points (each share uniform on an interval) and corners (each share 0 or 1) lie off
+the slice. Their shares have a point of the slice as their mean, and the figure shows their projections. Shares that are
+uniform on [0, 1], as in the paper, serve as a baseline; they all project onto the midpoint. A second baseline is
+learned shares of a naive pair, because one share for each weight is nearly as flexible as training. On digits, expect
+a test loss of 0.02 for the learned shares, 0.04 for A and B, and 0.07 for the midpoint.
 """
 
 import itertools
@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import matplotlib
 import numpy as np
-import scipy  # its `stats`, which are slow to import, are once they are needed
+import scipy  # imports `scipy.stats`, which is slow, on first use
 from jaxtyping import Float, PRNGKeyArray
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
@@ -47,27 +47,27 @@ from mcomb.lab.runs.verdicts import Verdict, clearly_less, works
 from mcomb.merging.learned import GRANULARITIES, LearnedShares, learn_shares
 from mcomb.trees import Array, Params, map_named
 
-MARKS = {"midpoint": (0.5, 0.0), "learned": (0.5, 1.0)}  # where they are on the slice
+MARKS = {"midpoint": (0.5, 0.0), "learned": (0.5, 1.0)}  # positions on the slice
 
 
 @dataclass(frozen=True)
 class LandscapeConfig(CombinationConfig):
-    """The flags of the slice."""
+    """Flags of `landscape`."""
 
-    per: Annotated[str, Flag("what has a share of its own", choices=GRANULARITIES[1:])] = "weight"
+    per: Annotated[str, Flag("learn one share per layer, unit or weight", choices=GRANULARITIES[1:])] = "weight"
     grid: Annotated[int, Flag("steps from A to the midpoint, and from there to the learned shares", at_least=2)] = 6
-    scatter: Annotated[int, Flag("random points, and as many corners, around the slice", at_least=1)] = 25
+    scatter: Annotated[int, Flag("number of random points, and of corners, around the slice", at_least=1)] = 25
 
 
 def slice_axes(steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """The grid of the slice: x from before A to beyond B, y from opposite the learned shares to beyond them."""
+    """Return the coordinates x and y of the grid, which extends beyond A, B and the learned shares."""
     half = steps // 2
     x = np.arange(-half, 2 * steps + half + 1) / (2 * steps)
     return x, np.arange(-half, steps + half + 1) / steps
 
 
 def as_shares(places: np.ndarray) -> Float[np.ndarray, "k 2"]:
-    """The shares of B and of the learned network, as `blend` takes them, at places (x, y) on the slice.
+    """Convert places (x, y) on the slice to shares of B and of the learned network, the arguments of `blend`.
 
     A + x·(B − A) + y·(learned − (A + B) / 2) has the share x − y/2 of B and y of the learned network.
     """
@@ -76,28 +76,28 @@ def as_shares(places: np.ndarray) -> Float[np.ndarray, "k 2"]:
 
 
 def even_places(count: int) -> np.ndarray:
-    """Places spread evenly over the part of the slice that is drawn: a Halton sequence."""
+    """Return places that cover the drawn part of the slice evenly: a Halton sequence."""
     return scipy.stats.qmc.Halton(2, scramble=False).random(count) * (1.0, 2.0) + (0.0, -0.5)
 
 
 def point(u: Array, mean: Array) -> Array:
-    """Shares with this mean, uniform on [0, 2·mean] or [2·mean − 1, 1], from numbers that are uniform on [0, 1]."""
+    """Map uniform numbers on [0, 1] to shares with this mean, uniform on [0, 2·mean] or [2·mean − 1, 1]."""
     low, high = jnp.maximum(0, 2 * mean - 1), jnp.minimum(1, 2 * mean)
     return low + u * (high - low)
 
 
 def corner(u: Array, mean: Array) -> Array:
-    """Shares of 0 and 1 with this mean, from numbers that are uniform on [0, 1]."""
+    """Map uniform numbers on [0, 1] to shares of 0 and 1 with this mean."""
     return (u < mean).astype(mean.dtype)
 
 
 KINDS = {"uniform": point, "random point": point, "corner": corner}
-SCATTERED = ("random point", "corner")  # those that are not all in one place
+SCATTERED = ("random point", "corner")  # without "uniform", whose samples all project onto the midpoint
 
 
-@cache  # the same function for the same argument, so that it is compiled only once
+@cache  # return the same function object, so that JAX compiles it once
 def random_shares(kind: Callable[[Array, Array], Array]) -> Callable[..., Params]:
-    """The function (key, place, learned shares) that draws shares whose means are those of a place on the slice."""
+    """Return a function of (key, place, learned shares) that samples shares with a place on the slice as their mean."""
 
     def draw(key: PRNGKeyArray, place: Float[Array, "2"], learned: Params) -> Params:
         key = unrolled(key)
@@ -113,7 +113,7 @@ def random_shares(kind: Callable[[Array, Array], Array]) -> Callable[..., Params
 
 @cache
 def random_network(kind: Callable[[Array, Array], Array]) -> Draw:
-    """The draw of a combination of A and B with random shares around a place on the slice."""
+    """Return a draw that combines A and B with random shares around a place on the slice."""
 
     def draw(key: PRNGKeyArray, place: Float[Array, "2"], a: Params, b: Params, learned: Params) -> Params:
         shares = random_shares(kind)(key, place, learned)
@@ -123,10 +123,10 @@ def random_network(kind: Callable[[Array, Array], Array]) -> Draw:
 
 
 def project(shares: Callable[..., Params], keys: Array, places: np.ndarray, learned: Params) -> np.ndarray:
-    """Where on the slice the nearest points to some drawn shares are."""
+    """Project sampled shares onto the slice."""
 
     def mean(*trees: Params) -> Array:
-        """The mean over all weights of the product of trees."""
+        """Return the mean over all weights of the product of trees."""
         products = [math.prod(leaves).sum() for leaves in zip(*map(jax.tree.leaves, trees), strict=True)]
         return sum(products) / sum(leaf.size for leaf in jax.tree.leaves(trees[0]))
 
@@ -143,18 +143,18 @@ def project(shares: Callable[..., Params], keys: Array, places: np.ndarray, lear
         return gram, jax.lax.map(of_one, (keys, places))
 
     gram, products = jax.device_get(inner_products(keys, jnp.asarray(places), learned))
-    return products @ np.linalg.pinv(gram, hermitian=True)  # its inverse, unless nothing was learned
+    return products @ np.linalg.pinv(gram, hermitian=True)  # singular if all learned shares are ½
 
 
 def learn(run: Run, b: Params) -> LearnedShares:
-    """The shares of B that are learned on train images."""
+    """Learn shares of B on the train images."""
     store, per, networks = run.store, run.config.per, (run.networks["A"].params, b)
     with store.timed("learning"):
         return learn_shares(store.apply, networks, *store.data.train, per=per, spec=store.spec, seed=run.config.seed)
 
 
 def measure(run: Run) -> Results:
-    """The metrics on the slice, of random points and corners, and on the way to the shares learned without matching."""
+    """Measure the slice, random points and corners, and the path to the shares learned for the naive pair."""
     config, a = run.config, run.networks["A"].params
     pairs = {"naive": run.networks["B"].params, "aligned": run.align()}
     learned = {variant: learn(run, b) for variant, b in pairs.items()}
@@ -209,7 +209,7 @@ def _at(measured: Results, i: int) -> Results:
 
 
 def table(results: Results) -> str:
-    """The networks, and what has been found between them."""
+    """Format the metrics of the networks and of the combinations."""
     sides = (results, *(results[side] for side in ("least", "largest") if side in results))
     rows = [("", *(f"{split} {metric}" for metric in METRICS for split in SPLITS))]
     for kind, name in [("models", name) for name in results["models"]] + [("found", name) for name in results["found"]]:
@@ -220,9 +220,9 @@ def table(results: Results) -> str:
 
 
 def judge(results: Results) -> Verdict:
-    """Whether the learned shares are better than the midpoint, uniform ones and those learned without matching.
+    """Require that learned shares have a lower test loss than the midpoint, uniform shares and naive learned shares.
 
-    On the test set; and they must work, and matching must have brought the midpoint closer to the networks.
+    They must also work, and matching must clearly lower the midpoint's barrier.
     """
     ends = [results["models"][letter]["test"] for letter in "AB"]
     found = {name: at["test"] for name, at in results["found"].items()}
@@ -238,30 +238,30 @@ def judge(results: Results) -> Verdict:
     beaten = [letter for letter, end in zip("AB", ends, strict=True) if found["learned"]["loss"] < end["loss"]]
     return Verdict(
         better and matched and works(results, lost["learned"]),
-        f"Shares learned per {config['per']} have a test loss / accuracy of {said(found['learned'])}, the "
-        f"midpoint {said(found['midpoint'])}, A {said(ends[0])} and B {said(ends[1])}: a lower loss than "
-        f"{' and '.join(beaten) or 'neither network'}. The best on the train set of {count} uniform points has "
-        f"{said(found['best uniform'])}, of {count} random points around the slice {said(found['best random point'])}, "
-        f"of {count} corners {said(found['best corner'])}. The learned shares differ from ½ by "
-        f"{results['deviation']:.2f} (root mean square). Without matching, the midpoint has "
-        f"{said(found['naive midpoint'])} and learned shares {said(found['naive learned'])}.",
+        f"Shares learned per {config['per']} have a test loss / accuracy of {said(found['learned'])}. The "
+        f"midpoint has {said(found['midpoint'])}, A has {said(ends[0])} and B has {said(ends[1])}. The learned loss is "
+        f"lower than that of {' and '.join(beaten) or 'neither network'}. The samples with the lowest train loss have "
+        f"{said(found['best uniform'])} (of {count} uniform points), {said(found['best random point'])} (of {count} "
+        f"random points around the slice) and {said(found['best corner'])} (of {count} corners). The learned shares "
+        f"differ from ½ by {results['deviation']:.2f} (root mean square). Without matching, the midpoint has "
+        f"{said(found['naive midpoint'])} and learned shares have {said(found['naive learned'])}.",
     )
 
 
 def judge_together(pairs: list[Results]) -> str:
-    """How often the learned shares are better than both networks."""
+    """Count the pairs whose learned shares beat both networks."""
     counts = []
     for metric, sign in zip(METRICS, (1, -1), strict=True):
         better = [
             all(sign * at["found"]["learned"]["test"][metric] < sign * at["models"][x]["test"][metric] for x in "AB")
             for at in pairs
         ]
-        counts.append(f"in test {metric} {sum(better)} of {len(pairs)} times")
-    return f"The learned shares are better than both networks {' and '.join(counts)}."
+        counts.append(f"in test {metric} for {sum(better)} of {len(pairs)} pairs")
+    return f"The learned shares beat both networks {' and '.join(counts)}."
 
 
 def draw(results: Results, folder: AnyPath) -> None:
-    """Draws test loss and accuracy on the slice, and both on the way from the midpoint to the learned shares."""
+    """Draw test loss and accuracy on the slice and on the path from the midpoint to the learned shares."""
     with matplotlib.rc_context(STYLE | {"axes.grid": False}):
         figure = Figure(figsize=(7.4, 5.6), layout="constrained")
         panels = figure.subplots(2, 2, width_ratios=(3, 2))
@@ -281,7 +281,7 @@ def draw(results: Results, folder: AnyPath) -> None:
 
 
 def _draw_slice(figure: Figure, axes: Any, results: Results, metric: str) -> None:
-    """Draws contours over the slice, and in the same colours the random points and corners around it."""
+    """Draw contours over the slice, and the random points and corners around it in the same colours."""
     x, y = results["slice"]["x"], results["slice"]["y"]
     values = np.array(results["slice"]["test"][metric])
     samples = [np.array(results["samples"][name]["test"][metric]) for name in SCATTERED]
@@ -307,7 +307,7 @@ def _draw_slice(figure: Figure, axes: Any, results: Results, metric: str) -> Non
 
 
 def _draw_path(axes: Any, results: Results, metric: str) -> None:
-    """Draws the values from the midpoint to the learned shares and a little beyond, naive and aligned."""
+    """Draw the values from the midpoint to a little beyond the learned shares, naive and aligned."""
     y = results["slice"]["y"]
     for letter, dashes in zip("AB", LEVELS, strict=True):
         level = results["models"][letter]["test"][metric]
@@ -327,11 +327,11 @@ def _draw_path(axes: Any, results: Results, metric: str) -> None:
 
 EXPERIMENT = Experiment(
     name="landscape",
-    title="where in the cube it is good",
-    claim="Are some points of the cube better than others, and can they be found?",
+    title="a slice of the cube through learned shares",
+    claim="Are some points of the cube better than others, and can gradient descent find them?",
     is_open=True,
-    alt="Contours of test loss and accuracy on the plane through A, B and the learned shares, random points and "
-    "corners as dots; beside it both along the way from the midpoint to the learned shares.",
+    alt="Left: contours of test loss and accuracy on the plane through A, B and the learned shares, with random points "
+    "and corners as dots. Right: loss and accuracy from the midpoint to the learned shares.",
     config=LandscapeConfig,
     combinations=lambda config: (
         math.prod(map(len, slice_axes(config.grid))) + len(slice_axes(config.grid)[1]) + len(KINDS) * config.scatter

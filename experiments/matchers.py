@@ -1,12 +1,12 @@
-"""The three matchers on one pair: by weights, by activations, and by a straight-through estimator (ste).
+"""Compare three matchers: by weights, by activations and by a straight-through estimator (ste).
 
     python -m experiments.matchers --setup mlp-digits    # two minutes on two CPU cores, networks included
     python -m experiments.matchers --width 32            # on an accelerator
 
-For each the inner product of weights that it reaches, the seconds it takes without compilation, and the barriers of
-`linear` and of `uniform`, of the very networks that `--matcher` has these measure; beside them no matching, and the
-best of several restarts of weight matching. The paper: the three are very close in performance. Expect on digits test
-loss barriers of uniform shares of 1.5 naive, 0.06 by weights, 0.07 by activations and 0.03 by ste.
+For each matcher, the experiment measures the inner product of the aligned weights, the time without compilation, and
+the barriers of `linear` and `uniform`. The baselines are no matching, and the best of several restarts of weight
+matching. In the paper, the three matchers are very close in performance. On digits, expect test loss barriers of
+`uniform` of 1.5 naive, 0.06 by weights, 0.07 by activations and 0.03 by ste.
 """
 
 import itertools
@@ -29,30 +29,30 @@ from mcomb.lab.runs.results import METRICS, SPLITS, Results, columns, table
 from mcomb.lab.runs.verdicts import Verdict, clearly_less
 from mcomb.matching.matchers import MATCHERS
 
-SWEEPS = {"linear": (linear, 1.0), "uniform": (uniform, 0.5)}  # how to combine, and the last value
+SWEEPS = {"linear": (linear, 1.0), "uniform": (uniform, 0.5)}  # the distribution and the last value
 
 
 @dataclass(frozen=True)
 class MatchersConfig(SweepConfig):
-    """The flags of a sweep but for --matcher, which is no field here: all matchers are compared."""
+    """Flags of a sweep, without --matcher, because the experiment compares all matchers."""
 
     matcher: ClassVar[str] = ""  # type: ignore[misc]
-    restarts: Annotated[int, Flag("restarts of weight matching to try", at_least=2)] = 8
+    restarts: Annotated[int, Flag("restarts of weight matching, of which the best is kept", at_least=2)] = 8
 
 
 def matchings(config: Any) -> dict[str, tuple[str, int]]:
-    """Each matcher's matching of B to A, and that of the best of several restarts of weight matching."""
+    """Return the matchings of B to A: one for each matcher, and weight matching with several restarts."""
     methods = {matcher: (matcher, 1) for matcher in MATCHERS} | {best_of(config.restarts): ("weights", config.restarts)}
     return {f"B to A, {name}": method for name, method in methods.items()}
 
 
 def best_of(restarts: int) -> str:
-    """What weight matching with several restarts is called."""
+    """Return the name of weight matching with several restarts."""
     return f"weights best of {restarts}"
 
 
 def measure(run: Run) -> Results:
-    """What each matcher reaches and takes, and its barriers."""
+    """Measure each matcher's inner product, time and barriers."""
     config, a, b = run.config, *(run.networks[letter].params for letter in "AB")
     names = ["weights", best_of(config.restarts), *(name for name in MATCHERS if name != "weights")]
     kept = {name: run.matchings[f"B to A, {name}"] for name in names}
@@ -72,7 +72,7 @@ def measure(run: Run) -> Results:
 
 
 def tables(results: Results) -> str:
-    """The barriers, then what each matcher reaches and how long it takes."""
+    """Format the barriers, then each matcher's inner product and time."""
     head = ("", "inner product", "seconds")
     cells = [
         (name, f"{matcher['objective']:.2f}", in_seconds(matcher["seconds"]))
@@ -82,12 +82,12 @@ def tables(results: Results) -> str:
 
 
 def in_seconds(seconds: float) -> str:
-    """Format seconds, of which weight matching may take a few thousandths."""
+    """Format seconds, with two digits below one second because weight matching may take milliseconds."""
     return f"{seconds:.1f}" if seconds >= 1 else f"{seconds:.2g}"
 
 
 def judge(results: Results) -> Verdict:
-    """Whether the three matchers' barriers are all well below the naive one, and differ by less than a tenth of it."""
+    """Require that all matchers' barriers are at most half of the naive one and differ by at most a tenth of it."""
     barriers = {name: barrier["test"] for name, barrier in results["barriers"].items()}
     close, below, sentences = True, True, []
     for sweep in SWEEPS:
@@ -102,10 +102,9 @@ def judge(results: Results) -> Verdict:
     spread = (max(tried) - min(tried)) / abs(max(tried))
     return Verdict(
         bool(close and below),
-        f"By weights, by activations and by ste, barriers are {'all' if below else 'not all'} below half of the naive "
-        f"one and differ by {'less' if close else 'more'} than a tenth of it. Test loss / accuracy, "
-        f"{'; '.join(sentences)}. Of {len(tried)} restarts, the best has an inner product {spread:.2%} above "
-        "the worst.",
+        f"The barriers of the three matchers are {'all' if below else 'not all'} below half of the naive barrier, and "
+        f"differ by {'less' if close else 'more'} than a tenth of it. Test loss / accuracy barriers: "
+        f"{'; '.join(sentences)}. The best of {len(tried)} restarts has an inner product {spread:.2%} above the worst.",
     )
 
 
@@ -113,14 +112,14 @@ MARKS = (("linear", "o", "#0072B2", 0.14), ("uniform", "s", "#D55E00", -0.14))
 
 
 def draw(results: Results, folder: AnyPath) -> None:
-    """Draws each matcher's barriers, on the line and of uniform shares, and the inner product it reaches."""
+    """Draw each matcher's barriers of `linear` and `uniform`, and its inner product."""
     reached = results["reached"]
     at = np.arange(len(reached))[::-1]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(6.8, 2.7), layout="constrained")
         *barriers, products = figure.subplots(1, 3, sharey=True)
         for axes, metric in zip(barriers, METRICS, strict=True):
-            axes.set_xscale("symlog", linthresh=0.01)  # there are barriers of nothing, and naive ones are far away
+            axes.set_xscale("symlog", linthresh=0.01)  # barriers may be 0, and naive ones are much larger
             axes.xaxis.set_major_formatter("{x:g}")
             axes.axvline(0, color="0.35", linewidth=0.8)
             for (sweep, marker, colour, offset), split in itertools.product(MARKS, SPLITS):
@@ -148,10 +147,10 @@ EXPERIMENT = Experiment(
     name="matchers",
     title="three ways to match",
     claim="Matching weights, matching activations and the straight-through estimator are very close in performance.",
-    alt="Barriers in loss and accuracy of no matching and of four matchers, and the inner products they reach.",
+    alt="Loss and accuracy barriers without matching and with four matchers, and the inner products of the weights.",
     matchings=matchings,
     config=MatchersConfig,
-    combinations=lambda config: (2 + len(MATCHERS)) * config.points * (1 + config.samples),  # naive and best of several
+    combinations=lambda config: (2 + len(MATCHERS)) * config.points * (1 + config.samples),  # 2: naive, best of several
     measure=measure,
     draw=draw,
     judge=judge,

@@ -1,18 +1,23 @@
-"""Merges whose shares are chosen, beside their parents and honest controls: does any beat both parents?
+"""Compare learned and fitted merges with their parents and with baselines.
 
     python -m experiments.merge --setup mlp-digits --split biased           # five minutes on two CPU cores
-    python -m experiments.merge --setup mlp-digits --split none             # the same of ordinary pairs
+    python -m experiments.merge --setup mlp-digits --split none             # both parents see the same images
     python -m experiments.merge --setup mlp-cifar10 --split biased
 
-The networks of a pair see different images. With the split `biased`, A sees 80 % of the images of one half of the
-classes and 20 % of the other half's (95 and 5 % on digits, where 80 % would be enough to learn all), and B the rest;
-`dirichlet` draws the parts of each class; with `none` both see the same. A fifth of the train images is withheld from
-both: merges and controls are made from these alone, and measured on the test images. Controls are parents whose output
-bias is corrected, a parent fine-tuned with the data, steps and optimizer of the learner, the ensemble (the mean of both
-parents' logits) and C, a network trained on all images. `partial 1.25` keeps the units apart that match worst: its
-parameters, and about its FLOPs, are those of 1.25 networks, where every other merge is one network.
+The parents A and B see different images. With `--split biased`, A sees 80 % of the images of one half of the classes
+and 20 % of the other half, and B sees the rest. On digits these are 95 % and 5 %, because 80 % would be enough to learn
+all classes. `dirichlet` draws the fraction of each class, and with `none` both parents see the same images.
 
-The paper draws shares at random and leaves open which points of the cube are better than others.
+A fifth of the train images is withheld from both parents. All merges and baselines use only these images, and the
+experiment scores them on the test images. The baselines are:
+
+- parents with a corrected output bias
+- a parent fine-tuned with the same data, steps and optimizer as the learned shares
+- the ensemble: the mean of both parents' logits
+- C, a network trained on all images
+
+`partial 1.25` keeps apart the units that match worst. It has the parameters, and about the FLOPs, of 1.25 networks.
+Every other merge is one network. The paper draws shares at random and leaves open which points of the cube are better.
 """
 
 from collections.abc import Callable, Mapping
@@ -52,59 +57,59 @@ from mcomb.merging.partial import merge_partly
 from mcomb.runtime.progress import say
 from mcomb.trees import Apply, Array, Inputs, Params
 
-BUDGETS = (1.25, 1.5)  # networks' worth of parameters of partial merges
-FISHER_IMAGES = 1000  # of those withheld: a gradient of all weights for each takes its time
-FINE_TUNING = (1e-2, 1e-3, 1e-4)  # learning rates, of which the best on held-out images is taken
+BUDGETS = (1.25, 1.5)  # parameters of partial merges, in multiples of one network
+FISHER_IMAGES = 1000  # of the withheld images, because each needs a gradient of its own
+FINE_TUNING = (1e-2, 1e-3, 1e-4)  # learning rates; the best on held-out images is used
 MEASURED = ("withheld", "test")
 
 
 @dataclass(frozen=True)
 class MergeConfig(Config):
-    """The flags of the merges."""
+    """Flags of `merge`."""
 
-    pairs: Annotated[int, Flag("independent triples, of --seed and the seeds after it", 1, 1000)] = 3
+    pairs: Annotated[int, Flag("independent triples of networks, for consecutive values of --seed", 1, 1000)] = 3
     split: Annotated[str, Flag("how the parents' train images differ", choices=SPLITS)] = "biased"
     skew: Annotated[
-        float | None, Flag("A's part of its classes (biased), or the concentration (dirichlet) [setup]", 0, 10**6)
+        float | None, Flag("A's fraction of its classes (biased), or the concentration (dirichlet) [setup]", 0, 10**6)
     ] = None
     withheld: Annotated[int | None, Flag("train images that no parent sees (default: a fifth)", at_least=20)] = None
-    candidates: Annotated[int, Flag("random combinations, of which the best is taken", at_least=1)] = 100
-    steps: Annotated[int, Flag("steps of gradient descent that a learner takes at most", at_least=1)] = 400
+    candidates: Annotated[int, Flag("random combinations, of which the best is kept", at_least=1)] = 100
+    steps: Annotated[int, Flag("maximum number of gradient steps of learned and fine-tuned networks", at_least=1)] = 400
 
     def __post_init__(self) -> None:
         for name in (*CHECKPOINT_FLAGS, "pretrained"):
             if getattr(self, name):
                 flag = name.replace("_", "-")
-                raise UserError(f"merge trains networks on images of their own: leave out --{flag}")
+                raise UserError(f"merge trains its own networks: remove --{flag}")
         if self.skew is not None and (self.split == "none" or (self.split == "biased" and self.skew > 1)):
-            range_ = "leave it out" if self.split == "none" else "give a part from 0 to 1"
-            raise UserError(f"--skew {self.skew:g} does not go with --split {self.split}: {range_}")
+            range_ = "remove it" if self.split == "none" else "use a fraction from 0 to 1"
+            raise UserError(f"--skew {self.skew:g} is invalid with --split {self.split}: {range_}")
         if (self.withheld or 0) >= (images := SETUPS[self.setup].dataset.images[0]):
-            raise UserError(f"--withheld {self.withheld} of {images:,} train images leaves none: give less")
+            raise UserError(f"--withheld {self.withheld} leaves none of {images:,} train images: withhold fewer")
         if self.split == "dirichlet" and self.skew == 0:
-            raise UserError("--skew 0 is no concentration of --split dirichlet: give more than 0")
+            raise UserError("--skew 0 is invalid with --split dirichlet: use a concentration above 0")
 
     def subset(self, who: str) -> Subset:
-        """The train images of A, of B, or those that are withheld from both."""
+        """Return the train images of A or B, or the withheld images."""
         dataset = SETUPS[self.setup].dataset
         default = {"biased": 0.95 if dataset.name == "digits" else 0.8, "dirichlet": 0.5, "none": 1.0}[self.split]
         skew = default if self.skew is None else self.skew
         return Subset(self.split, skew, self.withheld or dataset.images[0] // 5, self.seed, who)
 
     def images_of(self, letter: str) -> Subset | None:
-        """The train images of network A or B; C has all."""
+        """Return the train images of network A or B, or None for C, which sees all."""
         return None if letter == "C" else self.subset(letter)
 
 
 class Merged(NamedTuple):
-    """A function and its parameters: one network, or whatever else a method makes."""
+    """A function and its parameters: one network, or for example an ensemble."""
 
     apply: Apply
     params: Any
 
 
 class Pair(NamedTuple):
-    """What a method has: a run with its networks, B aligned to A, and the images that neither has seen."""
+    """The arguments of a method: a run, its parents, B aligned to A, and the withheld images."""
 
     run: Run
     a: Params
@@ -122,11 +127,11 @@ class Pair(NamedTuple):
 
     @property
     def learning(self) -> dict[str, Any]:
-        """The options that all learners share."""
+        """Return the options shared by all gradient-based methods."""
         return {"steps": self.run.config.steps, "seed": self.seed}
 
     def merge(self, method: str | MergeMethod) -> Params:
-        """The merge of A and B, aligned, by one of the library's methods."""
+        """Merge A and the aligned B by a method of the library."""
         return merge(self.apply, (self.a, self.aligned), *self.withheld, method=method, spec=self.run.store.spec).params
 
 
@@ -134,13 +139,13 @@ Method = Callable[[Pair], Merged]
 
 
 def network(params: Callable[[Pair], Params]) -> Method:
-    """A method that gives an ordinary network."""
+    """Return a method whose result is one network."""
     return lambda pair: Merged(pair.apply, params(pair))
 
 
 @dataclass(frozen=True)
 class _Bias:
-    """A number for each class that is added to a network's logits."""
+    """A bias for each class, added to a network's logits."""
 
     def combine(self, numbers: Array, networks: Any) -> Any:
         return networks[0][0], numbers
@@ -156,16 +161,16 @@ def _with_bias(apply: Apply) -> Apply:
 
 
 def correct_bias(pair: Pair, params: Params) -> Merged:
-    """A network with its output bias fitted to the withheld images: they have all classes in equal parts."""
+    """Fit a network's output bias to the withheld images, which contain all classes equally often."""
     apply, start = _with_bias(pair.apply), jnp.zeros(pair.run.store.setup.dataset.classes)
     how: Any = {"loss": cross_entropy, "batch_size": 100, "learning_rate": 0.1, "keep": None} | pair.learning
-    how |= {"describe": "correcting a bias"}
+    how |= {"describe": "fitting the output bias"}
     found = descend(_Bias(), start, [(params, start)], apply, *pair.withheld, **how)
     return Merged(apply, found.params)
 
 
 def best_sample(pair: Pair) -> Params:
-    """The best on the withheld images of combinations whose shares are all drawn from [0, 1]."""
+    """Return the combination with uniform shares that has the lowest loss on the withheld images."""
     both = pair.a, pair.aligned
     halves = np.full(pair.run.config.candidates, 0.5, np.float32)
     keys = jax.random.split(stream(pair.seed, "coefficients", "merge"), len(halves))
@@ -175,7 +180,7 @@ def best_sample(pair: Pair) -> Params:
 
 
 def refit_and_repair(pair: Pair) -> Merged:
-    """The refitted average, repaired: its units vary as much as the parents' do."""
+    """Refit the average, then restore the variance of its activations by REPAIR."""
     fitted, both = pair.merge("refit"), (pair.a, pair.aligned)
     images = pair.withheld.first(REPAIR_IMAGES).images
     apply, draw, given = repaired(pair.apply, both, images, _take_parameter, spec=pair.run.store.spec)
@@ -183,7 +188,7 @@ def refit_and_repair(pair: Pair) -> Merged:
 
 
 def merge_to_budget(budget: float, pair: Pair) -> Merged:
-    """The merge in which the units that match worst stay apart, as far as so many networks' weights allow."""
+    """Merge the units that match best, and keep the others apart within a budget of parameters."""
     store = pair.run.store
     found = merge_partly(pair.apply, (pair.a, pair.aligned), pair.withheld.images, spec=store.spec, budget=budget)
     return Merged(found.apply, found.params)
@@ -194,7 +199,7 @@ def _take_parameter(key: Any, parameter: Params, *networks: Params) -> Params:
 
 
 def fine_tuned(pair: Pair) -> Params:
-    """The better parent on the withheld images, trained further on them, at the best of three learning rates."""
+    """Fine-tune the better parent on the withheld images at the best of three learning rates."""
     parents = [pair.a, pair.b]
     losses = [score(pair.apply, parent, *pair.withheld).loss for parent in parents]
     parent = parents[int(np.argmin(losses))]
@@ -239,7 +244,7 @@ IN_THE_CUBE = tuple(name for name in ONE_NETWORK if name != "midpoint, naive" an
 
 
 def measure(run: Run) -> Results:
-    """Loss and accuracy of every method on the withheld images and on the test images."""
+    """Measure loss and accuracy of every method on the withheld and on the test images."""
     train = run.store.data.train
     withheld = train.take(run.config.subset("withheld").rows(train.labels))
     pair = Pair(run, run.networks["A"].params, run.networks["B"].params, run.align(), withheld)
@@ -258,22 +263,22 @@ def measure(run: Run) -> Results:
 
 
 def chosen_merge(results: Results, among: tuple[str, ...] = ONE_NETWORK) -> str:
-    """The merge with the least loss on the withheld images."""
+    """Return the merge with the lowest loss on the withheld images."""
     return min(among, key=lambda name: results["methods"][name]["withheld"]["loss"])
 
 
 def closed(results: Results, name: str) -> float:
-    """How much of the way from the aligned midpoint's test accuracy to the ensemble's a method goes."""
+    """Return the fraction of the accuracy gap between the aligned midpoint and the ensemble that a method closes."""
     at = {n: results["methods"][n]["test"]["accuracy"] for n in (name, "midpoint, aligned", "ensemble")}
     way = at["ensemble"] - at["midpoint, aligned"]
     return (at[name] - at["midpoint, aligned"]) / way if way > 0 else float(at[name] >= at["ensemble"])
 
 
 def judge(results: Results) -> Verdict:
-    """Whether a merge, chosen without the test images, clearly beats both parents, and learning beats sampling.
+    """Require that the merge chosen on withheld images clearly beats both parents, and that learning beats sampling.
 
-    Clearly is by more than two standard errors of an accuracy. With split data it must also go half of the way from
-    the aligned midpoint to the ensemble.
+    The margin is two standard errors of an accuracy. With split data, the merge must also close half of the gap
+    between the aligned midpoint and the ensemble.
     """
     test = {name: by_split["test"] for name, by_split in results["methods"].items()}
     accuracy = {name: at["accuracy"] for name, at in test.items()}
@@ -287,8 +292,8 @@ def judge(results: Results) -> Verdict:
     part = closed(results, best)
     way = ""
     if is_split and accuracy["ensemble"] > accuracy["midpoint, aligned"]:
-        goes = f"It goes {part:.0%} of the way from the aligned midpoint to the ensemble."
-        way = f" {goes}" if part <= 1 else " It is better than the ensemble."
+        gap = f"It closes {part:.0%} of the gap between the aligned midpoint and the ensemble."
+        way = f" {gap}" if part <= 1 else " It is better than the ensemble."
     return Verdict(
         bool(
             accuracy[best] > parent + 2 * error
@@ -296,17 +301,17 @@ def judge(results: Results) -> Verdict:
             and learning_pays
             and (not is_split or part >= 0.5)
         ),
-        f"The merge that is best on the withheld images ({best}) has a test accuracy of {accuracy[best]:.1%}, the "
-        f"better parent {parent:.1%}, the midpoint {accuracy['midpoint, aligned']:.1%} aligned and "
-        f"{accuracy['midpoint, naive']:.1%} naive, the ensemble {accuracy['ensemble']:.1%}, a parent fine-tuned on the "
-        f"same images {accuracy['fine-tuned']:.1%}.{way} Of the points in the cube the best "
-        f"({inside}) has {accuracy[inside]:.1%}; shares learnt per unit reach a test loss of "
-        f"{learned['loss']:.3f}, the best of {results['config']['candidates']} random ones {sampled['loss']:.3f}.",
+        f"The best merge on the withheld images ({best}) has a test accuracy of {accuracy[best]:.1%}. The better "
+        f"parent has {parent:.1%}, the midpoint {accuracy['midpoint, aligned']:.1%} aligned and "
+        f"{accuracy['midpoint, naive']:.1%} naive, the ensemble {accuracy['ensemble']:.1%}, and a parent fine-tuned on "
+        f"the same images {accuracy['fine-tuned']:.1%}.{way} The best merge inside the cube ({inside}) has "
+        f"{accuracy[inside]:.1%}. Shares learned per unit have a test loss of {learned['loss']:.3f}, and the best of "
+        f"{results['config']['candidates']} random combinations has {sampled['loss']:.3f}.",
     )
 
 
 def table(results: Results) -> str:
-    """A line for each method: test accuracy and loss, and those on the withheld images."""
+    """Format one row for each method: accuracy and loss on the test and on the withheld images."""
     rows = [("", *(f"{split} {metric}" for split in reversed(MEASURED) for metric in reversed(METRICS)))]
     parts = (results, *spread(results)) if "pairs" in results else (results,)
     for name in results["methods"]:
@@ -320,10 +325,10 @@ def table(results: Results) -> str:
 
 
 def draw(results: Results, folder: AnyPath) -> None:
-    """Draws test accuracy and loss of every method, with their range over pairs."""
+    """Draw test accuracy and loss of every method, with the range over pairs."""
     methods = results["methods"]
     at = np.arange(len(methods))[::-1]
-    kinds = {"parents": (PARENTS, "0.35"), "merges": (MERGES, COLOURS["aligned"]), "controls": (CONTROLS, "#D55E00")}
+    kinds = {"parents": (PARENTS, "0.35"), "merges": (MERGES, COLOURS["aligned"]), "baselines": (CONTROLS, "#D55E00")}
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(7.0, 0.19 * len(methods) + 1.3), layout="constrained")
         panels = figure.subplots(1, 2, sharey=True)
@@ -348,10 +353,10 @@ def draw(results: Results, folder: AnyPath) -> None:
 
 EXPERIMENT = Experiment(
     name="merge",
-    title="merges whose shares are chosen",
-    claim="Are well-chosen element-wise combinations better than the networks that they are made of?",
+    title="learned and fitted merges",
+    claim="Are well-chosen element-wise combinations better than both parents?",
     is_open=True,
-    alt="Test accuracy and loss of parents, merges and controls, a line each, with the range over pairs.",
+    alt="Test accuracy and loss of parents, merges and baselines, one row each, with the range over pairs.",
     networks="ABC",
     config=MergeConfig,
     measure=measure,

@@ -1,8 +1,9 @@
-"""The line from the 'Max' network, of each pair the larger weight in absolute value, to 'Min', the smaller.
+"""Interpolate from the 'Max' network, with the larger weight of each pair, to 'Min', with the smaller.
 
     python -m experiments.minmax --setup mlp-digits
 
-The paper: 'Min' has low accuracy, so not every point of the cube is a good network.
+Larger and smaller refer to absolute values. In the paper, 'Min' has low accuracy, so not every point of the cube is a
+good network.
 """
 
 from mcomb.combination import minmax
@@ -14,7 +15,7 @@ from mcomb.lab.runs.verdicts import LIMITS, Verdict, cost
 
 
 def judge(results: Results) -> Verdict:
-    """Whether 'Min' fails, in loss and accuracy, where 'Max' is clearly better."""
+    """Require that 'Min' fails in loss and accuracy and that 'Max' is better."""
     curve = results["curves"]["aligned"]["test"]
     ends = [results["models"][letter]["test"] for letter in "AB"]
     lost = [cost(results, {m: barrier(m, curve[m][at], *(end[m] for end in ends)) for m in METRICS}) for at in (0, -1)]
@@ -22,15 +23,15 @@ def judge(results: Results) -> Verdict:
     level = sum(end["accuracy"] for end in ends) / 2
     return Verdict(
         all(lost[1][m] > LIMITS[m] and lost[0][m] < lost[1][m] for m in METRICS),
-        f"'Max' has a test accuracy of {largest:.1%} and 'Min' of {smallest:.1%}, where A and B have {level:.1%} on "
-        f"average; their losses are {curve['loss'][0][0]:.3f} and {curve['loss'][-1][0]:.3f}.",
+        f"'Max' has a test accuracy of {largest:.1%} and 'Min' has {smallest:.1%}; the mean of A and B is {level:.1%}. "
+        f"The losses of 'Max' and 'Min' are {curve['loss'][0][0]:.3f} and {curve['loss'][-1][0]:.3f}.",
     )
 
 
 EXPERIMENT = sweep(
     name="minmax",
     title="from the larger to the smaller weight",
-    claim="The 'Min' network, of each aligned pair of weights the smaller in absolute value, has low accuracy.",
+    claim="The 'Min' network, which takes the smaller weight of each aligned pair, has low accuracy.",
     alt="Loss and accuracy along the line from 'Max' at 0 to 'Min' at 1, naive and aligned.",
     parameter="λ",
     label="λ: 'Max' at 0, 'Min' at 1",

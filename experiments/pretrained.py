@@ -1,8 +1,8 @@
-"""Writes networks A, B and C to pretrained/, in half precision and with a model card each, to come with the repository.
+"""Write networks A, B and C to pretrained/ in half precision, each with a model card.
 
     python -m experiments.pretrained --setup mlp-cifar10
 
-It trains what is not trained yet. `--pretrained` on any experiment then uses them in place of training.
+The program trains the networks unless they are cached. All experiments then use these files with `--pretrained`.
 """
 
 import json
@@ -22,14 +22,15 @@ from mcomb.runtime.progress import show, show_json
 
 CARD = """# {title}, width {width}, seed {seed}
 
-Test accuracy {accuracy:.2%}, test loss {loss:.4f}, on all {images} test images, as read: stored in half precision,
-used in single. Fingerprint `{fingerprint}`. Trained from nothing and to its end, and written, by
+Test accuracy {accuracy:.2%} and test loss {loss:.4f} on all {images} test images. The file stores half precision, and
+the scores are those of the file, read as single precision. Fingerprint `{fingerprint}`. This command trains the
+network and writes the file:
 
 ```sh
 {command}
 ```
 
-with this recipe:
+The recipe:
 
 ```json
 {recipe}
@@ -38,12 +39,12 @@ with this recipe:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Trains, writes, reads back and scores the three networks."""
+    """Train, write, read back and score the three networks."""
     config = parse_and_join(Config, __doc__, argv)
     store = Store(config)
     if config.plan:
         return print_plan([Job("pretrained", store, [store.training(letter) for letter in "ABC"])])
-    test = store.data.test  # before anything is written
+    test = store.data.test  # fail here, before any file is written, if the data are missing
     recipe = recipe_dict(config)
     chosen = {name: getattr(config, name) for name in ("setup", "width", "seed", *RECIPE_FLAGS)}
     written = {}

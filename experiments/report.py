@@ -1,12 +1,12 @@
-"""One self-contained page of all that has been run: report.html, its name with whatever flags it was given.
+"""Write the results of all experiments to one self-contained page, report.html.
 
-    python -m experiments.report --setup mlp-digits --run    # all but decay: some minutes on two CPU cores
-    python -m experiments.report --width 32                  # gathers what there is
-    python -m experiments.report --setup mlp-digits mlp-cifar10 --width 8 32    # several, in one page
+    python -m experiments.report --setup mlp-digits --run    # run all except decay: some minutes on two CPU cores
+    python -m experiments.report --width 32                  # collect existing results
+    python -m experiments.report --setup mlp-digits mlp-cifar10 --width 8 32    # several setups and widths
 
-Each experiment with its figure, what the paper found, what was measured, the barriers and the exact command. Without
---run, the page takes an experiment that was run only with other flags as it is and names these flags; an experiment
-that has not been run yet is listed with its command.
+The page shows the figure, the paper's claim, the finding, the barriers and the exact command of each experiment. The
+name of the file contains the flags that differ from their defaults. Without --run, an experiment that was run only with
+other flags is shown with those flags, and an experiment without results is listed with its command.
 """
 
 import itertools
@@ -60,23 +60,23 @@ ORDER = (
     *(schematic, uniform, subcube, hyperplane, bernoulli, stitching, linear),
     *(linear, centered, minmax, transitivity, triangle, functional, edges, robustness, matchers, width),
     *(landscape, merge),
-)  # the line twice: between the networks and beyond them; without decay, which trains thirty networks of its own
+)  # linear twice, between the networks and beyond them; not decay, which trains thirty networks
 BEYOND = (-1.0, 2.0)
 
 
 @dataclass(frozen=True)
 class ReportConfig(width.WidthConfig):
-    """The flags of the sweeps, for all experiments alike, and of several setups and widths."""
+    """Flags of the sweeps, which apply to all experiments, with several setups and widths."""
 
     setup: Annotated[tuple[str, ...], Flag("models, datasets and recipes", choices=tuple(SETUPS))] = (  # type: ignore[assignment]
         "resnet20-cifar10",
     )
     width: Annotated[tuple[int, ...], Flag("width multipliers", 1, WIDEST)] = (32,)  # type: ignore[assignment]
-    run: Annotated[bool, Flag("run the experiments that are missing", identity=False)] = False
+    run: Annotated[bool, Flag("run the missing experiments", identity=False)] = False
 
 
 class Job(NamedTuple):
-    """An experiment of the page: what it is called there, of which networks it is, and its flags."""
+    """An experiment on the page: its name there, its setup and width, and its flags."""
 
     name: str
     place: str
@@ -85,9 +85,9 @@ class Job(NamedTuple):
 
 
 def plan(config: ReportConfig) -> list[Job]:
-    """All experiments but decay, of all setups and widths, in the paper's order.
+    """Return all experiments except decay for all setups and widths, in the paper's order.
 
-    What is the same for all networks is there once, and what compares widths once for each setup.
+    `schematic` appears once, because it needs no networks, and `width` once for each setup.
     """
     jobs: list[Job] = []
     setups, widths = tuple(dict.fromkeys(config.setup)), tuple(dict.fromkeys(config.width))
@@ -97,7 +97,7 @@ def plan(config: ReportConfig) -> list[Job]:
             if (module is width and its_width != widths[0]) or (module is schematic and jobs):
                 continue
             if module is merge and (config.pretrained or any(getattr(config, flag) for flag in CHECKPOINT_FLAGS)):
-                continue  # it trains networks of its own
+                continue  # merge trains its own networks
             experiment, name = module.EXPERIMENT, module.EXPERIMENT.name
             own = config_of(experiment, config, setup=setup, width=its_width)
             if ORDER.index(module) < i:
@@ -107,7 +107,7 @@ def plan(config: ReportConfig) -> list[Job]:
 
 
 def page_path(config: ReportConfig) -> AnyPath:
-    """Where the page goes: as deep as its setups and widths allow, with the flags that it was given in its name."""
+    """Return the path of the page: in the innermost folder common to its setups and widths, with its flags."""
     setups, widths = tuple(dict.fromkeys(config.setup)), tuple(dict.fromkeys(config.width))
     store = Store(convert_config(config, width.WidthConfig, setup=setups[0], width=widths[0]))
     name, *flags = store.folder("report").name.split(",")
@@ -118,16 +118,16 @@ def page_path(config: ReportConfig) -> AnyPath:
 
 
 def title(config: ReportConfig) -> str:
-    """What the page is about."""
+    """Return the title of the page."""
     widths = [str(each) for each in dict.fromkeys(config.width)]
     text = f"widths {', '.join(widths[:-1])} and {widths[-1]}" if len(widths) > 1 else f"width {widths[0]}"
     return f"{'; '.join(SETUPS[setup].title for setup in dict.fromkeys(config.setup))}, {text}"
 
 
 def read_nearest(job: Job) -> tuple[Config, str, Results | None]:
-    """Return the results of a job, else of the run with the nearest other flags: its config, these flags, the results.
+    """Return the config, the differing flags and the results of a job, or of its run with the most similar flags.
 
-    The line between the networks never stands for the one beyond them, nor the other way round.
+    Runs of `linear` with another --range do not count.
     """
     others = from_first(find_other_runs, job.experiment, job.config)
     for own, flags in ((job.config, ""), *others):
@@ -143,7 +143,7 @@ def _write(path: AnyPath, page: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Gathers, and with --run runs, the experiments, and writes the page."""
+    """Collect the results, or with --run compute them, and write the page."""
     config = parse_and_join(ReportConfig, __doc__, argv)
     jobs = plan(config)
     if config.plan:
@@ -163,7 +163,7 @@ def main(argv: list[str] | None = None) -> None:
         entries.append(Entry(results, picture.read_bytes(), job.name, job.place, flags))
     from_first(_write, path, render(title(config), entries, missing))
     left = f"{len(missing)} not run yet" + (" (--run runs them)" if missing else "")
-    others = [f"{entry.name} is of a run with other flags: {entry.flags}" for entry in entries if entry.flags]
+    others = [f"{entry.name} was run with other flags: {entry.flags}" for entry in entries if entry.flags]
     show("\n".join([f"{len(entries)} experiments in the report; {left}", *others, f"report: {absolute(path)}"]))
     show_json({
         "page": str(absolute(path)),

@@ -1,4 +1,4 @@
-"""All results on one page: a single HTML file that opens, prints and is mailed without anything beside it."""
+"""Render results as one self-contained HTML page."""
 
 import base64
 import io
@@ -19,9 +19,9 @@ from mcomb.lab.runs.results import METRICS, SPLITS
 
 @dataclass(frozen=True)
 class Entry:
-    """An experiment that was run: its results.json and its figure, what it is called, and of which networks it is.
+    """An experiment with results: its results.json, figure, name, and setup and width.
 
-    `flags` are those of its run that differ from the page's.
+    `flags` lists the flags of its run that differ from the page's.
     """
 
     results: Mapping[str, Any]
@@ -33,7 +33,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Missing:
-    """An experiment that was not run: what it is called, its command, and of which networks it is."""
+    """An experiment without results: its name, command, and setup and width."""
 
     name: str
     command: str
@@ -43,38 +43,38 @@ class Missing:
 Item = Entry | Missing
 
 
-VERDICTS = {  # by `agrees`: a class for the style sheet, a mark and words, so that colour is never alone
+VERDICTS = {  # CSS class, mark and words, so that colour is never the only cue
     True: ("agrees", "✓", "agrees"),
     False: ("differs", "✗", "does not agree"),
     None: ("open", "○", "no verdict"),
 }
-OTHERS = {  # the same of networks that the paper does not have
+OTHERS = {  # for networks that are not in the paper
     True: ("agrees", "✓", "shows"),
     False: ("open", "✗", "does not show"),
     None: ("open", "○", "no verdict"),
 }
-ANSWERS = {True: "yes", False: "no", None: "no verdict"}  # to questions that the paper leaves open
+ANSWERS = {True: "yes", False: "no", None: "no verdict"}  # for questions that the paper leaves open
 PNG = b"\x89PNG\r\n\x1a\n"
-THUMBNAIL = (320, 240)  # pixels at most: twice as many as the style sheet's, for fine screens
-NOTHING = "–"  # a cell without a number
-Number = float | int  # JSON has both
+THUMBNAIL = (320, 240)  # maximum size in pixels: twice the size in the style sheet, for high-density screens
+NOTHING = "–"  # an empty cell
+Number = float | int
 
 STYLE = Path(__file__).with_name("report.css").read_text()
 
 
 class Html(str):
-    """Text that is HTML already; all other text is escaped on its way in."""
+    """HTML that must not be escaped again."""
 
     __slots__ = ()
 
 
 def joined(parts: Iterable[str]) -> Html:
-    """The parts one after another, escaped unless they are HTML."""
+    """Concatenate parts and escape those that are not `Html`."""
     return Html("".join(part if isinstance(part, Html) else escape(part) for part in parts))
 
 
 def tag(name: str, *children: str, **attributes: str | int) -> Html:
-    """An element; an attribute that Python reserves is given with an underscore after it, as in `class_`."""
+    """Return an element; an underscore after an attribute avoids Python's keywords, as in `class_`."""
     given = "".join(f' {key.strip("_").replace("_", "-")}="{escape(str(it))}"' for key, it in attributes.items())
     closing = "" if name in {"img", "meta"} else f"{joined(children)}</{name}>"
     end = "" if name in {"a", "cite", "code", "span", "strong", "td", "th"} else "\n"
@@ -82,19 +82,19 @@ def tag(name: str, *children: str, **attributes: str | int) -> Html:
 
 
 def number(value: Number | None) -> str:
-    """A barrier with the paper's three decimals, and never minus nothing."""
+    """Format a barrier with three decimals, as in the paper, without negative zero."""
     if value is None:
         return NOTHING
     return (f"{value:z.3f}" if abs(value) < 1000 else f"{value:.3g}").replace("-", "−")
 
 
 def counted(count: int, one: str, many: str) -> str:
-    """A count before the words that go with it."""
+    """Return a count with the singular or plural words."""
     return f"{count} {one if count == 1 else many}"
 
 
 def duration(seconds: Number) -> str:
-    """A time in the two units that matter."""
+    """Format a time in its two largest units."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -104,7 +104,7 @@ def duration(seconds: Number) -> str:
 
 
 def settings(config: Mapping[str, Any]) -> str:
-    """Whatever is set in a config, in words."""
+    """Format all values of a config that are set."""
 
     def flat(values: Mapping[str, Any]) -> Iterator[str]:
         for name, value in values.items():
@@ -115,23 +115,23 @@ def settings(config: Mapping[str, Any]) -> str:
             elif value is not None and value is not False:
                 yield f"{name.replace('_', ' ')} {value}"
 
-    return ", ".join(dict.fromkeys(flat(config)))  # a recipe repeats the flags that changed it
+    return ", ".join(dict.fromkeys(flat(config)))  # without duplicates, because a recipe repeats its flags
 
 
 def size(png: bytes, name: str) -> tuple[int, int]:
-    """The width and height that a PNG's first chunk gives, so that the page is laid out before it is decoded."""
+    """Return width and height from a PNG's header, so that browsers can lay out the page before decoding."""
     if not png.startswith(PNG) or len(png) < 24:
         raise UserError(f"the figure of {name} is not a PNG file: run the experiment again")
     return int.from_bytes(png[16:20]), int.from_bytes(png[20:24])
 
 
 def embedded(png: bytes) -> str:
-    """A picture as an address."""
+    """Return a picture as a data URL."""
     return "data:image/png;base64," + base64.b64encode(png).decode()
 
 
 def thumbnail(entry: Entry) -> bytes:
-    """A small copy of a figure, in few colours: all of them weigh about as much as one or two figures."""
+    """Return a small copy of a figure with few colours, to keep the page small."""
     with Image.open(io.BytesIO(entry.png)) as picture:
         small = picture.convert("RGB")
     small.thumbnail(THUMBNAIL, Image.Resampling.LANCZOS)
@@ -141,52 +141,52 @@ def thumbnail(entry: Entry) -> bytes:
 
 
 def anchor(index: int, entry: Entry) -> str:
-    """The id of an entry's section, its own even when an experiment was run twice."""
+    """Return the id of an entry's section, unique even if an experiment appears twice."""
     return f"{re.sub(r'[^a-z0-9]+', '-', entry.name.lower())}-{index}"
 
 
 def places_of(items: Iterable[Item]) -> list[str]:
-    """The networks that a page is about, in their order."""
+    """Return all setups and widths of a page in order."""
     return list(dict.fromkeys(item.place for item in items))
 
 
 def full_name(item: Item, items: Sequence[Item]) -> str:
-    """What an experiment is called among others, with its networks where there are several."""
+    """Return an experiment's name, with its setup and width if the page has several."""
     return f"{item.name}, {item.place}" if len(places_of(items)) > 1 else item.name
 
 
 def words_of(results: Mapping[str, Any]) -> tuple[str, str, str]:
-    """The class, the mark and the words of a verdict."""
+    """Return the CSS class, mark and words of a verdict."""
     kind, mark, words = (VERDICTS if results["is_papers"] else OTHERS)[results["agrees"]]
     return kind, mark, ANSWERS[results["agrees"]] if results["is_open"] else words
 
 
 def verdict(results: Mapping[str, Any]) -> Html:
-    """The mark and the words of a verdict."""
+    """Render the mark and words of a verdict."""
     kind, mark, words = words_of(results)
     return tag("span", tag("span", mark, aria_hidden="true"), words, class_=f"verdict {kind}")
 
 
 def command(text: str) -> Html:
-    """A command to copy: one click selects all of it."""
-    # Browsers would break a line after the hyphens of a flag.
+    """Render a command; one click selects it."""
+    # Spans keep browsers from breaking a line after the hyphens of a flag.
     parts = re.split(r"(?<!\S)(--[\w-]+)", text)
     return tag("pre", tag("code", *(tag("span", part) if i % 2 else part for i, part in enumerate(parts))))
 
 
 def numbers(values: Iterable[Number | None]) -> Html:
-    """Cells of a table's row."""
+    """Render the cells of a table row."""
     return joined(tag("td", number(value), class_="number") for value in values)
 
 
 def scrolling(caption: str, *parts: str, **attributes: str) -> Html:
-    """A table of these parts in a box that scrolls by itself, also from the keyboard."""
+    """Render a table in a box that scrolls by itself, also from the keyboard."""
     whole = tag("table", tag("caption", tag("span", caption)), *parts, **attributes)
     return tag("div", whole, class_="scroll", role="group", aria_label=caption, tabindex=0)
 
 
 def table(caption: str, corner: Sequence[str], below: Sequence[str], rows: Iterable[str]) -> Html:
-    """A table of barriers: the `corner` columns, then those `below` loss and those below accuracy."""
+    """Render a table of barriers: the `corner` columns, then the columns `below` loss and below accuracy."""
     groups = [tag("colgroup", span=len(corner)), *(tag("colgroup", span=len(below)) for _ in METRICS)]
     top = [
         *(tag("th", name, scope="col", rowspan=2) for name in corner),
@@ -198,7 +198,7 @@ def table(caption: str, corner: Sequence[str], below: Sequence[str], rows: Itera
 
 
 def header(title: str, entries: Sequence[Entry], missing: Sequence[Missing]) -> Html:
-    """What this page is, of which networks, and how it went."""
+    """Render the title, the introduction and the counts of verdicts."""
     found = Counter(
         "open" if it["is_open"] else it["agrees"] if it["agrees"] is None else (it["agrees"], it["is_papers"])
         for it in (entry.results for entry in entries)
@@ -210,22 +210,22 @@ def header(title: str, entries: Sequence[Entry], missing: Sequence[Missing]) -> 
         *([counted(found[True, False], "shows the paper’s effect", "show the paper’s effect")] if others else []),
         *([counted(found[False, False], "does not", "do not")] if others else []),
         counted(found[None], "has no verdict", "have no verdict"),
-        *([counted(found["open"], "answers", "answer") + " what it leaves open"] if found["open"] else []),
+        *([counted(found["open"], "answers an open question", "answer open questions")] if found["open"] else []),
     ]
     outcome = f"Of {counted(len(entries), 'experiment', 'experiments')}, {', '.join(verdicts)}."
     configs = [entry.results["config"] for entry in entries]
     networks = dict.fromkeys(f"{config.get('setup')} at width {config.get('width')}" for config in configs)
     left = (counted(len(missing), "is ", "are "), tag("a", "still to run", href="#missing"), ".")
     flagged = sum(bool(entry.flags) for entry in entries)
-    noted = counted(flagged, "was", "were") + " run with other flags than the page’s, which the sections name. "
+    noted = counted(flagged, "was", "were") + " run with other flags, which are listed in the sections. "
     return tag(
         "header",
         tag("h1", title),
         tag(
             "p",
-            "Two networks trained from different seeds; the neurons of one re-ordered to match the other; then "
-            "their weights mixed element by element, and every mixture measured. This page sets what was measured "
-            "beside what Csiszárik, Kiss et al. found in ",
+            "We train two networks from different seeds, permute the units of one to match the other, combine "
+            "their weights element by element, and measure the combinations. This page compares the results with "
+            "those of Csiszárik, Kiss et al., ",
             tag("cite", "Mode Combinability: Exploring Convex Combinations of Permutation Aligned Models"),
             ".",
         ),
@@ -242,14 +242,14 @@ def header(title: str, entries: Sequence[Entry], missing: Sequence[Missing]) -> 
 
 
 def gallery(entries: Sequence[Entry]) -> Html:
-    """All figures, small, each a link to its section."""
+    """Render thumbnails of all figures, each a link to its section."""
     places = places_of(entries)
 
     def item(index: int, entry: Entry) -> Html:
         small = thumbnail(entry)
         width, height = size(small, entry.name)
         kind, mark, words = words_of(entry.results)
-        picture = tag("img", src=embedded(small), alt="", width=width, height=height)  # the link has the words
+        picture = tag("img", src=embedded(small), alt="", width=width, height=height)  # the link has a label
         verdict = tag("span", mark, class_=f"verdict {kind}", aria_hidden="true")
         text = tag("span", verdict, " ", entry.name, class_="name")
         return tag("li", tag("a", picture, text, href=f"#{anchor(index, entry)}", aria_label=f"{entry.name}: {words}"))
@@ -262,13 +262,13 @@ def gallery(entries: Sequence[Entry]) -> Html:
 
 
 def barrier_of(results: Mapping[str, Any], curve: str) -> Mapping[str, Number]:
-    """The barriers of a curve on the test set, as far as there are any."""
+    """Return the test barriers of a curve, or an empty mapping."""
     found: Mapping[str, Number] = (results.get("barriers") or {}).get(curve, {}).get("test", {})
     return found
 
 
 def summary(entries: Sequence[Entry], missing: Sequence[Missing]) -> Html:
-    """A line for each experiment, with its verdict and barriers; of several networks first all side by side."""
+    """Render one row for each experiment, with its verdict and barriers."""
     places = places_of([*entries, *missing])
 
     def row(index: int, entry: Entry) -> Html:
@@ -293,10 +293,10 @@ def summary(entries: Sequence[Entry], missing: Sequence[Missing]) -> Html:
         *map(of, places),
         tag(
             "p",
-            "A barrier is the worst of all sampled networks against the mean of the two that were mixed: 0 is no "
-            "worse. The paper does not say of which split its barriers are; they are taken to be of the test set. Only "
-            "results of the paper’s own networks can agree with it: ResNet-20 and Tiny-10 on CIFAR-10, at its widths. "
-            "For all others the verdict is whether the effect shows.",
+            "A barrier is the difference between the worst sampled combination and the mean of the two networks. A "
+            "barrier of 0 means no loss of performance. The paper does not name the split of its barriers; we assume "
+            "the test set. Only the paper’s own networks can agree or disagree with the paper: ResNet-20 and Tiny-10 "
+            "on CIFAR-10 at the paper’s widths. For all other networks, the verdict is whether they show the effect.",
             class_="note",
         ),
         id="summary",
@@ -304,7 +304,7 @@ def summary(entries: Sequence[Entry], missing: Sequence[Missing]) -> Html:
 
 
 def side_by_side(entries: Sequence[Entry], missing: Sequence[Missing], places: Sequence[str]) -> Html:
-    """A table of all experiments by all networks: verdicts, and how much accuracy aligned and naive mixtures lose."""
+    """Render a table of experiments by setups and widths, with verdicts and accuracy barriers."""
     found = {(entry.name, entry.place): (index, entry) for index, entry in enumerate(entries, 1)}
     left = {(item.name, item.place) for item in missing}
 
@@ -330,7 +330,7 @@ def side_by_side(entries: Sequence[Entry], missing: Sequence[Missing], places: S
 
 
 def barriers(results: Mapping[str, Any]) -> Html:
-    """The barriers of every curve over the paper's, or nothing if there are none."""
+    """Render the barriers of every curve and of the paper, if there are any."""
     found = results.get("barriers") or {}
     rows = [
         tag(
@@ -347,7 +347,7 @@ def barriers(results: Mapping[str, Any]) -> Html:
 
 
 def section(index: int, entry: Entry) -> Html:
-    """One experiment: what the paper found, what was measured, the figure, the numbers, the command."""
+    """Render one experiment: claim, finding, verdict, figure, barriers and command."""
     results = entry.results
     setting, colon, name = results["title"].rpartition(": ")
     width, height = size(entry.png, entry.name)
@@ -370,21 +370,21 @@ def section(index: int, entry: Entry) -> Html:
             tag("figcaption", f"Figure {index}. {entry.name}: {settings(results['config'])}."),
         ),
         barriers(results),
-        tag("p", f"This run has other flags than the page: {entry.flags}.", class_="note") if entry.flags else "",
-        tag("p", "The command that measures and draws this:", class_="label"),
+        tag("p", f"This run used other flags than the page: {entry.flags}.", class_="note") if entry.flags else "",
+        tag("p", "Command:", class_="label"),
         command(results["command"]),
         id=anchor(index, entry),
     )
 
 
 def listed(items: Iterable[str]) -> Html:
-    """The items with commas between them, none broken over two lines nor from its comma."""
+    """Join items with commas, without line breaks inside an item."""
     texts = list(items)
     return Html(" ".join(tag("span", text) for text in (*(f"{text}," for text in texts[:-1]), *texts[-1:])))
 
 
 def environments(entries: Sequence[Entry]) -> Html:
-    """Every environment that results come from, once each; which results, if there is more than one."""
+    """Render each distinct environment, with its experiments if there are several environments."""
     users: dict[str, list[str]] = {}
     for entry in entries:
         users.setdefault(json.dumps(entry.results["environment"]), []).append(full_name(entry, entries))
@@ -394,7 +394,7 @@ def environments(entries: Sequence[Entry]) -> Html:
         packages, devices = environment["packages"], Counter(environment["devices"])
         facts = {
             "Experiments": listed(experiments) if len(users) > 1 else "",
-            "Revision": environment["revision"] or "not known",
+            "Revision": environment["revision"] or "unknown",
             "Devices": listed(f"{count} × {kind}" for kind, count in devices.items()),
             "Platform": environment["platform"],
             "Python": environment["python"],
@@ -406,7 +406,7 @@ def environments(entries: Sequence[Entry]) -> Html:
 
 
 def durations(entries: Sequence[Entry]) -> Html:
-    """How long each experiment took, and all of them."""
+    """Render the duration of each experiment and the total."""
 
     def row(name: str, seconds: Number) -> Html:
         return tag("tr", tag("th", name, scope="row"), tag("td", duration(seconds), class_="number"))
@@ -419,23 +419,23 @@ def durations(entries: Sequence[Entry]) -> Html:
 
 
 def background(entries: Sequence[Entry], missing: Sequence[Missing]) -> Html:
-    """Where and how long everything ran, and what has not."""
+    """Render the environments, durations and missing experiments."""
     every: list[Item] = [*entries, *missing]
     left = [tag("li", tag("p", full_name(item, every), class_="label"), command(item.command)) for item in missing]
     ran = (tag("h3", "Environment"), environments(entries), tag("h3", "Durations"), durations(entries))
     return tag(
         "section",
-        tag("h2", "Behind the results"),
+        tag("h2", "Environment and durations"),
         *(ran if entries else ()),
         tag("h3", "Still to run", id="missing"),
-        tag("ul", *left, class_="left") if left else tag("p", "Nothing: every experiment of this page has been run."),
+        tag("ul", *left, class_="left") if left else tag("p", "All experiments of this page have results."),
         id="background",
     )
 
 
 def render(title: str, entries: Sequence[Entry], missing: Sequence[Missing]) -> str:
-    """One HTML page of experiments, in their order, with those that were not run at its end."""
-    # The policy is a promise that the browser keeps: nothing is fetched, nothing is run.
+    """Render one HTML page: all experiments in order, then the missing ones."""
+    # The browser enforces this policy: the page fetches nothing and runs no scripts.
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
     head = tag(
         "head",

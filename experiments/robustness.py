@@ -1,19 +1,18 @@
-"""How much of a layer's matching matters: its k least important pairs are re-matched at random.
+"""Re-match the k least important pairs of a layer at random, and measure the barrier.
 
     python -m experiments.robustness --setup mlp-digits
     python -m experiments.robustness --setup mlp-digits --by correlation norm fisher variance random
     python -m experiments.robustness --setup tiny10-cifar10 --width 32     # the paper's, on an accelerator
 
-For each permutation the matched pairs are ordered by the correlation of their activations; a random derangement of
-the k lowest is applied to the aligned B, and the barrier of the line to A is measured. The paper, for Tiny-10: a large
-part of each layer can be re-matched, and layers 1, 6, 7 and 8 survive even k = N. It says of a derangement that it
-keeps the magnitude and the distribution of a layer's activations, and supposes that B's weights are distributed like
-A's: both are checked.
+For each permutation, the experiment orders the matched pairs by the correlation of their activations. It applies a
+random derangement of the k lowest pairs to the aligned B, and measures the barrier of the line to A. In the paper, a
+large part of each layer of Tiny-10 can be re-matched, and layers 1, 6, 7 and 8 tolerate even k = N. The experiment also
+checks two of the paper's statements: that a derangement preserves the magnitude and distribution of activations, and
+that B's weights are distributed like A's.
 
---by orders pairs by other measures: the norm of all weights that come into and go out of the two units, their Fisher
-information (how much the networks' own losses depend on these weights, summed), the variance of their activations, or
-at random. The less the barrier grows on average over layers and k < N, the better a measure predicts what may be
-exchanged.
+--by orders pairs by other measures: the norm of all incoming and outgoing weights of the two units, the sum of their
+diagonal Fisher information, the variance of the activations, or a random order. A measure predicts unimportant pairs
+well if the barrier grows little on average over layers and k < N.
 """
 
 import itertools
@@ -46,36 +45,36 @@ from mcomb.symmetry.intermediates import list_intermediates, unit_activations
 from mcomb.symmetry.spec import Perms, PermutationSpec
 from mcomb.trees import Params, named_leaves
 
-IMAGES = 32  # on which activations are compared
-MEASURING_IMAGES = 1000  # from which variances and the Fisher information are estimated
-VALUES = 100_000  # of a layer's activations or weights, for comparing distributions
-PAPER = {("tiny10-cifar10", 32): ("conv1", "conv6", "conv7", "conv8")}  # layers that survive k = N
+IMAGES = 32  # images for comparing activations
+MEASURING_IMAGES = 1000  # images for estimating variances and the Fisher information
+VALUES = 100_000  # samples of a layer's activations or weights for comparing distributions
+PAPER = {("tiny10-cifar10", 32): ("conv1", "conv6", "conv7", "conv8")}  # layers that tolerate k = N
 
 
 Scores = dict[str, np.ndarray]
-"""For each permutation, how important each pair of units is."""
+"""The importance of each pair of units, for each permutation."""
 
 
 def by_correlation(run: Run, a: Params, b: Params) -> Scores:
-    """The correlation of each pair's activations on the train images."""
+    """Return the correlation of each pair's activations on the train images."""
     return correlations(run.store.spec, a, b, run.store.apply, run.splits["train"].images)
 
 
 def by_norm(run: Run, a: Params, b: Params) -> Scores:
-    """The norm of all weights that come into and go out of a pair's two units."""
+    """Return the norm of all incoming and outgoing weights of each pair."""
     squares = [run.store.spec.sum_weights(jax.tree.map(np.square, params)) for params in (a, b)]
     return jax.tree.map(lambda *both: np.sqrt(sum(both)), *squares)
 
 
 def by_fisher(run: Run, a: Params, b: Params) -> Scores:
-    """The diagonal Fisher information of each network about its own weights, summed over those of a pair."""
+    """Return the diagonal Fisher information of both networks, summed over the weights of each pair."""
     some, apply = run.splits["train"].first(MEASURING_IMAGES), run.store.apply
     informations = (fisher_information(apply, params, *some) for params in (a, b))
     return jax.tree.map(lambda *both: sum(both), *map(run.store.spec.sum_weights, informations))
 
 
 def by_variance(run: Run, a: Params, b: Params) -> Scores:
-    """The variance of each pair's activations on train images, summed over the two units."""
+    """Return the variance of activations on train images, summed over the two units of each pair."""
     images = run.splits["train"].first(MEASURING_IMAGES).images
     return jax.tree.map(
         lambda *both: sum(both), *(variances(run.store.spec, params, run.store.apply, images) for params in (a, b))
@@ -83,7 +82,7 @@ def by_variance(run: Run, a: Params, b: Params) -> Scores:
 
 
 def by_chance(run: Run, a: Params, b: Params) -> Scores:
-    """A random order, the same for the same seed."""
+    """Return random scores that depend only on the seed and the permutation's name."""
     return {
         perm: np.random.default_rng([run.config.seed, zlib.crc32(perm.encode())]).random(units)
         for perm, units in run.store.spec.sizes.items()
@@ -102,17 +101,15 @@ MEASURE_COLOURS = dict(zip(MEASURES, (COLOURS["aligned"], "#D55E00", "#009E73", 
 
 @dataclass(frozen=True)
 class RobustnessConfig(CombinationConfig):
-    """The flags of the re-matching."""
+    """Flags of `robustness`."""
 
-    by: Annotated[tuple[str, ...], Flag("what says which pairs matter least", choices=MEASURES.keys())] = (
-        "correlation",
-    )
+    by: Annotated[tuple[str, ...], Flag("measures of a pair's importance", choices=MEASURES.keys())] = ("correlation",)
     counts: Annotated[int, Flag("values of k for each layer, from 2 to all its units", at_least=2)] = 8
-    line_points: Annotated[int, Flag("points on each line, end points included", at_least=3)] = 5
+    line_points: Annotated[int, Flag("points on each line, including end points", at_least=3)] = 5
 
 
 def derangement(rng: np.random.Generator, n: int) -> np.ndarray:
-    """A permutation of n ≥ 2 things that leaves none in place, uniform among all such."""
+    """Sample a uniform random permutation of n ≥ 2 elements without fixed points."""
     while True:  # one in e permutations is a derangement
         order = rng.permutation(n)
         if (order != np.arange(n)).all():
@@ -120,7 +117,7 @@ def derangement(rng: np.random.Generator, n: int) -> np.ndarray:
 
 
 def rematch(scores: np.ndarray, k: int, rng: np.random.Generator) -> np.ndarray:
-    """The permutation that deranges the k units of lowest score and leaves the others."""
+    """Return a permutation that deranges the k units with the lowest scores and fixes the others."""
     lowest = np.argsort(scores, kind="stable")[:k]
     order = np.arange(len(scores))
     order[lowest] = lowest[derangement(rng, k)]
@@ -128,23 +125,23 @@ def rematch(scores: np.ndarray, k: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def counts(units: int, how_many: int) -> list[int]:
-    """The values of k for a layer of so many units, from 2 to all of them."""
+    """Return the values of k for a layer, from 2 to its number of units."""
     return [int(k) for k in np.unique(np.linspace(2, units, how_many).round())]
 
 
 def measures(config: RobustnessConfig) -> list[str]:
-    """The measures that are asked for, each once, and the paper's first."""
+    """Return the requested measures without duplicates, the paper's first."""
     return [name for name in MEASURES if name in config.by]
 
 
 def combinations(config: RobustnessConfig) -> int:
-    """How many networks are evaluated: those of each line of each layer and measure, and of the line as matched."""
+    """Count the evaluated networks: the points of each line for each layer and measure, and of the line as matched."""
     units = SETUPS[config.setup].spec(config.width).sizes.values()
     return config.line_points * (1 + len(measures(config)) * sum(len(counts(n, config.counts)) for n in units))
 
 
 def lines(spec: PermutationSpec) -> tuple[Any, Any]:
-    """The draw of the line from A to B under further permutations, which come with the parameter; and its ends."""
+    """Return the draw of the line from A to a further permuted B, and the function that returns its ends."""
 
     def ends(parameter: tuple[Any, Any], a: Params, b: Params) -> tuple[Params, Params]:
         return a, spec.apply(parameter[1], b)
@@ -156,7 +153,7 @@ def lines(spec: PermutationSpec) -> tuple[Any, Any]:
 
 
 def layer_activations(run: Run, params: Params) -> dict[str, np.ndarray]:
-    """The activations of each permutation's units on a few train images, all in one row."""
+    """Concatenate the activations of each permutation's units on a few train images."""
     spec, apply, images = run.store.spec, run.store.apply, run.store.data.train.first(IMAGES).images
     intermediates = list_intermediates(spec, apply, params, images)
     arrays = unit_activations(spec, intermediates)
@@ -166,13 +163,13 @@ def layer_activations(run: Run, params: Params) -> dict[str, np.ndarray]:
 
 
 def layer_weights(spec: PermutationSpec, params: Params, perm: str) -> np.ndarray:
-    """The weights that a permutation re-orders, all in one row."""
+    """Concatenate the weights that a permutation reorders."""
     leaves = named_leaves(params)
     return np.concatenate([np.ravel(leaves[leaf]) for leaf in dict.fromkeys(name for name, _ in spec.axes_of(perm))])
 
 
 def compare(x: np.ndarray, y: np.ndarray) -> Results:
-    """Whether two samples have the same magnitude and distribution: a ratio, a distance, and a judgement."""
+    """Compare two samples: the ratio of their norms, the distance of their distributions, and whether they agree."""
     rng = np.random.default_rng(0)
     some_x, some_y = (rng.choice(values, min(len(values), VALUES), replace=False) for values in (x, y))
     alike, distance = same_distribution(some_x, some_y)
@@ -180,7 +177,7 @@ def compare(x: np.ndarray, y: np.ndarray) -> Results:
 
 
 def measure(run: Run) -> Results:
-    """For each permutation, the barriers of the line over k, and what a derangement of all its units keeps."""
+    """Measure the barriers over k for each permutation, and the effect of a derangement of all its units."""
     config, spec = run.config, run.store.spec
     a, aligned = run.networks["A"].params, run.align()
     by = measures(config)
@@ -228,7 +225,8 @@ def measure(run: Run) -> Results:
         }
 
     def mean_extra(name: str, split: str, metric: str) -> float:
-        curves = [layer["by"][name][split][metric][:-1] for layer in layers.values()]  # k = N is all of them
+        # Without k = N, which is the same for every measure.
+        curves = [layer["by"][name][split][metric][:-1] for layer in layers.values()]
         return float(np.mean([np.mean(curve) for curve in curves])) - as_matched[split][metric]
 
     extra = {name: {split: {m: mean_extra(name, split, m) for m in METRICS} for split in SPLITS} for name in by}
@@ -236,11 +234,11 @@ def measure(run: Run) -> Results:
 
 
 def table(results: Results) -> str:
-    """The networks; of several measures also how much re-matching by each adds to the barriers."""
+    """Format the networks and, for several measures, the mean increase of the barriers."""
     if len(results["extra"]) == 1:
         return networks_table(results)
     sides = (results, *(results[side] for side in ("least", "largest") if side in results))
-    rows = [("barrier that is added, by", *(f"{split} {metric}" for metric in METRICS for split in SPLITS))]
+    rows = [("barrier increase by", *(f"{split} {metric}" for metric in METRICS for split in SPLITS))]
     for name in results["extra"]:
         of_name = [side["extra"][name] for side in sides]
         rows.append((name, *(with_range([at[s][m] for at in of_name]) for m in METRICS for s in SPLITS)))
@@ -248,27 +246,27 @@ def table(results: Results) -> str:
 
 
 def rank(results: Results) -> str:
-    """A sentence on which measure predicts best what may be exchanged; nothing of one measure alone."""
+    """Name the measure that predicts unimportant pairs best, if there are several."""
     extra = {name: at["test"] for name, at in results["extra"].items()}
     if len(extra) == 1:
         return ""
     best, *_ = ranked = sorted(extra, key=lambda name: extra[name]["loss"])
     each = (f"{name} {extra[name]['loss']:.3f} / {extra[name]['accuracy']:.1%}" for name in ranked)
     return (
-        f"What may be exchanged is predicted best by {best}: re-matching the lowest adds to the test loss / accuracy "
-        f"barrier, on average over layers and k < N, {', '.join(each)}."
+        f"The measure {best} predicts unimportant pairs best. The mean increase of the test loss / accuracy barrier "
+        f"over layers and k < N is: {', '.join(each)}."
     )
 
 
 def judge(results: Results) -> Verdict:
-    """Whether the matching works, half of each layer can be re-matched, and some layers survive it whole.
+    """Require that half of each layer can be re-matched, and some layers completely.
 
-    The paper's pairs are those of lowest correlation; of others alone there is no verdict.
+    There is no verdict unless pairs are ordered by correlation, as in the paper.
     """
     layers, as_matched = results["layers"], results["unperturbed"]["test"]
 
     def extra(layer: Results, k: float) -> dict[str, float]:
-        """What re-matching k of a layer's pairs adds to the barrier."""
+        """Return the increase of the barrier when k of a layer's pairs are re-matched."""
         at = layer["barriers"]["test"]
         return {m: max(0.0, float(np.interp(k, layer["k"], at[m])) - as_matched[m]) for m in METRICS}
 
@@ -290,19 +288,20 @@ def judge(results: Results) -> Verdict:
     )
     return Verdict(
         bool(agrees) if by == "correlation" else None,
-        f"{before}As matched, the line loses {as_matched['accuracy']:.1%} of test accuracy (loss barrier "
-        f"{as_matched['loss']:.3f}). Re-matching the lower half of a layer's pairs{which} costs at most "
-        f"{half[worst]['accuracy']:.1%} more ({worst}); re-matching all of them costs little in {len(survive)} of "
-        f"{len(layers)} layers ({', '.join(survive) or 'none'}). A derangement "
-        f"{'keeps' if kept else 'does not keep'} the magnitude and distribution of activations; B's weights are "
-        f"{'' if alike else 'not '}distributed like A's, layer by layer. {rank(results)}".rstrip(),
+        f"{before}The test accuracy barrier of the line as matched is {as_matched['accuracy']:.1%} (loss barrier "
+        f"{as_matched['loss']:.3f}). Re-matching the lower half of a layer's pairs{which} adds at most "
+        f"{half[worst]['accuracy']:.1%} ({worst}). {len(survive)} of {len(layers)} layers "
+        f"({', '.join(survive) or 'none'}) tolerate re-matching all pairs. A derangement "
+        f"{'preserves' if kept else 'does not preserve'} the magnitude and distribution of activations. B's weights "
+        f"are {'' if alike else 'not '}distributed like A's in every layer. "
+        f"{rank(results)}".rstrip(),
     )
 
 
 def draw(results: Results, folder: AnyPath) -> None:
-    """Draws, for each layer, loss and accuracy barriers against how many of its pairs are re-matched.
+    """Draw loss and accuracy barriers against the number of re-matched pairs, for each layer.
 
-    One measure on both splits. Of several, the test set alone, and in a last panel how much each adds on average.
+    One measure is drawn for both splits. Several are drawn for the test set only, with their means in a last panel.
     """
     layers, by = results["layers"], list(results["extra"])
     count, splits = len(layers) + (len(by) > 1), SPLITS if len(by) == 1 else ("test",)
@@ -314,7 +313,7 @@ def draw(results: Results, folder: AnyPath) -> None:
         for part, metric in zip(parts, METRICS, strict=True):
             panels = part.subplots(rows, columns, squeeze=False).ravel()
             for i, (axes, (layer_name, layer)) in enumerate(zip(panels, layers.items(), strict=False)):
-                axes.sharey(panels[0])  # before anything is drawn: limits are those of all
+                axes.sharey(panels[0])  # before drawing, so that the limits include all panels
                 for name, split in itertools.product(by, splits):
                     values, low, high = (
                         side["layers"][layer_name]["by"][name][split][metric] for side in (results, *spread(results))
@@ -334,8 +333,8 @@ def draw(results: Results, folder: AnyPath) -> None:
             if len(by) > 1:
                 _draw_means(panels[len(layers)], results, metric)
             part.supylabel(f"{metric} barrier" if len(by) == 1 else f"test {metric} barrier", fontsize=8)
-        of_lowest = f"those of lowest {by[0]}" if len(by) == 1 else "the lowest by each measure"
-        parts[1].supxlabel(f"k: re-matched pairs, {of_lowest}", fontsize=8)
+        of_lowest = f"with the lowest {by[0]}" if len(by) == 1 else "with the lowest scores"
+        parts[1].supxlabel(f"k: re-matched pairs {of_lowest}", fontsize=8)
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
         figure.suptitle(wrap(results["title"], 25 * columns), fontsize=9)
@@ -343,7 +342,7 @@ def draw(results: Results, folder: AnyPath) -> None:
 
 
 def _draw_means(axes: Any, results: Results, metric: str) -> None:
-    """Draws how much re-matching by each measure adds to a barrier, with the range over pairs."""
+    """Draw the mean increase of a barrier for each measure, with the range over pairs."""
     axes.axis("on")
     names = list(results["extra"])
     for at, name in enumerate(reversed(names)):
@@ -357,14 +356,14 @@ def _draw_means(axes: Any, results: Results, metric: str) -> None:
     axes.set_ylim(-0.6, len(names) - 0.4)
     axes.yaxis.tick_right()
     axes.spines["left"].set_visible(False)
-    axes.set_title("added on average, k < N\n(● test, ○ train)")
+    axes.set_title("mean increase, k < N\n(● test, ○ train)")
 
 
 EXPERIMENT = Experiment(
     name="robustness",
     title="re-matching the least important pairs of a layer",
-    claim="A large part of each layer's matching can be exchanged at random; some layers survive it whole. A "
-    "derangement keeps a layer's activations as they are distributed, and B's weights are distributed like A's.",
+    claim="A large part of each layer can be re-matched at random, and some layers completely. A derangement preserves "
+    "the distribution of a layer's activations, and B's weights are distributed like A's.",
     alt="For each layer, loss and accuracy barriers against the number of re-matched pairs.",
     in_paper={"tiny10-cifar10": (32,)},
     config=RobustnessConfig,

@@ -1,9 +1,9 @@
-"""Small pictures of what combinations do to the weights of a blue and an orange network.
+"""Draw how combinations mix the weights of a blue and an orange network.
 
     python -m experiments.schematic --setup mlp-digits    # no training, a second
 
-Colour is the share of each network, brightness the value of the weight; the weights here are random numbers, but the
-shares are drawn by the very functions that the experiments use.
+The colour of a cell is the share of each network, and its brightness is the value of the weight. The weights are random
+numbers. The shares come from the same functions as in the experiments.
 """
 
 from dataclasses import dataclass
@@ -29,16 +29,16 @@ from mcomb.lab.runs.verdicts import Verdict
 
 @dataclass(frozen=True)
 class SchematicConfig(Config):
-    """The flags of an experiment but for --pairs: there are no networks here."""
+    """Flags of an experiment without --pairs, because there are no networks."""
 
     pairs: ClassVar[int] = 1  # type: ignore[misc]
 
 
-SHAPES = {"1": (5, 7), "2": (7, 7), "3": (7, 4)}  # layers
+SHAPES = {"1": (5, 7), "2": (7, 7), "3": (7, 4)}  # shape of each layer
 
 
 def measure(run: Run) -> Results:
-    """The share of the orange network and the value of each weight, for five pictures."""
+    """Compute the share of the orange network and the value of each weight for five pictures."""
     seed = run.config.seed
     blue, orange = (
         {layer: jax.random.uniform(stream(seed, colour, layer), shape) for layer, shape in SHAPES.items()}
@@ -63,22 +63,22 @@ def measure(run: Run) -> Results:
 
 
 def judge(results: Results) -> Verdict:
-    """Nothing: it is an illustration."""
-    return Verdict(None, "An illustration: nothing is measured.")
+    """Return no verdict."""
+    return Verdict(None, "This figure is an illustration without measurements.")
 
 
 def draw(results: Results, folder: AnyPath) -> None:
-    """Draws the layers of each combination as grids of cells, coloured by share and shaded by weight."""
+    """Draw the layers of each combination as grids of cells, coloured by share and shaded by weight."""
     blue, orange = (np.array(to_rgb(colour)) for colour in ("#0072B2", "#E69F00"))
     with matplotlib.rc_context(STYLE | {"axes.grid": False}):
         figure = Figure(figsize=(6.4, 2.6), layout="constrained")
         panels = figure.subplots(3, len(results["panels"]))
         for column, (name, panel) in zip(panels.T, results["panels"].items(), strict=True):
-            for axes, layer in zip(column[::-1], panel["shares"], strict=True):  # the first layer at the bottom
+            for axes, layer in zip(column[::-1], panel["shares"], strict=True):  # first layer at the bottom
                 share, weight = (np.array(panel[kind][layer])[..., None] for kind in ("shares", "weights"))
                 hue = (1 - share) * blue + share * orange
                 height, width, _ = hue.shape
-                box = (-width / 2, width / 2, -height / 2, height / 2)  # cells of one size in all layers
+                box = (-width / 2, width / 2, -height / 2, height / 2)  # same cell size in all layers
                 axes.imshow(hue * weight + (1 - weight), interpolation="nearest", extent=box)
                 axes.set(xlim=(-4, 4), ylim=(-4, 4))
                 axes.axis("off")
@@ -89,7 +89,7 @@ def draw(results: Results, folder: AnyPath) -> None:
 
 EXPERIMENT = Experiment(
     name="schematic",
-    title="what combinations do to weights",
+    title="how combinations mix weights",
     claim="An illustration of the combinations (the paper's first figure).",
     alt="Three layers of a blue and an orange network as grids of cells, and their uniform, Bernoulli and "
     "stitched combinations.",

@@ -1,9 +1,9 @@
-"""Identity stitching: layers 1 to l from B and those above from A, with nothing in between.
+"""Take layers 1 to l from B and the layers above from A (identity stitching).
 
     python -m experiments.stitching --setup mlp-digits
 
-The paper: all stitched networks have high accuracy and low loss when B is aligned. The order of the layers is each
-model's `layer_of`; a norm goes with its layer and a shortcut with its block.
+In the paper, all stitched networks have high accuracy and low loss if B is aligned. Each model's `layer_of` defines the
+order of layers: a norm belongs to its layer, and a shortcut to its block.
 """
 
 import numpy as np
@@ -19,16 +19,16 @@ from mcomb.lab.setups import SETUPS
 
 
 def measure(run: Run) -> Results:
-    """The curves over l = 0 (A) to the number of layers (B)."""
+    """Measure the curves from l = 0 (A) to the number of layers (B)."""
     model = run.store.setup.model
-    label = "l: how many of the lower layers are B's"
+    label = "l: number of lower layers from B"
     return run.measure_pair(stitch(model.layer_of), "l", label, np.arange(model.depth + 1))
 
 
 EXPERIMENT = Experiment(
     name="stitching",
     title="identity stitching",
-    claim="The lower part of the aligned B stitched to the upper part of A works at every layer.",
+    claim="Networks with the lower layers of the aligned B and the upper layers of A work for every split.",
     alt="Loss and accuracy against the number of layers taken from B, naive and aligned.",
     config=CurveConfig,
     combinations=lambda config: len(VARIANTS) * (SETUPS[config.setup].model.depth + 1),

@@ -1,9 +1,9 @@
-"""Trains networks of several seeds side by side, each on devices of its own; experiments then find them trained.
+"""Train networks with several seeds side by side, and cache them for the experiments.
 
     python -m experiments.train --setup mlp-cifar10 --seeds 0 1 2
 
-With fewer networks than devices each of them is trained data-parallel on its share of the devices. A CPU has a device
-for each core.
+Each network trains on its own devices. If there are fewer networks than devices, each network trains data-parallel on
+an equal share of the devices. A CPU has one device for each core.
 """
 
 from dataclasses import dataclass
@@ -23,13 +23,13 @@ from mcomb.runtime.progress import say, show, show_json
 
 @dataclass(frozen=True)
 class TrainConfig(TrainingConfig):
-    """The flags of the training."""
+    """Flags of `train`."""
 
     seeds: Annotated[tuple[int, ...], Flag("seeds of the networks", 0, LARGEST_SEED)] = (0, 1)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Trains the networks and prints how good they are."""
+    """Train the networks and print their test accuracy and loss."""
     config = parse_and_join(TrainConfig, __doc__, argv)
     store, trainings = Store(config), [Training(seed) for seed in config.seeds]
     if config.plan:
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> None:
     for network in store.train_networks(trainings).values():
         test = score(store.apply, network.params, *store.data.test)
         images = len(store.data.test.labels)
-        show(f"{network.name}: test accuracy {test.accuracy:.2%}, test loss {test.loss:.4f}, of {images:,} images")
+        show(f"{network.name}: test accuracy {test.accuracy:.2%}, test loss {test.loss:.4f} on {images:,} images")
         path = str(absolute(folder / network.name))
         trained[network.name] = {"path": path, "accuracy": test.accuracy, "loss": test.loss, "images": images}
     show_json({"networks": trained})

@@ -1,8 +1,8 @@
-"""Interpolation between B and C, both matched to a third network A and never to each other.
+"""Interpolate between B and C, both matched to A and not to each other.
 
     python -m experiments.transitivity --setup mlp-digits
 
-The paper: the two are linearly connected. Beside it, B and C as they are, and C matched to B directly.
+In the paper, B and C are then linearly connected. The baselines are B and C without matching, and C matched to B.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ from mcomb.lab.runs.verdicts import Verdict, clearly_less, works
 
 
 def measure(run: Run) -> Results:
-    """The curves from B to C: naive, through A, and matched directly."""
+    """Measure the curves from B to C: naive, matched through A, and matched directly."""
     b, c = (run.networks[letter].params for letter in "BC")
     values = np.linspace(0, 1, run.config.points, dtype=np.float32)
     pairs = {
@@ -31,20 +31,20 @@ def measure(run: Run) -> Results:
 
 
 def judge(results: Results) -> Verdict:
-    """Whether B and C are connected through A, in loss and accuracy."""
+    """Require that B and C are linearly connected through A in loss and accuracy."""
     lost = {name: barrier["test"] for name, barrier in results["barriers"].items()}
     each = {name: f"{barrier['accuracy']:.1%} and {barrier['loss']:.3f}" for name, barrier in lost.items()}
     return Verdict(
         works(results, lost["through A"]) and clearly_less(lost["through A"], lost["naive"]),
-        f"On the line from B to C test accuracy falls and loss rises by {each['through A']} at most when both are "
-        f"matched to A, by {each['direct']} when C is matched to B, and by {each['naive']} when nothing is.",
+        f"The test accuracy and loss barriers between B and C are {each['through A']} if both are matched to A, "
+        f"{each['direct']} if C is matched to B, and {each['naive']} without matching.",
     )
 
 
 EXPERIMENT = Experiment(
     name="transitivity",
     title="B and C through A",
-    claim="Two networks matched to a common third one are linearly connected with each other.",
+    claim="Two networks that are both matched to a third are linearly connected.",
     alt="Loss and accuracy on the line from B to C: naive, both matched to A, and C matched to B.",
     networks="ABC",
     matchings=("B to A", "C to A", "C to B"),

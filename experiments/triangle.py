@@ -1,12 +1,12 @@
-"""Combinations of three networks: a grid on the triangle of A, B and C, both others matched to A.
+"""Combine three networks on a grid over the triangle of A, B and C, with B and C matched to A.
 
     python -m experiments.triangle --setup mlp-digits
-    python -m experiments.triangle --setup mlp-digits --pairs 5      # how often the best is inside, over five seeds
+    python -m experiments.triangle --setup mlp-digits --pairs 5      # location of the best point for five seeds
     python -m experiments.triangle --width 40                        # the paper's, on an accelerator
     python -m experiments.triangle --setup mlp-digits --beyond 0.5
 
-The paper, at width 40: the worst network on the triangle has a test accuracy above 0.91; the best, Θ*, may lie in
-its interior and in many cases lies on an edge.
+In the paper, at width 40, the worst network on the triangle has a test accuracy above 0.91. The best network, Θ*, may
+lie in the interior, and in many cases lies on an edge.
 """
 
 from collections import Counter
@@ -29,25 +29,25 @@ from mcomb.lab.runs.results import METRICS, Results
 from mcomb.lab.runs.verdicts import Verdict, works
 
 PLACES = ("in the interior", "on an edge", "at a corner", "outside the triangle")
-PAPER = {("resnet20-cifar10", 40): 0.91}  # the worst network's test accuracy, by setup and width
+PAPER = {("resnet20-cifar10", 40): 0.91}  # test accuracy of the worst network, by setup and width
 
 
 @dataclass(frozen=True)
 class TriangleConfig(CombinationConfig):
-    """The flags of the triangle."""
+    """Flags of `triangle`."""
 
     grid: Annotated[int, Flag("steps along an edge of the triangle", at_least=2)] = 20
-    beyond: Annotated[float, Flag("how far past the edges the grid goes", 0, 1000)] = 0.0
+    beyond: Annotated[float, Flag("extent of the grid beyond the edges", 0, 1000)] = 0.0
 
 
 def count_points(steps: int, beyond: float) -> int:
-    """How many points the grid has."""
+    """Return the number of grid points."""
     side = steps + 3 * round(steps * beyond)
     return (side + 1) * (side + 2) // 2
 
 
 def grid(steps: int, beyond: float) -> np.ndarray:
-    """The shares (λ_B, λ_C) of all grid points whose three shares are at least −beyond."""
+    """Return the shares (λ_B, λ_C) of all grid points with three shares of at least −beyond."""
     extra = round(steps * beyond)
     i, j = np.meshgrid(*[np.arange(-extra, steps + 2 * extra + 1)] * 2, indexing="ij")
     inside = (steps - i - j) >= -extra
@@ -55,7 +55,7 @@ def grid(steps: int, beyond: float) -> np.ndarray:
 
 
 def locate(shares: list[float]) -> str:
-    """Where on the triangle a point with the shares (λ_B, λ_C) lies."""
+    """Describe the location of the point with shares (λ_B, λ_C)."""
     three = np.array([1 - sum(shares), *shares])
     if (three < -1e-6).any():
         return PLACES[3]
@@ -63,7 +63,7 @@ def locate(shares: list[float]) -> str:
 
 
 def measure(run: Run) -> Results:
-    """The metrics of every grid point, and the best of them."""
+    """Measure every grid point and find the best one."""
     shares = grid(run.config.grid, run.config.beyond)
     corners = (run.networks["A"].params, run.align("B to A"), run.align("C to A"))
     metrics = run.evaluate({"aligned": Task(blend, corners, shares)})["aligned"]
@@ -77,12 +77,12 @@ def measure(run: Run) -> Results:
 
 
 def find_best(points: Results) -> int:
-    """The number of the best point by test accuracy, then by test loss."""
+    """Return the index of the best point by test accuracy, with ties broken by test loss."""
     return int(np.lexsort((points["test"]["loss"], -np.array(points["test"]["accuracy"])))[0])
 
 
 def judge(results: Results) -> Verdict:
-    """Where the best network lies, and whether the worst on the triangle still works."""
+    """Require that the worst network on the triangle works, and locate the best one."""
     shares, points = np.array(results["shares"]), results["points"]["test"]
     inside = (shares.min(1) > -1e-6) & (shares.sum(1) < 1 + 1e-6)
     level = {m: float(np.mean([score["test"][m] for score in results["models"].values()])) for m in METRICS}
@@ -93,20 +93,20 @@ def judge(results: Results) -> Verdict:
     corners = ", ".join(f"{score['test']['accuracy']:.1%}" for score in results["models"].values())
     return Verdict(
         bool(works(results, lost) if least is None else worst.min() >= least),
-        f"The worst of {inside.sum()} networks on the triangle has a test accuracy of {worst.min():.1%} and a loss "
-        f"{lost['loss']:.3f} above the mean of the corners; the best, Θ*, has {best:.1%} and lies "
-        f"{results['best']['place']}; A, B and C have {corners}.",
+        f"The lowest test accuracy of {inside.sum()} networks on the triangle is {worst.min():.1%}, and the highest "
+        f"loss is {lost['loss']:.3f} above the mean of the corners. The best network, Θ*, has a test accuracy of "
+        f"{best:.1%} and lies {results['best']['place']}. A, B and C have {corners}.",
     )
 
 
 def judge_together(triangles: list[Results]) -> str:
-    """Where the best networks lie."""
+    """Count the locations of the best networks."""
     counts = Counter(results["best"]["place"] for results in triangles)
     return f"The best network lies {', '.join(f'{counts[place]} times {place}' for place in PLACES if counts[place])}."
 
 
 def draw(results: Results, folder: AnyPath) -> None:
-    """Draws test accuracy over the shares of B and C as an equilateral triangle, A at the lower left."""
+    """Draw test accuracy over the shares of B and C as an equilateral triangle, with A at the lower left."""
     shares = np.array(results["shares"])
     accuracy = np.array(results["points"]["test"]["accuracy"])
     x, y = _equilateral(shares)
@@ -137,16 +137,16 @@ def draw(results: Results, folder: AnyPath) -> None:
 
 
 def _equilateral(shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The plane coordinates of points with shares (λ_B, λ_C): A at the origin, B at (1, 0), C above their middle."""
+    """Convert shares (λ_B, λ_C) to coordinates with A at the origin, B at (1, 0) and C above their midpoint."""
     return shares[:, 0] + shares[:, 1] / 2, shares[:, 1] * np.sqrt(3) / 2
 
 
 EXPERIMENT = Experiment(
     name="triangle",
     title="test accuracy on the triangle of three networks",
-    claim="All convex combinations of three aligned networks work; the best can be in the interior, and often is on "
+    claim="All convex combinations of three aligned networks work. The best may lie in the interior, and often lies on "
     "an edge.",
-    alt="Heat map of test accuracy on an equilateral triangle, A, B and C at its corners, the best point marked.",
+    alt="Heat map of test accuracy on an equilateral triangle with corners A, B and C. A star marks the best point.",
     in_paper={"resnet20-cifar10": (40,), "tiny10-cifar10": (40,)},
     networks="ABC",
     matchings=("B to A", "C to A"),

@@ -1,10 +1,10 @@
-"""Coefficients drawn uniformly from [½ − s, ½ + s], each weight its own.
+"""Sample the share of each weight uniformly from [½ − s, ½ + s].
 
     python -m experiments.uniform --setup mlp-digits    # about a minute on two CPU cores
     python -m experiments.uniform --width 32            # the paper's experiment, on an accelerator
 
-Aligned, every sampled network works: the paper's barriers at width 32 are 0.044 in loss and 0.012 in accuracy for
-ResNet-20, 0.332 and 0.07 for Tiny-10. Naive, they are far worse.
+The paper reports these aligned barriers at width 32: 0.044 in loss and 0.012 in accuracy for ResNet-20, 0.332 and 0.07
+for Tiny-10. Naive barriers are much higher.
 """
 
 from mcomb.combination import uniform
@@ -14,7 +14,7 @@ EXPERIMENT = sweep(
     name="uniform",
     title="uniform coefficients",
     claim="All sampled combinations of aligned networks have high accuracy and low loss.",
-    alt="Loss and accuracy against s: naive combinations fail, aligned ones stay at the level of A and B.",
+    alt="Loss and accuracy against s. Naive combinations fail; aligned combinations stay close to A and B.",
     parameter="s",
     label="s: shares are uniform on [½ − s, ½ + s]",
     values=(0.0, 0.5),

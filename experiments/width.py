@@ -1,10 +1,10 @@
-"""The barriers of five sweeps against the width of the network.
+"""Measure the barriers of five sweeps against the width of the network.
 
     python -m experiments.width --setup mlp-digits
     python -m experiments.width --setup mlp-digits --widths 1 2 4
 
-The paper: with alignment all barriers fall as the network widens, and width is necessary. It trains what networks are
-missing, and reuses the sweeps that have been run.
+In the paper, all aligned barriers fall as the network widens, and width is a necessary condition. The experiment reuses
+existing networks and sweeps, and runs the missing ones.
 """
 
 import itertools
@@ -34,15 +34,15 @@ SWEEPS = {module.EXPERIMENT.name: module.EXPERIMENT for module in (linear, unifo
 
 @dataclass(frozen=True)
 class WidthConfig(SweepConfig):
-    """The flags of the sweeps, and the widths to run them at."""
+    """Flags of the sweeps, and the widths to compare."""
 
     widths: Annotated[tuple[int, ...], Flag("widths to compare", 1, WIDEST)] = (1, 2, 4, 8, 16, 32)
 
 
 def sweeps(config: WidthConfig) -> Parts:
-    """Every sweep at every width, the narrowest first."""
+    """Return every sweep at every width, narrowest first."""
     if given := next(filter(None, (getattr(config, name) for name in CHECKPOINT_FLAGS)), None):
-        raise UserError(f"checkpoint {given} has one width, and this compares several: leave it out")
+        raise UserError(f"width does not accept checkpoint {given}, which has one width: remove it")
     return {
         f"{name}, width {width}": (sweep, convert_config(config, sweep.config, width=width))
         for width in sorted(set(config.widths))
@@ -51,7 +51,7 @@ def sweeps(config: WidthConfig) -> Parts:
 
 
 def measure(run: Run) -> Results:
-    """The barriers of each sweep, a list with one for each width."""
+    """Collect the barriers of each sweep, one for each width."""
     widths = sorted(set(run.config.widths))
     lines = {width: run.parts[f"linear, width {width}"] for width in widths}
     return {
@@ -63,10 +63,10 @@ def measure(run: Run) -> Results:
 
 
 def judge(results: Results) -> Verdict:
-    """Whether the aligned barriers of every sweep fall with the width, in loss and accuracy."""
+    """Require that the aligned barriers of every sweep fall with the width in loss and accuracy."""
     narrow, wide = results["widths"][0], results["widths"][-1]
     if narrow == wide:
-        return Verdict(None, f"No verdict: width {narrow} alone shows no trend.")
+        return Verdict(None, f"No verdict: width {narrow} alone shows no trend. Give several --widths.")
     lost = {
         (name, m): [at["aligned"]["test"][m] for at in by_width]
         for name, by_width in results["by_width"].items()
@@ -77,12 +77,12 @@ def judge(results: Results) -> Verdict:
     return Verdict(
         all(map(falls, lost.values())),
         f"The largest aligned barriers of the five sweeps are {loss[0]:.3f} in loss and {accuracy[0]:.1%} in accuracy "
-        f"at width {narrow}, {loss[1]:.3f} and {accuracy[1]:.1%} at width {wide}.",
+        f"at width {narrow}, and {loss[1]:.3f} and {accuracy[1]:.1%} at width {wide}.",
     )
 
 
 def draw(results: Results, folder: AnyPath) -> None:
-    """Draws the barriers of every sweep against width: aligned and naive, train and test."""
+    """Draw the barriers of every sweep against width: aligned and naive, train and test."""
     colours = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#CC79A7")
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(5.8, 4.6), layout="constrained")
@@ -117,7 +117,7 @@ def draw(results: Results, folder: AnyPath) -> None:
 EXPERIMENT = Experiment(
     name="width",
     title="barriers against width",
-    claim="Barriers of aligned combinations fall as the network widens; width is a necessary condition.",
+    claim="Barriers of aligned combinations fall as the network widens, and width is a necessary condition.",
     alt="Loss and accuracy barriers of five sweeps against the width multiplier, naive and aligned.",
     in_paper=dict.fromkeys(("resnet20-cifar10", "tiny10-cifar10"), (1, 2, 4, 8, 16, 32)),
     networks="",

@@ -50,7 +50,7 @@ class Output:
     """The flags that say what a program prints. Fields by keyword only, like these, are listed last."""
 
     quiet: Annotated[bool, Flag("print only errors and warnings", identity=False)] = False
-    json: Annotated[bool, Flag("print the outcome as JSON, and all else to standard error", identity=False)] = False
+    json: Annotated[bool, Flag("print the result as JSON, and messages to standard error", identity=False)] = False
 
 
 class _Parser(argparse.ArgumentParser):
@@ -151,9 +151,9 @@ def _checked(kind: Callable[[str], Any], flag: Flag) -> Callable[[str], Any]:
 
     def convert(text: str) -> Any:
         if kind is Path and "://" in text:
-            raise argparse.ArgumentTypeError(f"{text} is no path on this machine")
+            raise argparse.ArgumentTypeError(f"{text} is not a local path")
         if kind in (Path, as_path) and not text:
-            raise argparse.ArgumentTypeError("a path is empty")
+            raise argparse.ArgumentTypeError("the path is empty")
         value = kind(text)
         if kind is float and not math.isfinite(value):
             raise argparse.ArgumentTypeError(f"{text} is not finite")
@@ -194,7 +194,7 @@ def _end(error: Exception | KeyboardInterrupt) -> None:
     if isinstance(error, UserError):
         sys.exit(_fail(str(error), error.exit_code))
     if reason := _lacking(error):
-        sys.exit(_fail(f"{reason}, and the same command goes on from here", 1))
+        sys.exit(_fail(f"{reason}, then run the same command to resume", 1))
     if not processes.are_several():
         raise error
     _fail(processes.explain(error), 1)
@@ -240,9 +240,9 @@ def _lacking(error: Exception) -> str | None:
     """What the machine lacks, if that is why a program fails, and what to do about it."""
     if isinstance(error, OSError):
         place = f" ({error.filename})" if error.filename else ""
-        return f"{error.strerror or error}{place}: mend that"
+        return f"{error.strerror or error}{place}: fix this"
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
-        return "out of memory: free some, or give a smaller --vmap-size, --batch-size or --width"
+        return "out of memory: free some, or reduce --vmap-size, --batch-size or --width"
     return None
 
 

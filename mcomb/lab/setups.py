@@ -34,7 +34,7 @@ class Setup:
     def module(self, width: int, dtype: str = "float32") -> Classifier:
         """The Flax module at a width, which computes in a dtype."""
         if width > WIDEST:
-            raise UserError(f"width {width} is more than {WIDEST}: give less")
+            raise UserError(f"width {width} exceeds {WIDEST}: use a smaller width")
         return self.model(width=width, classes=self.dataset.classes, dtype=dtype)
 
     def apply(self, width: int, dtype: str = "float32") -> Apply:
@@ -102,7 +102,7 @@ SETUPS = {
             batch_size=200,
             clip=1.0,
         ),
-        expect="59 % test accuracy at width 32, a few minutes a network on two CPU cores",
+        expect="59 % test accuracy at width 32, a few minutes per network on two CPU cores",
     ),
     "mlp-digits": Setup(
         title="MLP on digits",
@@ -117,6 +117,6 @@ SETUPS = {
             clip=1.0,
             checkpoint_every=50,
         ),
-        expect="99 % test accuracy at width 32, less than twenty seconds a network on two CPU cores",
+        expect="99 % test accuracy at width 32, less than twenty seconds per network on two CPU cores",
     ),
 }

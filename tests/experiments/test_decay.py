@@ -29,9 +29,9 @@ def test_every_recipe_is_a_line_of_its_own(out, draws_pairs):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--epochs", "3"), "--epochs 3 is one of those compared: give --lengths"),
-        (("--weight-decay", "0.1"), r"--weight-decay 0\.1 is one of those compared: give --decays"),
-        (("--pretrained",), "--pretrained is one recipe, and this compares several: leave it out"),
+        (("--epochs", "3"), "decay does not accept --epochs 3: use --lengths"),
+        (("--weight-decay", "0.1"), r"decay does not accept --weight-decay 0\.1: use --decays"),
+        (("--pretrained",), "decay trains its own networks: remove --pretrained"),
     ],
 )
 def test_flags_that_name_one_recipe_are_refused(flags, words):

@@ -101,7 +101,7 @@ def test_how_often_both_networks_are_beaten_is_counted():
         return {"models": models, "found": {"learned": {"test": {"loss": loss, "accuracy": accuracy}}}}
 
     said = landscape.judge_together([pair(0.05, 0.9), pair(0.08, 0.95), pair(0.2, 0.8)])
-    assert said.endswith("better than both networks in test loss 2 of 3 times and in test accuracy 1 of 3 times.")
+    assert said.endswith("beat both networks in test loss for 2 of 3 pairs and in test accuracy for 1 of 3 pairs.")
 
 
 @pytest.mark.slow

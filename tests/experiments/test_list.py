@@ -29,14 +29,14 @@ def listed(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("name", "remedy"),
-    [("unifrom", "did you mean python -m experiments.uniform?"), ("xyzzyx", "python -m experiments lists them")],
+    [("unifrom", "did you mean python -m experiments.uniform?"), ("xyzzyx", "list them with python -m experiments")],
 )
 def test_unknown_experiments_are_named_with_the_nearest(name, remedy):
     root = Path(experiments.__path__[0]).parent
     command = [sys.executable, "-m", f"experiments.{name}", "--setup", "mlp-digits"]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"error: there is no experiment {name}: {remedy}\n"
+    assert done.stderr == f"error: unknown experiment {name}: {remedy}\n"
 
 
 def test_every_experiment_and_program_is_listed_with_a_line(listed, tmp_path):
@@ -56,7 +56,7 @@ def test_an_experiment_prints_nothing_or_json_if_asked_and_is_then_listed_as_don
     main(schematic.EXPERIMENT, "", [*flags, "--json", "--quiet"])
     results = json.loads(capsys.readouterr().out)
     folder = tmp_path / "mlp-digits" / "width-2" / "schematic"
-    assert results["finding"] == "An illustration: nothing is measured."
+    assert results["finding"] == "This figure is an illustration without measurements."
     assert results["command"] == f"python -m experiments.schematic {' '.join(flags)}"
     assert results["folder"] == str(folder)
     assert results["figures"] == [str(folder / f"schematic.{kind}") for kind in ("png", "pdf")]
@@ -82,14 +82,14 @@ def test_flags_that_an_experiment_does_not_take_are_said_to_be_so(listed):
 def test_the_list_fits_100_columns(tmp_path, capsys):
     everything.main([*FLAGS, "--epochs", "3", "--out", str(tmp_path)])
     lines = capsys.readouterr().out.splitlines()
-    assert sum("not with these flags: --epochs 3" in line for line in lines) == 1
+    assert sum("rejects these flags: decay does not accept --epochs 3" in line for line in lines) == 1
     assert max(len(line) for line in lines if str(tmp_path) not in line) <= 100
 
 
 def test_a_list_of_experiments_none_of_which_takes_the_flags_is_printed(tmp_path, capsys):
     (tmp_path / "text").write_text("no network")
     everything.main([*FLAGS, *(f"--checkpoint-{x}={tmp_path / 'text'}" for x in "abc"), "--out", str(tmp_path)])
-    assert capsys.readouterr().out.count("not with these flags") == len(everything.EXPERIMENTS)
+    assert capsys.readouterr().out.count("rejects these flags") == len(everything.EXPERIMENTS)
 
 
 def test_flags_that_change_nothing_in_an_experiment_are_left_out_of_its_command(listed):
@@ -164,4 +164,4 @@ def test_damaged_results_of_other_flags_are_no_run(listed, tmp_path):
 def test_other_places_with_results_are_named(tmp_path, capsys):
     main(schematic.EXPERIMENT, "", [*FLAGS, "--out", str(tmp_path), "--quiet"])
     everything.main(["--out", str(tmp_path)])
-    assert capsys.readouterr().out.splitlines()[-1] == "results of others: --setup mlp-digits --width 2"
+    assert capsys.readouterr().out.splitlines()[-1] == "other results: --setup mlp-digits --width 2"

@@ -97,15 +97,15 @@ def test_parents_see_their_own_images_and_the_joint_network_all(config_of):
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        (["--split", "none", "--skew", "0.5"], r"--skew 0\.5 does not go with --split none: leave it out"),
-        (["--skew", "1.5"], r"--skew 1\.5 does not go with --split biased: give a part from 0 to 1"),
-        (["--split", "dirichlet", "--skew", "0"], r"--skew 0 is no concentration of --split dirichlet"),
+        (["--split", "none", "--skew", "0.5"], r"--skew 0\.5 is invalid with --split none: remove it"),
+        (["--skew", "1.5"], r"--skew 1\.5 is invalid with --split biased: use a fraction from 0 to 1"),
+        (["--split", "dirichlet", "--skew", "0"], r"--skew 0 is invalid with --split dirichlet"),
         (["--split", "dirichlet", "--skew", "1e308"], r"--skew: 1e308 is more than 1000000"),
-        (["--pretrained"], r"merge trains networks on images of their own: leave out --pretrained"),
+        (["--pretrained"], r"merge trains its own networks: remove --pretrained"),
         (["--withheld", "3"], r"--withheld: 3 is less than 20"),
         (
             ["--setup", "mlp-digits", "--withheld", "1400"],
-            r"--withheld 1400 of 1,400 train images leaves none: give less",
+            r"--withheld 1400 leaves none of 1,400 train images: withhold fewer",
         ),
         (["--split", "odd"], r"--split: invalid choice: 'odd'"),
     ],
@@ -136,7 +136,7 @@ def test_means_over_pairs_are_judged_and_tabled():
 @pytest.mark.parametrize(
     ("midpoint", "ensemble", "said"),
     [
-        (0.7, 0.9, "50% of the way from the aligned midpoint to the ensemble"),
+        (0.7, 0.9, "50% of the gap between the aligned midpoint and the ensemble"),
         (0.7, 0.75, "It is better than the ensemble."),
         (0.8, 0.8, None),
         (0.9, 0.8, None),

@@ -45,9 +45,9 @@ def test_the_report_takes_runs_with_other_flags_and_says_so(page, tmp_path, caps
     report.run(schematic.EXPERIMENT, config)
     said, text = page()
     assert "1 experiments in the report; 18 not run yet" in said
-    assert "schematic is of a run with other flags: --seed 3" in said.splitlines()
+    assert "schematic was run with other flags: --seed 3" in said.splitlines()
     assert "This run has other flags than the page: --seed 3." in text
-    assert "1 was run with other flags than the page" in text
+    assert "1 was run with other flags, which are listed" in text
     report.run(schematic.EXPERIMENT, replace(config, seed=0))
     said, text = page()
     assert "other flags" not in said + text
@@ -70,7 +70,7 @@ def test_the_report_runs_what_is_missing_if_asked(page, monkeypatch):
     said, text = page("--run")
     assert "1 experiments in" in said
     assert "0 not run yet" in said
-    assert "every experiment of this page has been run" in text
+    assert "All experiments of this page have results" in text
 
 
 def test_the_report_plans_every_experiment_of_the_paper():

@@ -234,7 +234,7 @@ def test_a_section_says_what_was_claimed_and_found_with_which_settings_and_comma
 def test_what_is_still_to_run_is_listed_with_its_commands():
     text = Page(FULL[FULL.index('<h3 id="missing">') : FULL.index("</section>\n</main>")]).text("li")
     assert text == "robustness python -m experiments.robustness width python -m experiments.width --width 32"
-    assert "every experiment of this page has been run" in Page(render("All", [entry()], [])).text()
+    assert "All experiments of this page have results" in Page(render("All", [entry()], [])).text()
 
 
 def test_an_environment_appears_once_and_others_beside_it_with_their_experiments():
@@ -244,13 +244,13 @@ def test_an_environment_appears_once_and_others_beside_it_with_their_experiments
     assert "0123abcd" in same
     other = {**entry().results["environment"], "devices": ["tpu:TPU v3"] * 8, "revision": None}
     mixed = Page(render("Two", [entry(), entry(experiment="width", environment=other)], [])).text("dd")
-    assert re.search(r"uniform ?0123abcd.*2 × cpu:cpu.*width ?not known.*8 × tpu:TPU v3", mixed)
+    assert re.search(r"uniform ?0123abcd.*2 × cpu:cpu.*width ?unknown.*8 × tpu:TPU v3", mixed)
 
 
 def test_an_environment_may_know_little():
     bare = {**entry().results["environment"], "packages": {}, "devices": [], "revision": None}
     page = Page(render("Bare", [entry(environment=bare)], []))
-    assert "Revision not known Platform Linux-6.1 Python 3.11.2 Durations" in page.text()
+    assert "Revision unknown Platform Linux-6.1 Python 3.11.2 Durations" in page.text()
 
 
 def test_durations_are_listed_with_their_sum():

@@ -55,7 +55,7 @@ def test_measures_are_compared_on_the_same_lines(results, draws_pairs):
     assert found["finding"].startswith(alone["finding"])
     assert all(f"{measure} 0." in found["finding"] for measure in robustness.MEASURES)
     *_, head, _, norm, _, _, _ = robustness.table(found).splitlines()
-    assert head.startswith("barrier that is added, by")
+    assert head.startswith("barrier increase by")
     assert norm.split() == ["norm", *(f"{found['extra']['norm'][s][m]:.4f}" for m in METRICS for s in SPLITS)]
 
 

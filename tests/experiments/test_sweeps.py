@@ -44,7 +44,7 @@ def test_pairs_are_the_runs_of_their_seeds_and_are_judged_together(results):
 
 @pytest.mark.parametrize("flags", [("--pretrained",), ("--checkpoint-b", "somewhere"), ("--seed-a", "0")])
 def test_pairs_go_with_no_given_network(flags, results):
-    with pytest.raises(UserError, match=f"--pairs 2 trains networks of its own: leave out --pairs or {flags[0]}"):
+    with pytest.raises(UserError, match=f"--pairs 2 trains its own networks: remove --pairs or {flags[0]}"):
         results(linear, "--pairs", "2", *flags)
 
 

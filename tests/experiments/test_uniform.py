@@ -149,14 +149,14 @@ def test_networks_are_taken_from_given_checkpoints(finished, tmp_path):
         (["--learning-rate", "-1"], ["--learning-rate", "-1 is less than 0"]),
         (["--setup", "tiny10-cifar10", "--data-dir", "nowhere"], ["nowhere", "cifar-10-binary.tar.gz"]),
         (["--setup", "mlp-digits", "--checkpoint-a", "nowhere"], ["nowhere", "no orbax checkpoint"]),
-        (["--seed-c", "9"], ["--seed-c 9 is of a third network, which uniform does not have: leave it out"]),
-        (["--checkpoint-c", "x"], ["--checkpoint-c x is of a third network, which uniform does not have: leave it"]),
-        (["--seed-b", "1", "--seed-a", "1"], ["networks A and B both have seed 1: give two seeds"]),
+        (["--seed-c", "9"], ["--seed-c 9 has no effect because uniform uses no network C: remove it"]),
+        (["--checkpoint-c", "x"], ["--checkpoint-c x has no effect because uniform uses no network C"]),
+        (["--seed-b", "1", "--seed-a", "1"], ["networks A and B both have seed 1: use different seeds"]),
         (
             ["--setup", "mlp-digits", "--train-images", "1000000"],
-            ["--train-images 1000000 is more than the 1,400 train images: give less"],
+            ["--train-images 1000000 exceeds the 1,400 train images: use fewer"],
         ),
-        (["--setup", "mlp-digits", "--test-images", "398", "--plan"], ["398 is more than the 397 test images"]),
+        (["--setup", "mlp-digits", "--test-images", "398", "--plan"], ["398 exceeds the 397 test images"]),
     ],
 )
 def test_bad_input_is_one_clear_line_and_exit_code_2(flags, words, tmp_path, capsys, monkeypatch):
@@ -178,7 +178,7 @@ def test_an_unwritable_output_folder_is_one_clear_line(tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         run(out=tmp_path / "file")
     assert stopped.value.code == 2
-    assert "pass another --out" in capsys.readouterr().err
+    assert "use another --out" in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_another_width_is_one_clear_line(finished, tmp_path, capsys):

@@ -379,9 +379,9 @@ def test_few_images_cannot_tell_a_trained_network_from_an_untrained_one(judge):
 @pytest.mark.parametrize(
     ("reached", "images", "end"),
     [
-        (0.15, 397, "on 397 images; guessing the commonest label has 11.8%: train longer."),
-        (0.15, 1, "on 1 image; guessing the commonest label has 11.8%: train longer."),
-        (0.6, 8, "on 8 images; guessing the commonest label has 11.8%: measure on more images."),
+        (0.15, 397, "on 397 images, and guessing the most common label has 11.8%: train longer."),
+        (0.15, 1, "on 1 image, and guessing the most common label has 11.8%: train longer."),
+        (0.6, 8, "on 8 images, and guessing the most common label has 11.8%: measure on more images."),
         (0.6, 397, None),
     ],
 )

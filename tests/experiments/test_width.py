@@ -20,7 +20,7 @@ def test_barriers_and_networks_are_those_of_the_sweeps(results, draws_pairs):
     assert found["by_width"]["linear"] == [line["barriers"]]
     assert found["models"] == {f"{letter}, width 2": line["models"][letter] for letter in "AB"}
     assert found["guessing"] == line["guessing"]
-    assert found["finding"] == "No verdict: width 2 alone shows no trend."
+    assert found["finding"] == "No verdict: width 2 alone shows no trend. Give several --widths."
 
 
 def test_every_sweep_is_run_at_every_width_the_narrowest_first(config_of):
@@ -60,5 +60,5 @@ def test_barriers_are_compared_over_widths(config_of, tmp_path):
 @pytest.mark.parametrize("letter", "abc")
 def test_a_network_of_one_width_is_refused(letter):
     config = dataclasses.replace(width.WidthConfig(), **{f"checkpoint_{letter}": Path("mine")})
-    with pytest.raises(UserError, match="checkpoint mine has one width"):
+    with pytest.raises(UserError, match="checkpoint mine, which has one width"):
         width.sweeps(config)

@@ -82,7 +82,7 @@ def test_a_flag_sets_its_field_in_the_fields_own_type(words, changes):
         ("--rate -0.5", ["--rate", "-0.5 is less than 0"]),
         ("--rate nan", ["--rate", "nan is not finite"]),
         ("--rate inf", ["--rate", "inf is not finite"]),
-        ("--where=", ["--where", "a path is empty"]),
+        ("--where=", ["--where", "the path is empty"]),
         ("--interval nan 1", ["--interval", "nan is not finite"]),
         ("--sizes 2 0", ["--sizes", "0 is less than 1"]),
         ("--sizes", ["--sizes", "at least one argument"]),
@@ -90,7 +90,7 @@ def test_a_flag_sets_its_field_in_the_fields_own_type(words, changes):
         ("--cuont 1", ["--cuont"]),
         ("--coun 1", ["--coun"]),  # no abbreviations: they would change their meaning with every new flag
         ("--loud yes", ["yes"]),
-        ("--where gs://bucket/x", ["--where", "gs://bucket/x is no path on this machine"]),
+        ("--where gs://bucket/x", ["--where", "gs://bucket/x is not a local path"]),
     ],
 )
 def test_a_wrong_flag_is_one_sentence_that_names_it_and_the_help(words, told):
@@ -156,10 +156,10 @@ def test_what_a_person_can_mend_is_one_line_and_an_exit_code(error, code, said, 
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (OSError(28, "No space left on device", "runs/x"), "No space left on device (runs/x): mend that, and"),
-        (PermissionError(13, "Permission denied"), "Permission denied: mend that, and"),
-        (MemoryError(), "out of memory: free some, or give a smaller --vmap-size, --batch-size or --width, and"),
-        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GB"), "out of memory: free some, or give a smaller"),
+        (OSError(28, "No space left on device", "runs/x"), "No space left on device (runs/x): fix this, then"),
+        (PermissionError(13, "Permission denied"), "Permission denied: fix this, then"),
+        (MemoryError(), "out of memory: free some, or reduce --vmap-size, --batch-size or --width, then"),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GB"), "out of memory: free some, or reduce"),
     ],
 )
 def test_what_the_machine_lacks_is_one_line(error, said, capsys):
@@ -168,7 +168,7 @@ def test_what_the_machine_lacks_is_one_line(error, said, capsys):
     assert stopped.value.code == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {said}")
-    assert line.endswith("and the same command goes on from here")
+    assert line.endswith("then run the same command to resume")
 
 
 @pytest.fixture(autouse=True)

@@ -172,7 +172,7 @@ class Store:
         seeded = {x: self.training(x) for x in letters if getattr(self.config, f"checkpoint_{x.lower()}") is None}
         for one, other in itertools.combinations(seeded, 2):
             if seeded[one] == seeded[other]:
-                raise UserError(f"networks {one} and {other} both have seed {seeded[one].seed}: give two seeds")
+                raise UserError(f"networks {one} and {other} both have seed {seeded[one].seed}: use different seeds")
         return {} if self.config.pretrained else seeded
 
     def network_name(self, letter: str) -> str:
@@ -187,11 +187,11 @@ class Store:
     def _pretrained(self, letter: str) -> Path:
         """The file of a network that comes with the repository."""
         if changed := [name for name in RECIPE_FLAGS if getattr(self.config, name) is not None]:
-            raise UserError(f"pretrained networks are as they are: leave out --{changed[0].replace('_', '-')}")
+            raise UserError(f"--pretrained networks have a fixed recipe: remove --{changed[0].replace('_', '-')}")
         path = pretrained_path(self.config.setup, self.config.width, self.seed(letter))
         if not path.is_file():
             raise UserError(
-                f"there is no pretrained {path.relative_to(PRETRAINED)}: leave out --pretrained, or give "
+                f"no pretrained network {path.relative_to(PRETRAINED)}: remove --pretrained, or use "
                 f"{_there(path.parent)}"
             )
         return path
@@ -274,7 +274,7 @@ class Store:
                 steps = recipe.epochs * (len(data.labels) // recipe.batch_size) - checkpoints.step
                 mesh, needs = self._compile_to_fit(data, mesh, budget.size, describe)
                 sizes = f"{readable_bytes(needs.memory)} of {readable_bytes(budget.size)}"
-                wait = partial(say, f"{describe} waits for memory: it needs {sizes}")
+                wait = partial(say, f"{describe}: waiting for memory ({sizes})")
                 shared = needs.memory if jax.default_backend() == "cpu" else 0.0
                 held.enter_context(budget.reserve(shared, stop, wait))
                 self._say_if_long(needs.flop * steps, mesh, describe)
@@ -308,11 +308,11 @@ class Store:
             needs = compile_training(self.apply, shapes, data, *how)
             if needs.memory <= free:
                 if candidate is not mesh:
-                    say(f"{describe} uses {describe_devices(candidate)} to fit into {readable_bytes(free)}")
+                    say(f"{describe} on {describe_devices(candidate)} to fit into {readable_bytes(free)}")
                 return candidate, needs
         raise UserError(
-            f"{describe} needs {readable_bytes(needs.memory)} of memory, and {readable_bytes(free)} may be used: "
-            f"give a smaller --width or --batch-size, or --setup {EMBEDDED}, or set {MEMORY_VARIABLE}"
+            f"{describe} needs {readable_bytes(needs.memory)} of memory, but only {readable_bytes(free)} is free: "
+            f"reduce --width or --batch-size, use --setup {EMBEDDED}, or set {MEMORY_VARIABLE}"
         )
 
     def _say_if_long(self, flop: float, mesh: Mesh, describe: str) -> None:
@@ -336,7 +336,7 @@ class Store:
         """A network that is trained already."""
         network = self._read_trained(training)
         if network is None:
-            raise UserError(f"{self.home / 'networks' / self._name(training)} has changed meanwhile: run it again")
+            raise UserError(f"{self.home / 'networks' / self._name(training)} changed during the run: run it again")
         return network
 
     def _read_trained(self, training: Training) -> Network | None:
@@ -455,7 +455,7 @@ def _there(folder: Path) -> str:
     for path in PRETRAINED.glob("*/width-*"):
         widths.setdefault(path.parent.name, []).append(int(path.name.removeprefix("width-")))
     there = [f"{setup} --width {' or '.join(map(str, sorted(widths[setup])))}" for setup in sorted(widths)]
-    return ", ".join(there) or "it in a clone, which has some"
+    return ", ".join(there) or "a clone of the repository, which contains some"
 
 
 def _in_a_name(value: Any) -> str:
@@ -493,9 +493,9 @@ def _read_matching(
         with np.load(io.BytesIO(path.read_bytes())) as file:  # of a damaged file np.load would leave it open
             kept: dict[str, Any] = dict(file)
         if not {"made_from", "seconds", *MATCHING_FIELDS, *perms.values()} <= kept.keys():
-            problem = "is of an older version"
+            problem = "is from an older version"
         elif kept["made_from"].tolist() != made_from:
-            problem = "was made from other networks or data, or by another version"
+            problem = "belongs to other networks, data or versions"
         else:
             values: dict[str, Any] = {name: kept[name].tolist() for name in MATCHING_FIELDS}
             values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
@@ -504,5 +504,5 @@ def _read_matching(
     except Exception as error:  # a damaged zip file makes for any kind of error
         problem = f"cannot be read ({type(error).__name__})"
     if tell:
-        warn(f"{path} {problem}: matching anew")
+        warn(f"{path} {problem}: matching again")
     return None

@@ -27,7 +27,7 @@ CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 CIFAR10_BYTES = 170_052_171  # of the archive, until the server says how many it sends
 TIMEOUT = 60  # seconds without a byte
 REMEDY = (
-    f"run it again, name a mirror with {URL_VARIABLE}, give the official archive with --data-dir or {DATA_VARIABLE}, "
+    f"run it again, set {URL_VARIABLE} to a mirror, pass the official archive as --data-dir or {DATA_VARIABLE}, "
     "or use the embedded data with --setup mlp-digits"
 )
 
@@ -141,17 +141,16 @@ def _read_archive(path: Path) -> Splits:
         checksum = (hashlib.sha256 if name.endswith(".bin") else hashlib.md5)(content).hexdigest()
         if checksum != CIFAR10_MEMBERS[name]:
             raise UserError(
-                f"{source}: {name} is damaged (its checksum is {checksum}, not {CIFAR10_MEMBERS[name]}): "
-                "download it again"
+                f"{name} in {source} is damaged (checksum {checksum}, not {CIFAR10_MEMBERS[name]}): download it again"
             )
         batches[name] = _parse(name, content)
     for layout in (CIFAR10_BINARY, CIFAR10_PYTHON):
         if layout.keys() <= batches.keys():
             *train, test = (batches[name] for name in layout)
             return Splits(Split(*(np.concatenate(parts) for parts in zip(*train, strict=True))), test)
-    found = f"only {', '.join(sorted(batches))}" if batches else "nothing of it"
+    found = f"only {', '.join(sorted(batches))}" if batches else "no file of it"
     raise UserError(
-        f"{path} is no whole CIFAR-10 ({found} was found): give the official cifar-10-binary.tar.gz or "
+        f"{path} is not a complete CIFAR-10 ({found} was found): use the official cifar-10-binary.tar.gz or "
         "cifar-10-python.tar.gz, or the folder unpacked from it"
     )
 
@@ -171,7 +170,7 @@ def _archive_members(archive: Path) -> Iterator[tuple[str, bytes]]:
                 if name in CIFAR10_MEMBERS and member.isfile() and (content := tar.extractfile(member)):
                     yield name, content.read()
     except (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError) as error:
-        raise UserError(f"{archive} cannot be read ({_reason(error)}): download it again") from error
+        raise UserError(f"cannot read {archive} ({_reason(error)}): download it again") from error
 
 
 def _parse(name: str, content: bytes) -> Split:
@@ -226,13 +225,13 @@ def _download_archive() -> Splits:
                 download = pooch.HTTPDownloader(progressbar=bar, chunk_size=2**16, timeout=TIMEOUT)
                 pooch.retrieve(url, known_hash=None, fname=archive.name, path=archive.parent, downloader=download)
         except Exception as error:
-            raise UserError(f"CIFAR-10 cannot be downloaded from {url} ({_reason(error)}): {REMEDY}") from error
+            raise UserError(f"cannot download CIFAR-10 from {url} ({_reason(error)}): {REMEDY}") from error
         try:
             return _read_archive(archive)
         except UserError as error:
             archive.unlink()
             problem = str(error).rpartition(": ")[0]
-            raise UserError(f"what {url} sent is not CIFAR-10 ({problem}): {REMEDY}") from error
+            raise UserError(f"the download from {url} is not CIFAR-10 ({problem}): {REMEDY}") from error
 
 
 def _reason(error: Exception) -> str:

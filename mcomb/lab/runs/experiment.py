@@ -98,7 +98,7 @@ def over_pairs(experiment: Experiment) -> Experiment:
             value = getattr(config, name)
             if value is not None and value is not False:
                 given = " ".join(flag_words(config, name))
-                raise UserError(f"--pairs {config.pairs} trains networks of its own: leave out --pairs or {given}")
+                raise UserError(f"--pairs {config.pairs} trains its own networks: remove --pairs or {given}")
         seeds = range(config.seed, config.seed + config.pairs)
         return {f"seed {seed}": (experiment, replace(config, seed=seed, pairs=1)) for seed in seeds}
 
@@ -258,7 +258,7 @@ def count_combinations(experiment: Experiment, config: Config) -> int:
     count = experiment.combinations(config)
     if count > MOST:
         named = (name.replace("_", "-") for name in COUNTS if hasattr(config, name))
-        raise UserError(f"{count:,} combinations are more than {MOST:,}: give less of --{', --'.join(named)}")
+        raise UserError(f"{count:,} combinations exceed the limit of {MOST:,}: reduce --{', --'.join(named)}")
     return count
 
 
@@ -307,7 +307,7 @@ def papers_networks(experiment: Experiment) -> str:
         lost = f" (barriers of {paper.loss:.3f} in loss and {paper.accuracy:.1%} in accuracy)" if paper else ""
         at = f"width {widths[0]}" if len(widths) == 1 else f"widths {widths[0]} to {widths[-1]}"
         each.append(f"{SETUPS[setup].title} at {at}{lost}")
-    return f"The paper has {' and '.join(each)}."
+    return f"The paper measures {' and '.join(each)}."
 
 
 def _measured(results: Results) -> Results:
@@ -347,13 +347,13 @@ def idle_flags(experiment: Experiment, config: Config) -> dict[str, str]:
     """The flags that would change nothing, each with the reason."""
     found: dict[str, str] = {}
     if not any("C" in part.networks for part in (experiment, *(part for part, _ in experiment.parts(config).values()))):
-        why = f"is of a third network, which {experiment.name} does not have: leave it out"
+        why = f"has no effect because {experiment.name} uses no network C: remove it"
         found |= {name: why for name in ("seed_c", "checkpoint_c") if getattr(config, name) is not None}
     for split, count in zip(SPLITS, SETUPS[config.setup].dataset.images, strict=True):
         if (getattr(config, f"{split}_images") or 0) > count:
-            found[f"{split}_images"] = f"is more than the {count:,} {split} images: give less"
+            found[f"{split}_images"] = f"exceeds the {count:,} {split} images: use fewer"
     if getattr(config, "temperatures", False) and experiment.parts(config):
-        found["temperatures"] = f"is of curves, and {experiment.name} has none of its own: leave it out"
+        found["temperatures"] = f"has no effect because {experiment.name} measures no curves: remove it"
     return found
 
 

@@ -29,35 +29,35 @@ class TrainingConfig(Output):
     batch_size: Annotated[int | None, Flag("training images in a batch [setup]", at_least=1)] = None
     learning_rate: Annotated[float | None, Flag("peak learning rate [setup]", at_least=0)] = None
     weight_decay: Annotated[float | None, Flag("weight decay [setup]", at_least=0)] = None
-    dtype: Annotated[str, Flag("what networks compute in; their parameters are float32", choices=DTYPES)] = "float32"
+    dtype: Annotated[str, Flag("dtype of computations; parameters are float32", choices=DTYPES)] = "float32"
     checkpoint_every: Annotated[int | None, Flag("epochs between checkpoints [setup]", at_least=1, identity=False)] = (
         None
     )
     data_dir: Annotated[
-        Path | None, Flag("CIFAR-10's archive or folder (default: $MCOMB_DATA_DIR, else downloaded)", identity=False)
+        Path | None, Flag("archive or folder of CIFAR-10 (default: $MCOMB_DATA_DIR, or download)", identity=False)
     ] = None
     out: Annotated[AnyPath, Flag("root folder of all runs, or gs://BUCKET/FOLDER", identity=False)] = Path("runs")
     steps_per_call: Annotated[
         int | None, Flag("training steps in one compiled call (default: automatic)", at_least=1, identity=False)
     ] = None
-    plan: Annotated[bool, Flag("only list what would be done, with operations, memory and disk", identity=False)] = (
+    plan: Annotated[bool, Flag("only list the steps with their operations, memory and disk space", identity=False)] = (
         False
     )
     distributed: Annotated[
-        bool, Flag("run together with the processes of this SLURM job, TPU pod, …", identity=False)
+        bool, Flag("connect to the other processes of this SLURM job or TPU pod", identity=False)
     ] = False
-    coordinator: Annotated[str | None, Flag("HOST:PORT of process 0, to run together with others", identity=False)] = (
+    coordinator: Annotated[str | None, Flag("HOST:PORT of process 0, to connect several processes", identity=False)] = (
         None
     )
-    processes: Annotated[int | None, Flag("how many processes run together", at_least=1, identity=False)] = None
-    process: Annotated[int | None, Flag("which of them this is, from 0 on", at_least=0, identity=False)] = None
+    processes: Annotated[int | None, Flag("number of connected processes", at_least=1, identity=False)] = None
+    process: Annotated[int | None, Flag("index of this process, from 0", at_least=0, identity=False)] = None
 
 
 @dataclass(frozen=True)
 class Config(TrainingConfig):
     """The flags that every experiment has."""
 
-    matcher: Annotated[str, Flag("how units are matched", choices=MATCHERS.keys())] = "weights"
+    matcher: Annotated[str, Flag("method for matching units", choices=MATCHERS.keys())] = "weights"
     train_images: Annotated[int | None, Flag("train images to evaluate on (default: all)", at_least=1)] = None
     test_images: Annotated[int | None, Flag("test images to evaluate on (default: all)", at_least=1)] = None
     seed: Annotated[int, Flag("root seed N; networks A, B, C have seeds 3N, 3N+1, 3N+2", 0, LARGEST_SEED // 3 - 1)] = 0
@@ -67,10 +67,10 @@ class Config(TrainingConfig):
     checkpoint_a: Annotated[AnyPath | None, Flag("orbax folder or safetensors file of network A")] = None
     checkpoint_b: Annotated[AnyPath | None, Flag("orbax folder or safetensors file of network B")] = None
     checkpoint_c: Annotated[AnyPath | None, Flag("orbax folder or safetensors file of network C")] = None
-    pairs: Annotated[int, Flag("independent pairs or triples, of --seed and the seeds after it", 1, 1000)] = 1
-    pretrained: Annotated[bool, Flag("take the networks that come with the repository instead of training")] = False
+    pairs: Annotated[int, Flag("independent pairs of networks, for consecutive values of --seed", 1, 1000)] = 1
+    pretrained: Annotated[bool, Flag("use the networks of the repository instead of training")] = False
     vmap_size: Annotated[
-        int | None, Flag("combinations side by side on a device (default: automatic)", at_least=1, identity=False)
+        int | None, Flag("combinations in one batch on a device (default: automatic)", at_least=1, identity=False)
     ] = None
 
     def images_of(self, letter: str) -> Subset | None:
@@ -82,27 +82,27 @@ class Config(TrainingConfig):
 class CombinationConfig(Config):
     """The flags of an experiment that measures combinations."""
 
-    repair: Annotated[bool, Flag("shift and rescale the units of each combination (REPAIR)")] = False
+    repair: Annotated[bool, Flag("restore the variance of activations in each combination (REPAIR)")] = False
 
 
 @dataclass(frozen=True)
 class CurveConfig(CombinationConfig):
     """The flags of an experiment that measures curves of combinations between networks."""
 
-    temperatures: Annotated[
-        bool, Flag("also show test losses at the best softmax temperature of each network, as a control")
-    ] = False
+    temperatures: Annotated[bool, Flag("also measure test losses at the best softmax temperature of each network")] = (
+        False
+    )
 
     def __post_init__(self) -> None:
         if self.temperatures and self.test_images == 1:
-            raise UserError("--temperatures fits on one half of the test images: give --test-images 2 or more")
+            raise UserError("--temperatures fits on one half of the test images: use --test-images 2 or more")
 
 
 @dataclass(frozen=True)
 class LineConfig(CurveConfig):
     """The flags of a sweep with one network at each value."""
 
-    points: Annotated[int, Flag("values of the sweep's parameter, end points included", at_least=2)] = 25
+    points: Annotated[int, Flag("values of the sweep's parameter, including end points", at_least=2)] = 25
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,6 @@ def read_finished(folder: AnyPath, identity: Mapping[str, Any], tell: bool = Tru
     results = read_json(path)
     changed = [name for name, value in identity.items() if results and results.get(name) != value]
     if tell and (changed or results is None):
-        why = f"was made from other {', '.join(changed)}" if changed else "is damaged, or older than digests"
-        warn(f"{path} {why}: measuring anew")
+        why = f"was made from other {', '.join(changed)}" if changed else "is damaged or has no digest"
+        warn(f"{path} {why}: measuring again")
     return None if changed else results

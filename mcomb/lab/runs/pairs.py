@@ -48,8 +48,8 @@ def judge_all(
     """
     outcomes = [verdict.agrees for verdict in verdicts]
     agrees = None if None in outcomes else all(outcomes)
-    words = "say yes" if is_open else "agree with the paper" if is_papers else "show the paper's effect"
-    sentences = [f"{outcomes.count(True)} of {len(outcomes)} {words}."] if {True, False} & {*outcomes} else []
+    words = "answer yes" if is_open else "agree with the paper" if is_papers else "show the paper's effect"
+    sentences = [f"{outcomes.count(True)} of {len(outcomes)} pairs {words}."] if {True, False} & {*outcomes} else []
     sentences += [more] if more else []
     for variant in results.get("barriers", {}):
         mean, least, largest = (part["barriers"][variant]["test"] for part in (results, *spread(results)))

@@ -26,7 +26,7 @@ SWEEPS = 2  # of weight matching, counted in full ones: after the first, only wh
 LIVE, COMPARED = 4, 8  # evaluation and activation matching, as much as so many of the largest array
 KEPT = 0.25  # a gradient, this part of all arrays
 DTYPE_BYTES = 4.0
-IN_ALL = "in all"
+IN_ALL = "total"
 
 
 class Job(NamedTuple):

@@ -78,7 +78,7 @@ def read_state(experiment: Experiment, config: Config) -> State:
     if (path := folder / "results.json").is_file():
         results = read_json(path)
         if results is None or any(results.get(name) != value for name, value in identity.items()):
-            return State("outdated", "results of another version" if results else "results that are damaged")
+            return State("outdated", "results of another version" if results else "damaged results")
         agrees, finding = reach_verdict(over_pairs(experiment) if config.pairs > 1 else experiment, results)
         is_papers = is_of_paper(experiment, results)
         when = datetime.fromtimestamp(modified(path)).astimezone()

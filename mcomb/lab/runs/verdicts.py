@@ -63,12 +63,12 @@ def why_no_verdict(results: Results) -> str | None:
             is_few = reached >= trained_accuracy({**guess, "images": math.inf})
             return (
                 f"No verdict: network {name} hardly beats guessing. It has a test accuracy of {reached:.1%} on "
-                f"{images}; guessing the commonest label has {guess['accuracy']:.1%}: "
+                f"{images}, and guessing the most common label has {guess['accuracy']:.1%}: "
                 f"{'measure on more images' if is_few else 'train longer'}."
             )
     for name, product in results.get("inner_products", {}).items():
         if not product["aligned"] > product["naive"]:
-            return f"No verdict: the matching of {name} brings their weights no closer than they were."
+            return f"No verdict: the matching of {name} does not bring their weights closer."
     return None
 
 
@@ -116,14 +116,15 @@ def judge_sweep(results: Results, limits: Barrier = LIMITS, variant: str = "alig
     else:
         good, part = works(results, aligned, limits), cost(results, aligned)
         beside = (
-            f" Aligned, that is {part['loss']:.0%} of the lead over guessing in loss and {part['accuracy']:.0%} in "
-            f"accuracy; up to {limits['loss']:.0%} and {limits['accuracy']:.0%} count as working."
+            f" The aligned barriers are {part['loss']:.0%} of the networks' advantage over guessing in loss and "
+            f"{part['accuracy']:.0%} in accuracy; the limits are {limits['loss']:.0%} and {limits['accuracy']:.0%}."
         )
     a, b = results["ends"]
     return Verdict(
         good and clearly_less(aligned, naive),
-        f"Aligned, the worst combination has a test loss {aligned['loss']:.3f} above the mean of {a} and {b} and loses "
-        f"{aligned['accuracy']:.1%} of test accuracy; naive, {naive['loss']:.3f} and {naive['accuracy']:.1%}.{beside}",
+        f"The aligned barriers between {a} and {b} on the test set are {aligned['loss']:.3f} in loss and "
+        f"{aligned['accuracy']:.1%} in accuracy, and the naive barriers are {naive['loss']:.3f} and "
+        f"{naive['accuracy']:.1%}.{beside}",
     )
 
 

@@ -69,14 +69,14 @@ class TrainingCheckpoints:
         version = record.get("version", 1)
         if version != versions.TRAINING:
             raise UserError(
-                f"{self.folder} was trained by version {version} of the training code, and this is version "
-                f"{versions.TRAINING}: move it away or give another --out"
+                f"{self.folder} was trained by version {version} of the training code, not the current version "
+                f"{versions.TRAINING}: move it away or use another --out"
             )
         for name, value in self.made_from.items():
             if record.get(name) != value:
                 raise UserError(
                     f"{self.folder} was trained with {name} = {record.get(name)}, not {value}: "
-                    "move it away or give another --out"
+                    "move it away or use another --out"
                 )
 
     def save(self, epoch: int | None, state: TrainState, mesh: Mesh | None = None) -> None:
@@ -110,9 +110,9 @@ class TrainingCheckpoints:
         except Exception as error:  # orbax has many kinds of them
             if are_several():  # another process may be the reason
                 raise
-            problem = f"checkpoint {folder / str(number)} cannot be written ({first_words(error)})"
-            remedy = "make room there" if system_error(error) in (errno.ENOSPC, errno.EDQUOT) else "mend that"
-            raise UserError(f"{problem}: {remedy}, and the same command goes on") from error
+            problem = f"cannot write checkpoint {folder / str(number)} ({first_words(error)})"
+            remedy = "free disk space" if system_error(error) in (errno.ENOSPC, errno.EDQUOT) else "fix this"
+            raise UserError(f"{problem}: {remedy}, then run the same command to resume") from error
         if epoch is not None and is_first():
             remove_folder(self.folder / "stopped")
 
@@ -147,13 +147,13 @@ class TrainingCheckpoints:
             remove_folder(aside)
             place.rename(aside)  # in a store: object by object
             what = str(problem).rpartition(": ")[0]
-            warn(f"{what}: it is now {aside.name}, and training goes on from {than}")
+            warn(f"{what}: renamed it to {aside.name}, training resumes from {than}")
 
     def _restore(self, place: AnyPath, record: Mapping[str, Any], target: TrainState) -> TrainState:
         params = read_checkpoint(place, target.params)
         optimizer = reading(place, lambda: restore_tree(place / "optimizer", target.optimizer))
         if record.get("optimizer", found := fingerprint(optimizer)) != found:
-            raise UserError(f"checkpoint {place} has another optimizer state than was written: move it away")
+            raise UserError(f"the optimizer state of checkpoint {place} is damaged: move the checkpoint away")
         return TrainState(params, optimizer, jnp.array(record["step"], jnp.int32))
 
 

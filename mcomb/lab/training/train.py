@@ -123,7 +123,7 @@ def count_steps(data: Split, recipe: Recipe) -> int:
     """Return the number of whole batches in the data; an error if there is none."""
     count, size = len(data.labels), recipe.batch_size
     if count < size:
-        raise UserError(f"--batch-size {size} is more than the {count} training images: give less")
+        raise UserError(f"--batch-size {size} exceeds the {count} training images: use a smaller batch size")
     return count // size
 
 
@@ -215,14 +215,14 @@ def train(
                     bar.set_postfix(epoch=epoch, **means, refresh=False)
                     bar.update(len(reports[0]) * size)
                 if not all_finite(state.params):
-                    raise Diverged("a weight became infinite or not a number")
+                    raise Diverged("a weight became infinite or NaN")
             except Diverged as error:
                 decays = recipe.weight_decay > max(1, recipe.learning_rate)  # no loss asks for that much
                 remedy = "weight-decay below {weight_decay:g}" if decays else "learning-rate below {learning_rate:g}"
                 what = str(error).partition(":")[0]
                 raise Diverged(
-                    f"{describe}: {what}, in epoch {epoch}; the last good checkpoint is kept, if there is one: "
-                    f"try a --{remedy.format_map(vars(recipe))}"
+                    f"{describe}: {what} in epoch {epoch} (earlier checkpoints are intact): "
+                    f"use a --{remedy.format_map(vars(recipe))}"
                 ) from error
             losses, accuracies = map(np.concatenate, zip(*history, strict=True))
             yield epoch, state, Progress(float(losses.mean()), float(accuracies.mean()))

@@ -214,7 +214,7 @@ def test_a_matching_file_that_is_not_whole_is_said_to_be_so_in_one_line_and_matc
     after = store.matching(a, b, "weights")
     assert after.fingerprint == before.fingerprint
     lines = capsys.readouterr().err.splitlines()
-    assert [line for line in lines if str(path) in line] == [line for line in lines if "matching anew" in line]
+    assert [line for line in lines if str(path) in line] == [line for line in lines if "matching again" in line]
     assert len([line for line in lines if line.startswith(f"{path} cannot be read (")]) == 1
     assert len(lines) == 2  # that, and that it is matching
     assert store.matching(a, b, "weights").matching.trace == before.matching.trace
@@ -243,15 +243,15 @@ def change_kept(path, **changes):
     np.savez(path, **{name: value for name, value in content.items() if value is not None})
 
 
-OTHER = "was made from other networks or data, or by another version: matching anew"
+OTHER = "belongs to other networks, data or versions: matching again"
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"made_from": ["x", "y", "version 1"]}, OTHER),
-        ({"seconds": None}, "is of an older version: matching anew"),
-        ({"perms/dense2": None}, "is of an older version: matching anew"),
+        ({"seconds": None}, "is from an older version: matching again"),
+        ({"perms/dense2": None}, "is from an older version: matching again"),
     ],
 )
 def test_a_matching_of_something_else_is_said_to_be_so_in_one_line_and_matched_anew(changes, said, store, capsys):
@@ -419,9 +419,9 @@ def test_networks_train_in_turn_where_memory_is_small(kept, tmp_path, monkeypatc
     monkeypatch.setenv(MEMORY_VARIABLE, str(1.5 * needed(config, share)))
     networks = Store(config).networks("AB")
     said = capsys.readouterr().err
-    assert said.count("waits for memory: it needs") == (len(jax.devices()) > 1)
+    assert said.count(": waiting for memory (") == (len(jax.devices()) > 1)
     _, second = (line.split(":")[0] for line in said.splitlines() if "100%" in line)
-    assert f"{second} waits for memory" in said or len(jax.devices()) == 1
+    assert f"{second}: waiting for memory" in said or len(jax.devices()) == 1
     before = Store(dataclasses.replace(config, out=kept)).networks("AB")
     assert [networks[x].fingerprint for x in "AB"] == [before[x].fingerprint for x in "AB"]
 
@@ -435,7 +435,7 @@ def test_a_network_trains_on_one_device_where_memory_is_small(tmp_path, monkeypa
     store = Store(config)
     store.networks("A")
     assert devices_of(store, 0) == ["1 × cpu"]
-    assert "uses 1 × cpu to fit into" in capsys.readouterr().err
+    assert "on 1 × cpu to fit into" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("width", "memory"), [(1, "0.0001"), (20_000, "8")])
@@ -443,7 +443,7 @@ def test_a_network_that_does_not_fit_is_refused(width, memory, tmp_path, monkeyp
     """Before anything is made: the weights of the wide one alone would take a terabyte."""
     monkeypatch.setenv(MEMORY_VARIABLE, memory)
     store = Store(dataclasses.replace(CONFIG, width=width, out=tmp_path))
-    with pytest.raises(UserError, match=r"seed-\d,epochs=4 needs .*B of memory, and .* may be used: give a smaller"):
+    with pytest.raises(UserError, match=r"seed-\d,epochs=4 needs .*B of memory, but only .* is free: reduce"):
         store.networks("AB")
     assert not [path for path in tmp_path.rglob("networks/*") if path.is_dir()]
 
@@ -468,7 +468,7 @@ def test_a_diverging_training_keeps_its_last_good_checkpoint(tmp_path, monkeypat
     monkeypatch.setattr(training, "learning_rate", schedule)
     training.make_optimizer.cache_clear()
     try:
-        with pytest.raises(Diverged, match="in epoch 3; the last good checkpoint is kept"):
+        with pytest.raises(Diverged, match="in epoch 3 \(earlier checkpoints are intact\)"):
             Store(Config(setup="mlp-digits", width=1, epochs=5, checkpoint_every=1, out=tmp_path)).networks("A")
     finally:
         training.make_optimizer.cache_clear()
@@ -519,7 +519,7 @@ def test_a_network_that_does_not_come_with_the_repository_is_named_beside_those_
     with pytest.raises(UserError, match=r"or give mlp-digits --width 1, tiny10 --width 2 or 10$"):
         wider.networks("A")
     retrained = Store(dataclasses.replace(pretrained.config, learning_rate=0.5))
-    with pytest.raises(UserError, match="as they are: leave out --learning-rate"):
+    with pytest.raises(UserError, match="fixed recipe: remove --learning-rate"):
         retrained.networks("A")
 
 
@@ -534,7 +534,7 @@ def test_a_network_that_does_not_come_with_the_repository_is_named_beside_those_
 )
 def test_no_two_networks_are_trained_from_one_seed(changes, said, tmp_path):
     config = Config(setup="mlp-digits", width=1, out=tmp_path / "runs", **changes)
-    with pytest.raises(UserError, match=f"networks {said}: give two seeds"):
+    with pytest.raises(UserError, match=f"networks {said}: use different seeds"):
         Store(config).networks("ABC")
     given = dataclasses.replace(config, **{f"checkpoint_{letter}": tmp_path for letter in "ab"})
     assert list(Store(given).trainings("ABC")) == ([] if config.pretrained else ["C"])

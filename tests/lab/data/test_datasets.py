@@ -145,7 +145,7 @@ def test_the_environment_variable_names_the_copy(small_cifar, tmp_path, monkeypa
 def test_a_damaged_member_is_named(small_cifar, tmp_path):
     members = small_cifar["cifar-10-batches-bin"] | {"data_batch_3.bin": b"damaged"}
     write_archive(tmp_path / "a.tar.gz", "x", members)
-    with pytest.raises(UserError, match=r"data_batch_3\.bin is damaged"):
+    with pytest.raises(UserError, match=r"data_batch_3\.bin in .* is damaged"):
         load_cifar10(tmp_path / "a.tar.gz")
 
 
@@ -157,7 +157,7 @@ class Bomb:
 def test_a_pickle_with_a_wrong_checksum_is_never_opened(small_cifar, tmp_path):
     members = small_cifar["cifar-10-batches-py"] | {"test_batch": pickle.dumps(Bomb())}
     write_archive(tmp_path / "a.tar.gz", "x", members)
-    with pytest.raises(UserError, match="test_batch is damaged"):
+    with pytest.raises(UserError, match="test_batch in .* is damaged"):
         load_cifar10(tmp_path / "a.tar.gz")
 
 
@@ -165,7 +165,7 @@ def test_a_truncated_archive_is_a_clear_error(small_cifar, tmp_path):
     path = tmp_path / "a.tar.gz"
     write_archive(path, "x", small_cifar["cifar-10-batches-bin"])
     path.write_bytes(path.read_bytes()[:-2000])
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="cannot read"):
         load_cifar10(path)
 
 
@@ -176,7 +176,7 @@ def test_a_link_in_an_archive_is_no_image(kind, target, small_cifar, tmp_path):
         info = tarfile.TarInfo("data_batch_1.bin")
         info.type, info.linkname = kind, target
         tar.addfile(info)
-    with pytest.raises(UserError, match="nothing of it was found"):
+    with pytest.raises(UserError, match="no file of it was found"):
         load_cifar10(tmp_path / "a.tar")
 
 
@@ -189,12 +189,12 @@ def test_a_damaged_xz_archive_is_a_clear_error(small_cifar, tmp_path):
     content = bytearray((tmp_path / "a.tar.xz").read_bytes())
     content[len(content) // 2] ^= 0xFF
     (tmp_path / "a.tar.xz").write_bytes(content)
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="cannot read"):
         load_cifar10(tmp_path / "a.tar.xz")
 
 
 def test_a_place_without_the_data_is_a_clear_error(small_cifar, tmp_path):
-    with pytest.raises(UserError, match="nothing of it was found"):
+    with pytest.raises(UserError, match="no file of it was found"):
         load_cifar10(tmp_path / "nowhere")
     some = dict(list(small_cifar["cifar-10-batches-bin"].items())[:2])
     write_archive(tmp_path / "a.tar.gz", "x", some)

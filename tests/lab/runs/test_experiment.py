@@ -61,7 +61,7 @@ def config(tmp_path):
     return Config(setup="mlp-digits", width=2, seed=3, out=tmp_path / "runs")
 
 
-OTHERS = "The paper has ResNet-20 on CIFAR-10 at width 32 and Tiny-10 on CIFAR-10 at width 32."
+OTHERS = "The paper measures ResNet-20 on CIFAR-10 at width 32 and Tiny-10 on CIFAR-10 at width 32."
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_only_the_papers_networks_agree_with_it(example, tmp_path, answer, setup
 def test_the_papers_barriers_stand_beside_those_of_other_networks(example):
     example = dataclasses.replace(example, paper={"tiny10-cifar10": Paper(loss=0.3321, accuracy=0.07)})
     assert papers_networks(example) == (
-        "The paper has ResNet-20 on CIFAR-10 at width 32 and Tiny-10 on CIFAR-10 at width 32 (barriers of 0.332 in "
+        "The paper measures ResNet-20 on CIFAR-10 at width 32 and Tiny-10 on CIFAR-10 at width 32 (barriers of 0.332 in "
         "loss and 7.0% in accuracy)."
     )
     assert "at widths 1 to 32" in papers_networks(dataclasses.replace(example, in_paper={"tiny10-cifar10": (1, 8, 32)}))

@@ -93,9 +93,9 @@ def test_whatever_a_flag_is_given_the_run_can_be_listed_or_one_sentence_says_why
     [
         (linear, "--width 100001", r"--width: 100001 is more than 100000"),
         (width, "--widths 1 100001", r"--widths: 100001 is more than 100000"),
-        (linear, "--points 10000000", r"20,000,000 combinations are more than 10,000,000: give less .*points"),
-        (matchers, "--points 9000 --samples 9000", r"combinations are more than .*: give less .*--points, --samples"),
-        (triangle, "--beyond 999 --grid 20", r"combinations are more than .*: give less .*--grid, --beyond"),
+        (linear, "--points 10000000", r"20,000,000 combinations exceed the limit of 10,000,000: reduce .*points"),
+        (matchers, "--points 9000 --samples 9000", r"combinations exceed .*: reduce .*--points, --samples"),
+        (triangle, "--beyond 999 --grid 20", r"combinations exceed .*: reduce .*--grid, --beyond"),
         (linear, "--seed 4294967296", r"--seed: 4294967296 is more than 1431655764"),
         (linear, "--seed-a 4294967296", r"--seed-a: 4294967296 is more than 4294967295"),
         (linear, "--pairs 1001", r"--pairs: 1001 is more than 1000"),
@@ -145,7 +145,7 @@ def test_how_often_a_training_is_saved_changes_no_network():
 
 @pytest.mark.parametrize("ends", ["0.25 1", "0 0.5", "0.25 0.5"])
 def test_a_line_must_have_its_ends(ends):
-    with pytest.raises(UserError, match=rf"--range {ends} leaves out a part of \[0, 1\]"):
+    with pytest.raises(UserError, match=rf"--range {ends} must contain \[0, 1\]"):
         cli.parse(linear.LinearConfig, "", ["--range", *ends.split()])
 
 

@@ -105,7 +105,7 @@ def test_another_network_makes_another_result(config, capsys):
     assert after["curves"] != before["curves"]
     assert after["networks"]["A"] == before["networks"]["A"]
     assert after["networks"]["B"] != before["networks"]["B"]
-    assert "was made from other networks, matchings: measuring anew" in capsys.readouterr().err
+    assert "was made from other networks, matchings: measuring again" in capsys.readouterr().err
 
 
 def test_another_matching_makes_another_result(config, capsys):
@@ -118,7 +118,7 @@ def test_another_matching_makes_another_result(config, capsys):
     after = run(LINE, config)
     assert after["curves"]["aligned"] != before["curves"]["aligned"]
     assert after["curves"]["naive"] == before["curves"]["naive"]
-    assert "was made from other matchings: measuring anew" in capsys.readouterr().err
+    assert "was made from other matchings: measuring again" in capsys.readouterr().err
 
 
 def test_another_number_of_devices_makes_another_result_of_the_same_networks(config, monkeypatch, capsys):
@@ -135,7 +135,7 @@ def test_another_number_of_devices_makes_another_result_of_the_same_networks(con
     assert after["devices"] != before["devices"]
     assert after["networks"] == before["networks"]
     out = capsys.readouterr()
-    assert "was made from other devices: measuring anew" in out.err
+    assert "was made from other devices: measuring again" in out.err
     assert "training" not in out.err
 
 
@@ -151,12 +151,12 @@ def test_other_data_make_another_result(config, monkeypatch, capsys):
         run(LINE, config)
     finally:
         stores.load_data.cache_clear()
-    assert "was made from other data: measuring anew" in capsys.readouterr().err
+    assert "was made from other data: measuring again" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("MEASUREMENT", "was made from other version: measuring anew"), ("MATCHING", "another version: matching anew")],
+    [("MEASUREMENT", "was made from other version: measuring again"), ("MATCHING", "versions: matching again")],
 )
 def test_a_newer_algorithm_makes_its_own(name, said, config, monkeypatch, capsys):
     monkeypatch.setattr(versions, name, getattr(versions, name) + 1)
@@ -178,7 +178,7 @@ def test_results_from_before_they_had_digests_are_named_as_old(config, capsys):
     del old["digest"]
     path.write_text(json.dumps(old))
     run(LINE, config)
-    assert capsys.readouterr().err.count("is damaged, or older than digests: measuring anew") == 1
+    assert capsys.readouterr().err.count("is damaged or has no digest: measuring again") == 1
     assert stored(config)["version"] == versions.MEASUREMENT
 
 
@@ -194,7 +194,7 @@ def test_what_gathers_results_knows_when_one_of_them_has_changed(config, monkeyp
     assert read_results(width.EXPERIMENT, gathering) is None
     capsys.readouterr()
     after = run(width.EXPERIMENT, gathering)
-    assert "was made from other parts: measuring anew" in capsys.readouterr().err
+    assert "was made from other parts: measuring again" in capsys.readouterr().err
     for name, rows in after["by_width"].items():
         assert rows[0] != before["by_width"][name][0]
         assert rows[1] == before["by_width"][name][1]

@@ -51,7 +51,7 @@ def test_all_must_agree_and_the_one_that_decides_is_quoted(outcomes, agrees, sho
 def test_of_an_open_question_pairs_say_yes():
     verdicts = [Verdict(True, "finding 0"), Verdict(False, "finding 1")]
     results = pool([pair(0.1) | {"config": {"seed": i}} for i in range(2)])
-    assert judge_all(verdicts, results, "", is_open=True).finding.startswith("1 of 2 say yes.")
+    assert judge_all(verdicts, results, "", is_open=True).finding.startswith("1 of 2 pairs answer yes.")
 
 
 def test_pairs_of_networks_that_the_paper_has_not_show_its_effect():

@@ -45,7 +45,7 @@ def test_a_plan_has_each_network_matching_and_evaluation_and_makes_nothing(tmp_p
     assert match.what == "match seed-1,epochs=2 to seed-0,epochs=2 by weights"
     assert evaluate.flop == flop * 2 * 3 * 2 * (1400 + 100)
     assert not (tmp_path / "runs").exists()
-    assert plan.table(steps).splitlines()[-1].startswith("in all")
+    assert plan.table(steps).splitlines()[-1].startswith("total")
 
 
 @pytest.mark.slow

@@ -94,7 +94,7 @@ def test_a_row_without_a_name_is_not_whole(tmp_path, capsys):
     with (tmp_path / "samples.jsonl").open("a") as file:
         file.write(json.dumps(seal({"loss": 0.5}, "x")) + "\n")
     assert Rows(tmp_path, {}).rows.keys() == {"a"}
-    assert "has 1 rows that are not whole" in capsys.readouterr().err
+    assert "has 1 damaged rows" in capsys.readouterr().err
 
 
 LAST = len(json.dumps(seal(row("b"), "b"))) + 1
@@ -136,7 +136,7 @@ def test_finished_results_are_read_only_if_all_that_made_them_is_the_same(tmp_pa
     assert capsys.readouterr().err == ""
     assert read_finished(tmp_path, other) is None
     said = capsys.readouterr().err
-    assert said == f"{tmp_path / 'results.json'} was made from other networks, version: measuring anew\n"
+    assert said == f"{tmp_path / 'results.json'} was made from other networks, version: measuring again\n"
 
 
 def flipped(content):
@@ -156,7 +156,7 @@ def test_results_with_a_wrong_byte_are_as_they_were_or_not_used(tmp_path, capsys
         assert found in (None, stored)
         used, tried = used + (found is not None), tried + 1
     assert used < tried / 5  # a space that has become another says nothing else
-    assert capsys.readouterr().err.count("is damaged, or older than digests: measuring anew\n") == tried - used
+    assert capsys.readouterr().err.count("is damaged or has no digest: measuring again\n") == tried - used
 
 
 def test_rows_with_a_wrong_byte_are_as_they_were_or_measured_anew(tmp_path, capsys):
@@ -166,7 +166,7 @@ def test_rows_with_a_wrong_byte_are_as_they_were_or_measured_anew(tmp_path, caps
         path.write_bytes(content)
         rows = Rows(tmp_path, {"seed": 0})
         assert rows.rows.items() <= {"a": row("a", 0.125), "b": row("b", 0.25)}.items()
-    assert "rows that are not whole: measuring them anew" in capsys.readouterr().err
+    assert "damaged rows: measuring them again" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

@@ -100,7 +100,7 @@ def test_where_the_newest_checkpoint_is_damaged_the_one_before_it_is_restored_an
             continue
         assert_equal(state, state_at(5))
         assert names(tmp_path) == {"5", "damaged-10"}
-        assert capsys.readouterr().err.count("it is now damaged-10, and training goes on from") == 1
+        assert capsys.readouterr().err.count("renamed it to damaged-10, training resumes from") == 1
         (tmp_path / "damaged-10").rename(tmp_path / "10")
         path.write_bytes(whole)
     flip(path)
@@ -145,14 +145,14 @@ def test_a_checkpoint_that_cannot_be_written_is_one_sentence_and_leaves_the_one_
 
     with monkeypatch.context() as patch:
         patch.setattr(ocp.CheckpointManager, "save", fail)
-        with pytest.raises(UserError, match=r"10 cannot be written \(.*No space left on device\): make room"):
+        with pytest.raises(UserError, match=r"cannot write checkpoint .*10 \(.*No space left on device\): free disk"):
             TrainingCheckpoints(tmp_path, {}).save(10, state_at(10))
     assert_equal(TrainingCheckpoints(tmp_path, {}).restore(state_of()), state_at(5))
 
 
 def test_a_checkpoint_whose_folder_is_a_file_is_said_to_be_that(tmp_path):
     (tmp_path / "run").write_text("no folder")
-    with pytest.raises(UserError, match=r"5 cannot be written \(.*\): mend that, and the same command goes on"):
+    with pytest.raises(UserError, match=r"cannot write checkpoint .*5 \(.*\): fix this, then run the same command"):
         TrainingCheckpoints(tmp_path / "run", {}).save(5, state_at(5))
 
 

@@ -154,25 +154,25 @@ def test_training_leaves_its_start_untouched(digits):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(digits):
-    words = r"loss became infinite or not a number in step \d+, in epoch \d.*--learning-rate below 1e\+30"
+    words = r"loss became infinite or not a number in step \d+ in epoch \d.*--learning-rate below 1e\+30"
     with pytest.raises(Diverged, match=words):
         run(digits, dataclasses.replace(RECIPE, learning_rate=1e30, clip=None))
 
 
 def test_a_weight_decay_that_blows_weights_up_is_named(digits):
-    with pytest.raises(Diverged, match=r"not a number in step .*: try a --weight-decay below 1e\+38"):
+    with pytest.raises(Diverged, match=r"not a number in step .*: use a --weight-decay below 1e\+38"):
         run(digits, dataclasses.replace(RECIPE, weight_decay=1e38, clip=None))
 
 
 def test_a_last_step_that_blows_up_is_not_taken_for_good(digits):
     """The loss of a step is that before it, so that the last step's harm shows only in the weights."""
     recipe = dataclasses.replace(RECIPE, epochs=1, batch_size=100, learning_rate=1e38, weight_decay=1e3, clip=None)
-    with pytest.raises(Diverged, match="a weight became infinite or not a number, in epoch 1"):
+    with pytest.raises(Diverged, match="a weight became infinite or NaN in epoch 1"):
         run(digits, recipe)
 
 
 def test_a_batch_larger_than_the_data_is_refused(digits):
-    with pytest.raises(UserError, match="--batch-size 20 is more than the 10 training images"):
+    with pytest.raises(UserError, match="--batch-size 20 exceeds the 10 training images"):
         run(digits, images=10)
 
 
