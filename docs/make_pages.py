@@ -25,7 +25,7 @@ from mcomb.lab.runs.experiment import Experiment, run
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "experiments"
-WORDS = {True: "This run shows it.", False: "This run does not show it.", None: ""}
+WORDS = {True: "This run shows the effect.", False: "This run does not show the effect.", None: ""}
 SHOWN = {  # instead of the first command of a docstring
     "decay": "python -m experiments.decay --setup mlp-digits --width 4 --decays 1e-4 1e-3 5e-3 --lengths 5 20",
     "robustness": "python -m experiments.robustness --setup mlp-digits --by correlation norm fisher variance random",
@@ -66,10 +66,10 @@ def run_and_write(name: str, experiment: Experiment, line: str, out: Path) -> st
     printed = "\n".join(part.rstrip() for part in "\n".join([results["title"], *numbers]).splitlines())
     figure = FOLDER / f"{name}.png"
     reduce_picture(Image.open(Store(config).folder(name) / figure.name), figure)
-    whose, words = ("Open in the paper", {}) if results["is_open"] else ("The paper", WORDS)
+    whose, words = ("Open question in the paper", {}) if results["is_open"] else ("The paper's claim", WORDS)
     claim = f"\n{whose}: *{results['claim']}* {words.get(results['agrees'], '')}".rstrip() + "\n" if numbers else ""
     return (
-        f"\n## What comes out\n\n{shown(figure, results['alt'])}\n"
+        f"\n## Output\n\n{shown(figure, results['alt'])}\n"
         f"`{line}` printed:\n\n```text\n{printed}\n```\n\n{results['finding']}\n{claim}"
     )
 
@@ -90,7 +90,7 @@ def picture_report(out: Path) -> str:
             words = [browser, *flags.split(), *places, report.absolute().as_uri()]
             subprocess.run(words, check=True, capture_output=True)
             reduce_picture(Image.open(shot), FOLDER / "report.png")
-    return f"\n## What comes out\n\n{shown(FOLDER / 'report.png', 'The beginning of the report.')}"
+    return f"\n## Output\n\n{shown(FOLDER / 'report.png', 'The top of the report.')}"
 
 
 def main() -> None:

@@ -149,7 +149,7 @@ def draw(results: Results, folder: AnyPath) -> None:
 EXPERIMENT = Experiment(
     name="decay",
     title="barriers of the line against weight decay and epochs",
-    claim="The paper trains all networks with one weight decay and one number of epochs.",
+    claim="All networks are trained with one weight decay and one number of epochs.",
     alt="Accuracy barriers on a grid of weight decays and epochs, naive and aligned, and against accuracy.",
     networks="",
     parts=lines,

@@ -103,7 +103,7 @@ def judge(results: Results) -> Verdict:
     return Verdict(
         bool(close and below),
         f"The barriers of the three matchers are {'all' if below else 'not all'} below half of the naive barrier, and "
-        f"differ by {'less' if close else 'more'} than a tenth of it. Test loss / accuracy barriers: "
+        f"differ by {'less' if close else 'more'} than a tenth of it. Test loss / accuracy barriers of "
         f"{'; '.join(sentences)}. The best of {len(tried)} restarts has an inner product {spread:.2%} above the worst.",
     )
 
