@@ -106,7 +106,7 @@ def test_temperatures_are_for_experiments_with_curves_alone(listed):
         *("transitivity", "matchers"),
     }
     config = functional.EXPERIMENT.config(setup="mlp-digits", temperatures=True)
-    assert "functional has none of its own" in idle_flags(functional.EXPERIMENT, config)["temperatures"]
+    assert "functional measures no curves" in idle_flags(functional.EXPERIMENT, config)["temperatures"]
 
 
 @pytest.mark.parametrize(

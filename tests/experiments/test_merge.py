@@ -155,7 +155,7 @@ def test_a_pair_without_a_verdict_is_said_instead_of_means():
     networks = {letter: {"test": {"accuracy": 0.9}} for letter in "AB"}
     good, bad = (pair_of() | {"models": networks | {"B": {"test": {"accuracy": accuracy}}}} for accuracy in (0.9, 0.15))
     several = over_pairs(merge.EXPERIMENT)
-    assert "On average: The merge that is best" in reach_verdict(several, pool([good, good])).finding
+    assert "On average: The best merge on the withheld" in reach_verdict(several, pool([good, good])).finding
     agrees, finding = reach_verdict(several, pool([bad, bad]))
     assert agrees is None
     assert finding.startswith("With --seed 0: No verdict: network B hardly beats guessing.")

@@ -34,7 +34,7 @@ def test_the_report_gathers_what_has_been_run(page, tmp_path):
     report.run(schematic.EXPERIMENT, schematic_config)
     said, text = page()
     assert "1 experiments in" in said
-    assert "hat combinations do to weights" in text
+    assert "ow combinations mix weights" in text
     assert text.count("data:image/png;base64,") == 2  # and its thumbnail
     commands = re.findall(r"python -m experiments\.(\w+) ", re.sub("<[^>]+>", "", text))
     assert {*commands} == {job.experiment.name for job in report.plan(cli.parse(report.ReportConfig, "", []))}
@@ -46,7 +46,7 @@ def test_the_report_takes_runs_with_other_flags_and_says_so(page, tmp_path, caps
     said, text = page()
     assert "1 experiments in the report; 18 not run yet" in said
     assert "schematic was run with other flags: --seed 3" in said.splitlines()
-    assert "This run has other flags than the page: --seed 3." in text
+    assert "This run used other flags than the page: --seed 3." in text
     assert "1 was run with other flags, which are listed" in text
     report.run(schematic.EXPERIMENT, replace(config, seed=0))
     said, text = page()

@@ -115,7 +115,7 @@ def test_the_finding_names_the_measure_that_adds_least_to_the_barrier():
         return {"extra": {name: {"test": {"loss": loss, "accuracy": loss / 2}} for name, loss in added.items()}}
 
     pairs = [of(correlation=0.2, norm=0.1, random=0.3), of(correlation=0.1, norm=0.4, random=0.5)]
-    assert "best by norm" in robustness.rank(pairs[0])
+    assert "The measure norm predicts" in robustness.rank(pairs[0])
     assert "norm 0.100 / 5.0%, correlation 0.200 / 10.0%, random 0.300 / 15.0%" in robustness.rank(pairs[0])
     together = robustness.EXPERIMENT.judge_together(pairs)
     assert "best by correlation" in together

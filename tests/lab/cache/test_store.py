@@ -468,7 +468,7 @@ def test_a_diverging_training_keeps_its_last_good_checkpoint(tmp_path, monkeypat
     monkeypatch.setattr(training, "learning_rate", schedule)
     training.make_optimizer.cache_clear()
     try:
-        with pytest.raises(Diverged, match="in epoch 3 \(earlier checkpoints are intact\)"):
+        with pytest.raises(Diverged, match=r"in epoch 3 \(earlier checkpoints are intact\)"):
             Store(Config(setup="mlp-digits", width=1, epochs=5, checkpoint_every=1, out=tmp_path)).networks("A")
     finally:
         training.make_optimizer.cache_clear()
