@@ -109,7 +109,7 @@ STAGES = [
 
 
 @pytest.mark.parametrize("stages", [STAGES[::5], pytest.param(STAGES, marks=pytest.mark.slow)], ids=["two", "every"])
-def test_killed_again_and_again_it_ends_as_if_it_had_not_been(stages, warm, finished, tmp_path):
+def test_run_killed_repeatedly_ends_with_same_results(stages, warm, finished, tmp_path):
     out = tmp_path / "killed"
     for number, stage in stages:
         assert_ended_by(number, *warm.run(UNIFORM, out, at=stage, number=number))
@@ -127,7 +127,7 @@ def chunks(size, count):
 @pytest.mark.long
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize("part", chunks(None, 4))
-def test_killed_at_any_fault_point_it_ends_as_if_it_had_not_been(number, part, warm, finished, tmp_path):
+def test_run_killed_at_fault_point_ends_with_same_results(number, part, warm, finished, tmp_path):
     whole, events = finished
     expected = outcome(whole)
     points = range(1, len(events) + 1)[part][:: 1 if number == signal.SIGKILL else 4]
@@ -149,7 +149,7 @@ def test_killed_at_any_fault_point_it_ends_as_if_it_had_not_been(number, part, w
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(4))
-def test_killed_at_random_moments_until_it_has_ended_it_ends_as_if_it_had_not_been(seed, warm, finished, tmp_path):
+def test_run_killed_at_random_ends_with_same_results(seed, warm, finished, tmp_path):
     expected, rng = outcome(finished[0]), random.Random(seed)
     done = 0
     for trial in range(4):
@@ -169,7 +169,7 @@ def test_killed_at_random_moments_until_it_has_ended_it_ends_as_if_it_had_not_be
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", SIGNALS)
-def test_killed_while_it_writes_a_report_it_leaves_the_old_one_or_the_new_one(number, warm, finished, tmp_path):
+def test_report_killed_while_writing_is_old_or_new(number, warm, finished, tmp_path):
     out = tmp_path / "runs"
     shutil.copytree(finished[0], out)
     command = f"report {FLAGS}"
@@ -200,7 +200,7 @@ FAILURES = [errno.ENOSPC, errno.EACCES, errno.EIO, errno.ENOENT]
 
 @pytest.mark.long
 @pytest.mark.parametrize("fail", FAILURES, ids=errno.errorcode.get)
-def test_whatever_fails_from_any_fault_point_on_is_one_line_and_destroys_nothing(fail, warm, finished, tmp_path):
+def test_run_failing_at_fault_point_destroys_nothing(fail, warm, finished, tmp_path):
     whole, events = finished
     expected, done = outcome(whole), 0
     for point in range(1 + 2 * FAILURES.index(fail), len(events) + 1, 8):  # between them, every second point
@@ -219,7 +219,7 @@ def test_whatever_fails_from_any_fault_point_on_is_one_line_and_destroys_nothing
 
 
 @pytest.mark.long
-def test_on_a_full_disk_it_says_so_in_one_line_and_goes_on_with_more_room(warm, finished, tmp_path):
+def test_run_on_full_disk_reports_and_resumes(warm, finished, tmp_path):
     expected, disk, done = outcome(finished[0]), tmp_path / "disk", 0
     disk.mkdir()
     for size in (*range(20, 400, 20), 5000):
@@ -241,7 +241,7 @@ def test_on_a_full_disk_it_says_so_in_one_line_and_goes_on_with_more_room(warm, 
 
 
 @pytest.mark.long
-def test_without_file_descriptors_it_says_so_in_one_line(warm, finished, tmp_path):
+def test_run_without_file_descriptors_reports_in_one_line(warm, finished, tmp_path):
     expected, done = outcome(finished[0]), 0
     for files in range(24, 64, 2):
         out = tmp_path / str(files)
@@ -255,7 +255,7 @@ def test_without_file_descriptors_it_says_so_in_one_line(warm, finished, tmp_pat
 
 
 @pytest.mark.long
-def test_a_clock_that_jumps_changes_nothing(warm, finished, tmp_path):
+def test_run_is_independent_of_clock(warm, finished, tmp_path):
     code, said = warm.run(UNIFORM, tmp_path / "runs", clock=True)
     assert code == 0, said
     assert outcome(tmp_path / "runs") == outcome(finished[0])
@@ -273,12 +273,12 @@ def assert_equal_together(count, warm, finished, tmp_path):
 
 
 @pytest.mark.slow
-def test_of_three_processes_started_at_once_one_trains_and_all_find_the_same(warm, finished, tmp_path):
+def test_run_in_three_processes_trains_once(warm, finished, tmp_path):
     assert_equal_together(3, warm, finished, tmp_path)
 
 
 @pytest.mark.long
-def test_of_ten_processes_started_at_once_one_trains_and_all_find_the_same(warm, finished, tmp_path):
+def test_run_in_ten_processes_trains_once(warm, finished, tmp_path):
     assert_equal_together(10, warm, finished, tmp_path)
 
 
@@ -355,13 +355,13 @@ def names_to_damage(out):
 KINDS = ("flipped", "cut", "deleted")
 
 
-def test_with_files_damaged_its_results_are_the_same(kept, tmp_path):
+def test_run_with_damaged_files_has_same_results(kept, tmp_path):
     """Every third file, each in another way."""
     assert_survives_all(zip(names_to_damage(kept)[::3], itertools.cycle(KINDS), strict=False), kept, tmp_path / "runs")
 
 
 @pytest.mark.slow
-def test_with_any_file_damaged_in_any_way_its_results_are_the_same(kept, tmp_path):
+def test_run_with_any_damage_has_same_results(kept, tmp_path):
     assert_survives_all(itertools.product(names_to_damage(kept), KINDS), kept, tmp_path / "runs")
 
 
@@ -376,7 +376,7 @@ def assert_survives_all(damages, kept, out):
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_with_each_file_damaged_its_results_are_the_same_or_it_is_refused(kind, kept, tmp_path):
+def test_run_with_each_file_damaged_is_same_or_rejected(kind, kept, tmp_path):
     expected, rng, done = found_in(kept), random.Random(1), 0
     for name in files_in(kept):
         for _ in range(8 if kind == "flipped" else 3 if kind == "cut" else 1):
@@ -390,7 +390,7 @@ def test_with_each_file_damaged_its_results_are_the_same_or_it_is_refused(kind, 
 
 
 @pytest.mark.long
-def test_with_each_file_replaced_by_one_of_another_run_its_results_are_the_same_or_it_is_refused(kept, other, tmp_path):
+def test_run_with_swapped_files_is_same_or_rejected(kept, other, tmp_path):
     expected, rng, done = found_in(kept), random.Random(2), 0
     others = files_in(other)
     for name in files_in(kept):

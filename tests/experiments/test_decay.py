@@ -11,7 +11,7 @@ RECIPES = ("--decays", "0.002", "--lengths", "6", "3")
 
 
 @pytest.mark.slow
-def test_every_recipe_is_a_line_of_its_own(out, draws_pairs):
+def test_decay_runs_one_line_per_recipe(out, draws_pairs):
     found = run(decay.EXPERIMENT, cli.parse(decay.DecayConfig, "", [*FLAGS, *RECIPES, "--out", out]))
     assert (found["decays"], found["lengths"]) == ([0.002], [3, 6])
     one = ("--epochs", "6", "--weight-decay", "0.002", "--out", out)
@@ -34,6 +34,6 @@ def test_every_recipe_is_a_line_of_its_own(out, draws_pairs):
         (("--pretrained",), "decay trains its own networks: remove --pretrained"),
     ],
 )
-def test_flags_that_name_one_recipe_are_refused(flags, words):
+def test_decay_rejects_flags_of_one_recipe(flags, words):
     with pytest.raises(UserError, match=words):
         cli.parse(decay.DecayConfig, "", list(flags))

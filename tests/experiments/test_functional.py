@@ -5,7 +5,7 @@ from experiments import functional
 
 
 @pytest.mark.slow
-def test_labels_are_counted_for_five_sweeps(results, draws_pairs):
+def test_functional_counts_labels_of_five_sweeps(results, draws_pairs):
     found = results(functional, "--points", "3", "--samples", "2")
     assert draws_pairs(functional, found)
     assert list(found["sweeps"]) == ["bernoulli", "subcube", "hyperplane", "uniform", "linear"]

@@ -27,7 +27,7 @@ def at(place, a, b, learned):
     return blend(jax.random.key(0), jnp.asarray(landscape.as_shares(np.array([place]))[0]), a, b, learned)
 
 
-def test_the_networks_the_midpoint_and_the_learned_shares_are_on_the_slice(trees):
+def test_slice_contains_networks_midpoint_and_learned(trees):
     a, b, shares, learned = trees
     assert_close(at((0, 0), a, b, learned), a, roundings=4)
     assert_close(at((1, 0), a, b, learned), b, roundings=4)
@@ -38,7 +38,7 @@ def test_the_networks_the_midpoint_and_the_learned_shares_are_on_the_slice(trees
 
 
 @pytest.mark.parametrize("steps", [2, 3, 6])
-def test_the_grid_has_every_mark_and_a_margin_around(steps):
+def test_slice_axes_contain_marks_and_margin(steps):
     x, y = landscape.slice_axes(steps)
     assert {0, 0.5, 1} < {*x}
     assert {0, 1} < {*y}
@@ -50,7 +50,7 @@ def test_the_grid_has_every_mark_and_a_margin_around(steps):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", [(0.4, 0.8), (0.5, 0.0), (0.05, -0.4)])
-def test_random_points_and_corners_have_the_slices_shares_as_means(trees, place):
+def test_random_shares_have_slice_shares_as_means(trees, place):
     _, _, shares, _ = trees
     place = jnp.array(place)
     for kind in landscape.KINDS.values():
@@ -63,7 +63,7 @@ def test_random_points_and_corners_have_the_slices_shares_as_means(trees, place)
     assert {*np.unique(draws)} == {0, 1}
 
 
-def test_what_is_on_the_slice_projects_onto_itself_and_random_shares_onto_their_means(trees):
+def test_project_inverts_slice_and_averages_random_shares(trees):
     _, _, shares, _ = trees
     places = np.array([(0.5, 0.0), (0.3, 0.7), (0.6, -0.3)], np.float32)
     keys = jax.random.split(jax.random.key(0), len(places))
@@ -82,7 +82,7 @@ def test_what_is_on_the_slice_projects_onto_itself_and_random_shares_onto_their_
     assert np.abs(found - places * (1, 0)).max() < 5 * 0.5 / np.sqrt(3000)
 
 
-def test_a_random_network_has_its_random_shares(trees):
+def test_random_network_combines_with_random_shares(trees):
     a, b, shares, _ = trees
     key, place = jax.random.key(1), jnp.array([0.5, 0.5])
     network = landscape.random_network(landscape.corner)(key, place, a, b, shares)
@@ -90,12 +90,12 @@ def test_a_random_network_has_its_random_shares(trees):
     assert_equal(network, {name: np.where(drawn[name] == 1, b[name], a[name]) for name in a})
 
 
-def test_one_share_for_all_is_no_slice():
+def test_landscape_rejects_one_share_per_network():
     with pytest.raises(UserError, match="network"):
         cli.parse(landscape.LandscapeConfig, "", ["--per", "network"])
 
 
-def test_how_often_both_networks_are_beaten_is_counted():
+def test_judge_together_counts_pairs_beaten_by_learned():
     def pair(loss, accuracy):
         models = {letter: {"test": {"loss": 0.1, "accuracy": 0.9}} for letter in "AB"}
         return {"models": models, "found": {"learned": {"test": {"loss": loss, "accuracy": accuracy}}}}
@@ -106,7 +106,7 @@ def test_how_often_both_networks_are_beaten_is_counted():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("per", ["weight", "layer"])
-def test_learned_shares_are_better_than_the_midpoint_on_what_they_were_learned_on(per, results, is_score, draws_pairs):
+def test_learned_shares_beat_midpoint_on_train_images(per, results, is_score, draws_pairs):
     found = results(landscape, *FLAGS, "--per", per)
     assert draws_pairs(landscape, found)
     x, y = found["slice"]["x"], found["slice"]["y"]

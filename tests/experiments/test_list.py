@@ -31,7 +31,7 @@ def listed(tmp_path, capsys):
     ("name", "remedy"),
     [("unifrom", "did you mean python -m experiments.uniform?"), ("xyzzyx", "list them with python -m experiments")],
 )
-def test_unknown_experiments_are_named_with_the_nearest(name, remedy):
+def test_unknown_experiment_suggests_nearest_name(name, remedy):
     root = Path(experiments.__path__[0]).parent
     command = [sys.executable, "-m", f"experiments.{name}", "--setup", "mlp-digits"]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
@@ -39,7 +39,7 @@ def test_unknown_experiments_are_named_with_the_nearest(name, remedy):
     assert done.stderr == f"error: unknown experiment {name}: {remedy}\n"
 
 
-def test_every_experiment_and_program_is_listed_with_a_line(listed, tmp_path):
+def test_list_has_every_experiment_and_program(listed, tmp_path):
     found = listed()
     modules = {path.stem for path in Path(experiments.__path__[0]).glob("*.py")}
     assert found.keys() == modules - {"__init__", "__main__", "report_page"}
@@ -49,7 +49,7 @@ def test_every_experiment_and_program_is_listed_with_a_line(listed, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_an_experiment_prints_nothing_or_json_if_asked_and_is_then_listed_as_done(listed, tmp_path, capsys):
+def test_list_shows_done_after_quiet_and_json_runs(listed, tmp_path, capsys):
     flags = [*FLAGS, "--out", str(tmp_path)]
     main(schematic.EXPERIMENT, "", [*flags, "--quiet"])
     assert capsys.readouterr() == ("", "")
@@ -73,32 +73,32 @@ def test_an_experiment_prints_nothing_or_json_if_asked_and_is_then_listed_as_don
     assert f"run one:    {found['uniform']['command']}" in lines
 
 
-def test_flags_that_an_experiment_does_not_take_are_said_to_be_so(listed):
+def test_list_names_rejected_flags(listed):
     found = listed("--epochs", "3")["decay"]
     assert (found["kind"], found["command"]) == ("impossible", None)
     assert "--lengths" in found["said"]
 
 
-def test_the_list_fits_100_columns(tmp_path, capsys):
+def test_list_fits_100_columns(tmp_path, capsys):
     everything.main([*FLAGS, "--epochs", "3", "--out", str(tmp_path)])
     lines = capsys.readouterr().out.splitlines()
     assert sum("rejects these flags: decay does not accept --epochs 3" in line for line in lines) == 1
     assert max(len(line) for line in lines if str(tmp_path) not in line) <= 100
 
 
-def test_a_list_of_experiments_none_of_which_takes_the_flags_is_printed(tmp_path, capsys):
+def test_list_is_printed_if_all_reject_flags(tmp_path, capsys):
     (tmp_path / "text").write_text("no network")
     everything.main([*FLAGS, *(f"--checkpoint-{x}={tmp_path / 'text'}" for x in "abc"), "--out", str(tmp_path)])
     assert capsys.readouterr().out.count("rejects these flags") == len(everything.EXPERIMENTS)
 
 
-def test_flags_that_change_nothing_in_an_experiment_are_left_out_of_its_command(listed):
+def test_list_omits_flags_without_effect_from_commands(listed):
     found = {name: listed("--seed-c", "9", "--test-images", "500")[name]["command"] for name in ("uniform", "triangle")}
     assert ["--seed-c 9" in found[name] for name in ("uniform", "triangle")] == [False, True]
     assert not any("--test-images" in line for line in found.values())
 
 
-def test_temperatures_are_for_experiments_with_curves_alone(listed):
+def test_idle_flags_include_temperatures_without_curves(listed):
     found = {name: entry["command"] for name, entry in listed("--temperatures").items() if entry.get("command")}
     flagged = {name for name, line in found.items() if "--temperatures" in line.split()}
     assert flagged == {
@@ -116,7 +116,7 @@ def test_temperatures_are_for_experiments_with_curves_alone(listed):
         (lambda text: "", "outdated"),
     ],
 )
-def test_results_that_a_run_would_not_use_are_not_listed_as_done(listed, tmp_path, damage, kind):
+def test_list_ignores_results_that_runs_would_not_use(listed, tmp_path, damage, kind):
     main(schematic.EXPERIMENT, "", [*FLAGS, "--out", str(tmp_path), "--quiet"])
     path = tmp_path / "mlp-digits" / "width-2" / "schematic" / "results.json"
     path.write_text(damage(path.read_text()))
@@ -135,7 +135,7 @@ def test_results_that_a_run_would_not_use_are_not_listed_as_done(listed, tmp_pat
         (["--width", "3"], [], []),
     ],
 )
-def test_runs_with_other_flags_are_named(listed, tmp_path, capsys, made, asked, said):
+def test_list_names_runs_with_other_flags(listed, tmp_path, capsys, made, asked, said):
     main(schematic.EXPERIMENT, "", [*FLAGS, *made, "--out", str(tmp_path), "--quiet"])
     found = listed(*asked)
     assert found["schematic"]["others"] == said
@@ -148,20 +148,20 @@ def test_runs_with_other_flags_are_named(listed, tmp_path, capsys, made, asked, 
     assert max(map(len, lines[1 : lines.index("") + 2 + len(everything.EXPERIMENTS)])) <= 100
 
 
-def test_the_nearest_of_several_other_runs_is_first(listed, tmp_path):
+def test_list_orders_other_runs_by_similarity(listed, tmp_path):
     for flags in (["--seed", "3", "--epochs", "4"], ["--seed", "2"]):
         main(schematic.EXPERIMENT, "", [*FLAGS, *flags, "--out", str(tmp_path), "--quiet"])
     assert listed()["schematic"]["others"] == ["--seed 2", "--epochs 4 --seed 3"]
 
 
-def test_damaged_results_of_other_flags_are_no_run(listed, tmp_path):
+def test_list_ignores_damaged_results_of_other_flags(listed, tmp_path):
     main(schematic.EXPERIMENT, "", [*FLAGS, "--seed", "3", "--out", str(tmp_path), "--quiet"])
     (path,) = tmp_path.rglob("results.json")
     path.write_text(path.read_text().replace("MLP", "mlp"))
     assert listed()["schematic"]["others"] == []
 
 
-def test_other_places_with_results_are_named(tmp_path, capsys):
+def test_list_names_other_setups_with_results(tmp_path, capsys):
     main(schematic.EXPERIMENT, "", [*FLAGS, "--out", str(tmp_path), "--quiet"])
     everything.main(["--out", str(tmp_path)])
     assert capsys.readouterr().out.splitlines()[-1] == "other results: --setup mlp-digits --width 2"

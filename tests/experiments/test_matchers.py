@@ -14,7 +14,7 @@ def found(results):
 
 
 @pytest.mark.slow
-def test_matchers_are_compared_by_the_networks_that_each_would_give_a_sweep(found, results):
+def test_matchers_use_same_combinations_as_sweeps(found, results):
     assert list(found["reached"]) == NAMES
     assert found["matchings"].keys() == {f"B to A, {name}" for name in NAMES[1:]}
     assert list(found["barriers"]) == [f"{sweep}, {name}" for sweep in ("linear", "uniform") for name in NAMES]
@@ -29,7 +29,7 @@ def test_matchers_are_compared_by_the_networks_that_each_would_give_a_sweep(foun
 
 
 @pytest.mark.slow
-def test_every_matcher_beats_none_and_the_best_of_several_restarts_is_the_best(found, draws_pairs):
+def test_matchers_beat_none_and_restarts_help(found, draws_pairs):
     assert draws_pairs(matchers, found)
     reached = {name: it["objective"] for name, it in found["reached"].items()}
     assert max(found["tried"]) == reached["weights best of 2"] >= reached["weights"]
@@ -39,7 +39,7 @@ def test_every_matcher_beats_none_and_the_best_of_several_restarts_is_the_best(f
 
 
 @pytest.mark.slow
-def test_a_matching_is_kept_for_each_matcher_with_the_time_it_took(found, results, config_of, monkeypatch):
+def test_matchers_cache_matchings_with_seconds(found, results, config_of, monkeypatch):
     kept = {path.name for path in Store(config_of(linear)).home.glob("matchings/*")}
     pair = "seed-1,epochs=40-to-seed-0,epochs=40"
     ways = ("", ",restarts=2", ",matcher=activations", ",matcher=ste")
@@ -54,7 +54,7 @@ def test_a_matching_is_kept_for_each_matcher_with_the_time_it_took(found, result
     assert again["matchings"] == found["matchings"]
 
 
-def test_a_finding_has_the_barriers_of_every_matcher_and_the_spread_of_restarts():
+def test_matchers_finding_has_barriers_and_restarts():
     values = {"naive": 0.6, "weights": 0.02, "activations": 0.03, "ste": 0.05}
     barriers = {
         f"{sweep}, {name}": {"test": {"loss": value, "accuracy": value}}
@@ -68,7 +68,7 @@ def test_a_finding_has_the_barriers_of_every_matcher_and_the_spread_of_restarts(
 
 
 @pytest.mark.slow
-def test_the_table_has_what_each_matcher_reaches_and_takes(found):
+def test_matchers_table_has_inner_products_and_seconds(found):
     *_, head, naive, _, _, _, ste = matchers.tables(found).splitlines()
     assert head.split() == ["inner", "product", "seconds"]
     assert naive.split() == ["naive", f"{found['reached']['naive']['objective']:.2f}", "0.0"]

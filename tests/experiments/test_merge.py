@@ -27,7 +27,7 @@ def pair(config_of, tmp_path):
 
 
 @pytest.mark.slow
-def test_every_method_is_measured_once(results, config_of, draws_pairs, monkeypatch):
+def test_merge_measures_every_method_once(results, config_of, draws_pairs, monkeypatch):
     found = results(merge, *SMALL)
     assert found["methods"].keys() == merge.METHODS.keys()
     assert found["seen"]["A"] + found["seen"]["B"] == 1400 - 280
@@ -45,7 +45,7 @@ def test_every_method_is_measured_once(results, config_of, draws_pairs, monkeypa
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_measures_only_what_is_left(results, config_of, monkeypatch):
+def test_merge_resumes_after_kill(results, config_of, monkeypatch):
     flags = (*SMALL, "--seed", "1")
     whole = results(merge, *flags)["methods"]
     folder = Store(config_of(merge, *flags)).folder("merge")
@@ -59,7 +59,7 @@ def test_a_run_that_was_killed_measures_only_what_is_left(results, config_of, mo
 
 
 @pytest.mark.slow
-def test_what_is_merged_with_itself_is_itself(pair):
+def test_merge_with_itself_is_identity(pair):
     """A aligned to A: every merge of the two has A's logits."""
     images = pair.withheld.images[:50]
     logits = np.asarray(pair.apply(pair.a, images))
@@ -68,7 +68,7 @@ def test_what_is_merged_with_itself_is_itself(pair):
         assert np.allclose(merged.apply(merged.params, images), logits, atol=1e-4 * np.abs(logits).max()), name
 
 
-def test_an_ensemble_has_the_mean_of_its_parents_logits(pair):
+def test_ensemble_has_mean_logits_of_parents(pair):
     images = pair.withheld.images[:50]
     merged = merge.METHODS["ensemble"](pair)
     each = [np.asarray(pair.apply(params, images)) for params in (pair.a, pair.b)]
@@ -76,7 +76,7 @@ def test_an_ensemble_has_the_mean_of_its_parents_logits(pair):
 
 
 @pytest.mark.slow
-def test_a_corrected_bias_changes_logits_by_one_number_a_class_and_lowers_the_loss(pair):
+def test_correct_bias_shifts_logits_and_lowers_loss(pair):
     apply, (params, bias) = merge.correct_bias(pair, pair.a)
     images = pair.withheld.images[:50]
     change = np.asarray(apply((params, bias), images)) - np.asarray(pair.apply(pair.a, images))
@@ -86,7 +86,7 @@ def test_a_corrected_bias_changes_logits_by_one_number_a_class_and_lowers_the_lo
     assert after < before
 
 
-def test_parents_see_their_own_images_and_the_joint_network_all(config_of):
+def test_parents_see_subsets_and_joint_network_sees_all(config_of):
     config = config_of(merge, *SMALL)
     store = Store(config)
     assert [store.training(letter).images for letter in "ABC"] == [config.subset("A"), config.subset("B"), None]
@@ -110,7 +110,7 @@ def test_parents_see_their_own_images_and_the_joint_network_all(config_of):
         (["--split", "odd"], r"--split: invalid choice: 'odd'"),
     ],
 )
-def test_flags_that_do_not_go_together_are_one_clear_line(flags, problem):
+def test_merge_rejects_incompatible_flags(flags, problem):
     with pytest.raises(UserError, match=problem):
         cli.parse(merge.MergeConfig, "", flags)
 
@@ -125,7 +125,7 @@ def pair_of(**accuracies):
     return {"methods": scored, "config": config, "guessing": {"test": {"images": 100, "accuracy": 0.1}}}
 
 
-def test_means_over_pairs_are_judged_and_tabled():
+def test_merge_judges_and_tabulates_means_over_pairs():
     one = pair_of()
     two = json.loads(json.dumps(one), parse_float=lambda text: float(text) - 0.1)
     both = pool([one, two])
@@ -142,7 +142,7 @@ def test_means_over_pairs_are_judged_and_tabled():
         (0.9, 0.8, None),
     ],
 )
-def test_how_far_a_merge_goes_to_the_ensemble_is_said_where_there_is_a_way(midpoint, ensemble, said):
+def test_finding_has_closed_gap_if_ensemble_is_better(midpoint, ensemble, said):
     found = merge.judge(pair_of(**{"midpoint, aligned": midpoint, "ensemble": ensemble, "refit": 0.8})).finding
     assert said is None or said in found
     assert ("of the way" in found, "better than the ensemble" in found) == (
@@ -151,7 +151,7 @@ def test_how_far_a_merge_goes_to_the_ensemble_is_said_where_there_is_a_way(midpo
     )
 
 
-def test_a_pair_without_a_verdict_is_said_instead_of_means():
+def test_finding_quotes_pair_without_verdict():
     networks = {letter: {"test": {"accuracy": 0.9}} for letter in "AB"}
     good, bad = (pair_of() | {"models": networks | {"B": {"test": {"accuracy": accuracy}}}} for accuracy in (0.9, 0.15))
     several = over_pairs(merge.EXPERIMENT)
@@ -162,7 +162,7 @@ def test_a_pair_without_a_verdict_is_said_instead_of_means():
     assert "The merge" not in reach_verdict(several, pool([good, bad])).finding
 
 
-def test_a_network_of_a_split_is_kept_under_a_name_of_its_own(config_of):
+def test_split_networks_have_own_names(config_of):
     flags = ((), ("--skew", "0.7"), ("--split", "none"), ("--withheld", "300"))
     stores = [Store(config_of(merge, *SMALL, *each)) for each in flags]
     assert len({store.network_name(letter) for store in stores for letter in "AB"}) == 8

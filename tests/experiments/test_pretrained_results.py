@@ -13,7 +13,7 @@ RESULTS = (Path(__file__).parents[2] / "docs" / "results.md").read_text()
 
 
 @pytest.mark.slow
-def test_a_documented_row_is_printed_from_a_clone(cifar_archive, tmp_path):
+def test_pretrained_reproduces_documented_row(cifar_archive, tmp_path):
     """The worst of the line's nine points is the middle one, which three points have too."""
     section = RESULTS.partition("### Without training anything")[2]
     documented = re.findall(r"\| `linear --points 9` \| (.*?) / (.*?) \| (.*?) / (.*?) \|", section)[0]

@@ -36,7 +36,7 @@ def curves(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_repair_undoes_most_of_the_damage_of_a_naive_mixture(curves):
+def test_repair_removes_most_of_naive_barrier(curves):
     plain, fixed = (np.array(results["curves"]["naive"]["test"]["loss"])[:, 0] for results in curves)
     assert_close(fixed[[0, 2]], plain[[0, 2]], roundings=64)
     assert fixed[1] < 0.65 * plain[1]
@@ -45,14 +45,14 @@ def test_repair_undoes_most_of_the_damage_of_a_naive_mixture(curves):
 
 
 @pytest.mark.slow
-def test_a_repaired_run_says_so(curves):
+def test_repair_is_named_in_title(curves):
     assert [results["config"]["repair"] for results in curves] == [False, True]
     assert ["repair" in settings(results["config"]).split(", ") for results in curves] == [False, True]
     assert "--repair" in curves[1]["command"]
     assert curves[1]["title"].startswith("MLP on digits, width 8, repaired: ")
 
 
-def test_the_ends_of_a_rematched_line_are_the_networks_that_it_combines():
+def test_repair_uses_ends_of_rematched_line():
     rng = np.random.default_rng(0)
     a, b = ({"w": rng.normal(size=(3, 4)), "v": rng.normal(size=(4, 2))} for _ in range(2))
     spec = PermutationSpec.from_axes(a, {"w": (None, "P"), "v": ("P", None)})

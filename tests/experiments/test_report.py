@@ -23,7 +23,7 @@ def page(tmp_path, capsys):
     return of
 
 
-def test_the_report_gathers_what_has_been_run(page, tmp_path):
+def test_report_collects_existing_results(page, tmp_path):
     said, text = page()
     assert "0 experiments in the report" in said
     assert said.splitlines()[-1] == f"report: {tmp_path / 'mlp-digits' / 'width-2' / 'report.html'}"
@@ -40,7 +40,7 @@ def test_the_report_gathers_what_has_been_run(page, tmp_path):
     assert {*commands} == {job.experiment.name for job in report.plan(cli.parse(report.ReportConfig, "", []))}
 
 
-def test_the_report_takes_runs_with_other_flags_and_says_so(page, tmp_path, capsys):
+def test_report_shows_runs_with_other_flags(page, tmp_path, capsys):
     config = cli.parse(schematic.EXPERIMENT.config, "", [*FLAGS, "--seed", "3", "--out", str(tmp_path)])
     report.run(schematic.EXPERIMENT, config)
     said, text = page()
@@ -53,7 +53,7 @@ def test_the_report_takes_runs_with_other_flags_and_says_so(page, tmp_path, caps
     assert "other flags" not in said + text
 
 
-def test_a_line_beyond_the_networks_stands_for_no_line_between_them(monkeypatch):
+def test_report_separates_lines_of_different_range(monkeypatch):
     config = cli.parse(report.ReportConfig, "", FLAGS)
     between, beyond = (job for job in report.plan(config) if job.experiment.name == "linear")
     kept = replace(beyond.config, points=5)
@@ -63,7 +63,7 @@ def test_a_line_beyond_the_networks_stands_for_no_line_between_them(monkeypatch)
     assert report.read_nearest(between) == (between.config, "", None)
 
 
-def test_the_report_runs_what_is_missing_if_asked(page, monkeypatch):
+def test_report_runs_missing_experiments_on_request(page, monkeypatch):
     plan = report.plan
     monkeypatch.setattr(report, "plan", lambda config: [job for job in plan(config) if job.name == "schematic"])
     assert "0 experiments in" in page()[0]
@@ -73,7 +73,7 @@ def test_the_report_runs_what_is_missing_if_asked(page, monkeypatch):
     assert "All experiments of this page have results" in text
 
 
-def test_the_report_plans_every_experiment_of_the_paper():
+def test_report_plans_every_experiment_of_paper():
     jobs = report.plan(cli.parse(report.ReportConfig, "", ["--width", "8", "--points", "7"]))
     names = [job.experiment.name for job in jobs]
     assert len(names) == len({job.name for job in jobs}) == 19
@@ -85,7 +85,7 @@ def test_the_report_plans_every_experiment_of_the_paper():
     assert ranges == {"linear": (0, 1), "linear, beyond": (-1, 2)}
 
 
-def test_a_report_of_several_setups_and_widths_repeats_nothing(tmp_path, capsys):
+def test_report_of_several_setups_repeats_nothing(tmp_path, capsys):
     flags = ["--setup", "mlp-digits", "mlp-cifar10", "--width", "2", "4", "2", "--out", str(tmp_path), "--json"]
     jobs = report.plan(cli.parse(report.ReportConfig, "", flags))
     assert len({(job.experiment.name, job.config) for job in jobs}) == len(jobs) == 4 * 17 + 2 + 1
@@ -98,7 +98,7 @@ def test_a_report_of_several_setups_and_widths_repeats_nothing(tmp_path, capsys)
     assert "<h1>MLP on digits; MLP on CIFAR-10, widths 2 and 4</h1>" in (tmp_path / said["page"]).read_text()
 
 
-def test_the_reports_name_has_the_flags_it_was_given(page, tmp_path):
+def test_report_name_has_given_flags(page, tmp_path):
     page("--seed", "1", "--widths", "1", "2")
     (path,) = tmp_path.rglob("*.html")
     assert path == tmp_path / "mlp-digits" / "width-2" / "report,seed=1,widths=1..2.html"

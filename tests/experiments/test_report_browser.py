@@ -50,18 +50,18 @@ def luminance(colour):
     return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
-def test_it_loads_without_a_word_and_asks_nobody_for_anything(page):
+def test_page_loads_without_messages_and_requests(page):
     assert page.problems() == []
     assert page.evaluate("document.compatMode") == "CSS1Compat"
 
 
-def test_every_picture_is_shown(page):
+def test_page_shows_every_picture(page):
     pictures = page.evaluate("[...document.images].map(it => [it.complete, it.naturalWidth, it.clientWidth])")
     assert len(pictures) == 2 * len(PLACES) * len(NAMES)
     assert all(complete and width > 0 and shown > 0 for complete, width, shown in pictures), pictures
 
 
-def test_every_link_leads_where_it_says(page):
+def test_page_links_reach_their_targets(page):
     page.look()
     script = """[...document.links].map(link => {
         link.click()
@@ -75,7 +75,7 @@ def test_every_link_leads_where_it_says(page):
 
 
 @pytest.mark.parametrize("width", [320, 390, 1200])
-def test_it_is_readable_at_any_width(page, width):
+def test_page_is_readable_at_any_width(page, width):
     page.look(width, 844)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.evaluate("innerWidth") == width
@@ -87,7 +87,7 @@ def test_it_is_readable_at_any_width(page, width):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_its_text_stands_out_in_both_colour_schemes(page, scheme):
+def test_page_text_has_contrast_in_both_colour_schemes(page, scheme):
     page.look(scheme=scheme)
     texts = page.evaluate(TEXTS)
     ground = luminance(page.evaluate("getComputedStyle(document.body).backgroundColor"))
@@ -99,7 +99,7 @@ def test_its_text_stands_out_in_both_colour_schemes(page, scheme):
     assert {*white} == {"rgb(255, 255, 255)"}
 
 
-def test_on_paper_nothing_is_cut_off(page):
+def test_page_prints_without_clipping(page):
     page.look(A4, 1000, medium="print", scheme="dark")
     assert page.evaluate("document.documentElement.scrollWidth") <= A4
     boxes = "[...document.querySelectorAll('.scroll, pre, dd')]"

@@ -68,7 +68,7 @@ FULL = render(
 
 
 @pytest.mark.parametrize("text", [FULL, render("Nothing", [], []), render("One", [entry()], [])])
-def test_the_page_is_well_formed(text):
+def test_page_is_well_formed(text):
     page = Page(text)
     assert text.startswith("<!DOCTYPE html>")
     assert page.all("html") == [{"lang": "en"}]
@@ -83,7 +83,7 @@ def test_the_page_is_well_formed(text):
     assert all({"figure", "a"} & {*path} for tag, _, path in page.elements if tag == "img")
 
 
-def test_the_page_needs_nothing_beside_it():
+def test_page_is_self_contained():
     page = Page(FULL)
     assert not page.all("script", "link", "iframe", "object", "embed", "form", "base")
     for _, attributes, _ in page.elements:
@@ -95,7 +95,7 @@ def test_the_page_needs_nothing_beside_it():
     assert "//" not in STYLE
 
 
-def test_links_lead_to_places_of_their_own_even_when_an_experiment_was_run_twice():
+def test_links_have_unique_targets():
     entries = [entry(), entry(), entry(experiment="Ünïform, s=1"), entry(place="elsewhere")]
     page = Page(render("Twice", entries, [Missing("a", "b", "elsewhere")]))
     ids = [attributes["id"] for _, attributes, _ in page.elements if "id" in attributes]
@@ -106,7 +106,7 @@ def test_links_lead_to_places_of_their_own_even_when_an_experiment_was_run_twice
     assert not any(re.search(r"[^\w-]", name) for name in ids)
 
 
-def test_every_figure_has_its_bytes_its_words_and_its_size():
+def test_figures_have_bytes_alt_text_and_size():
     small, image = Page(FULL).all("img")[::3]
     assert small["alt"] == ""  # its link has the words
     assert base64.b64decode(small["src"].partition(",")[2]).startswith(b"\x89PNG")
@@ -116,12 +116,12 @@ def test_every_figure_has_its_bytes_its_words_and_its_size():
 
 
 @pytest.mark.parametrize("broken", [b"", png()[:20], b"GIF89a" + png()])
-def test_a_figure_that_is_no_png_is_named(broken):
+def test_figure_that_is_no_png_is_rejected_by_name(broken):
     with pytest.raises(UserError, match=r"figure of uniform is not a PNG"):
         render("Broken", [dataclasses.replace(entry(), png=broken)], [])
 
 
-def test_whatever_results_say_is_text():
+def test_results_are_escaped():
     texts = ("experiment", "title", "claim", "finding", "alt", "command")
     environment = {
         "python": HOSTILE,
@@ -147,14 +147,14 @@ def test_whatever_results_say_is_text():
         assert HOSTILE in page.text(place), place
 
 
-def test_the_header_counts_the_verdicts():
+def test_header_counts_verdicts():
     text = Page(FULL).text("header")
     assert "Of 3 experiments, 1 agrees with the paper, 1 does not, 1 has no verdict. 2 are still to run." in text
     assert "mlp-digits at width 32" in text
     assert "No experiment has been run yet." in Page(render("Nothing", [], [])).text("header")
 
 
-def test_networks_that_the_paper_has_not_show_an_effect_or_do_not():
+def test_header_counts_effects_of_other_networks():
     entries = [entry(is_papers=False), entry(experiment="bernoulli", is_papers=False, agrees=False)]
     text = render("Others", entries, [])
     assert "Of 2 experiments, 1 shows the paper’s effect, 1 does not, 0 have no verdict." in Page(text).text("header")
@@ -167,7 +167,7 @@ def test_networks_that_the_paper_has_not_show_an_effect_or_do_not():
     assert "1 agrees with the paper, 0 do not, 1 shows the paper’s effect, 1 does not, 0 have no verdict." in both
 
 
-def test_verdicts_are_words_and_marks():
+def test_verdicts_have_words_and_marks():
     cells = [row[:2] for row in rows(FULL) if row[0] in {"uniform", "bernoulli", "three_models"}]
     assert cells[:3] == [
         ["uniform", "✓agrees"],
@@ -177,13 +177,13 @@ def test_verdicts_are_words_and_marks():
     assert [Page(FULL).text("dd").count(words) for words in ("does not agree", "no verdict")] == [1, 1]
 
 
-def test_the_summary_has_the_aligned_test_barriers_beside_the_papers():
+def test_summary_has_barriers_of_run_and_paper():
     found = rows(FULL)
     assert ["uniform", "✓agrees", "0.052", "1.457", "0.044", "0.011", "0.447", "0.012"] in found
     assert ["three_models", "○no verdict", *("–",) * 6] in found
 
 
-def test_several_networks_are_side_by_side_and_then_one_after_the_other():
+def test_summary_compares_several_networks():
     places = [f"MLP on digits, width {width}" for width in (2, 4)]
     entries = [entry(place=places[0]), entry("linear", places[0], agrees=None, barriers=None), entry(place=places[1])]
     page = render("Two", entries, [Missing("linear", "python …", places[1])])
@@ -198,7 +198,7 @@ def test_several_networks_are_side_by_side_and_then_one_after_the_other():
     assert re.findall("<h3>(.*?)</h3>", page)[:2] == places
 
 
-def test_a_section_has_the_barriers_of_every_curve_over_the_papers():
+def test_section_has_barriers_of_curves_and_paper():
     found = rows(render("One", [entry()], []))
     first = found.index(["naive", "1.410", "1.457", "0.420", "0.447"])
     assert found[first + 1 : first + 3] == [
@@ -208,7 +208,7 @@ def test_a_section_has_the_barriers_of_every_curve_over_the_papers():
 
 
 @pytest.mark.parametrize("barriers", [None, {}])
-def test_without_barriers_there_is_no_table_of_them(barriers):
+def test_section_without_barriers_has_no_table(barriers):
     text = render("None", [entry(barriers=barriers, paper=None, agrees=None)], [])
     assert "Barriers of" not in text
     absent = entry()
@@ -216,13 +216,13 @@ def test_without_barriers_there_is_no_table_of_them(barriers):
     assert "Barriers of" not in render("Absent", [absent], [])
 
 
-def test_curves_need_not_have_every_split_and_metric():
+def test_barriers_may_lack_splits_and_metrics():
     found = rows(render("Part", [entry(barriers={"linear": {"test": {"accuracy": 0.5}}}, paper=None)], []))
     assert ["linear", "–", "–", "–", "0.500"] in found
     assert ["uniform", "✓agrees", *("–",) * 6] in found
 
 
-def test_a_section_says_what_was_claimed_and_found_with_which_settings_and_command():
+def test_section_has_claim_finding_settings_and_command():
     page = Page(FULL)
     assert "MLP on digits, width 32: uniform coefficients" in page.text("h2")
     assert "every mixture works" in page.text("dd")
@@ -231,13 +231,13 @@ def test_a_section_says_what_was_claimed_and_found_with_which_settings_and_comma
     assert "python -m experiments.uniform --setup mlp-digits" in page.text("code")
 
 
-def test_what_is_still_to_run_is_listed_with_its_commands():
+def test_missing_experiments_are_listed_with_commands():
     text = Page(FULL[FULL.index('<h3 id="missing">') : FULL.index("</section>\n</main>")]).text("li")
     assert text == "robustness python -m experiments.robustness width python -m experiments.width --width 32"
     assert "All experiments of this page have results" in Page(render("All", [entry()], [])).text()
 
 
-def test_an_environment_appears_once_and_others_beside_it_with_their_experiments():
+def test_environments_are_listed_once_with_experiments():
     same = Page(FULL).text("dd")
     assert same.count("2 × cpu:cpu") == 1
     assert "jax 0.10.2, scipy not installed" in same
@@ -247,7 +247,7 @@ def test_an_environment_appears_once_and_others_beside_it_with_their_experiments
     assert re.search(r"uniform ?0123abcd.*2 × cpu:cpu.*width ?unknown.*8 × tpu:TPU v3", mixed)
 
 
-def test_an_environment_may_know_little():
+def test_environment_may_be_incomplete():
     bare = {**entry().results["environment"], "packages": {}, "devices": [], "revision": None}
     page = Page(render("Bare", [entry(environment=bare)], []))
     assert "Revision unknown Platform Linux-6.1 Python 3.11.2 Durations" in page.text()
@@ -289,7 +289,7 @@ def test_barriers_have_three_decimals(value, text):
         (90061, "25 h 01 min"),
     ],
 )
-def test_durations_have_the_two_units_that_matter(seconds, text):
+def test_durations_have_two_units(seconds, text):
     assert duration(seconds) == text
 
 
@@ -300,7 +300,7 @@ def luminance(colour):
 
 
 @pytest.mark.parametrize("mode", [0, 1], ids=["light", "dark"])
-def test_colours_keep_the_contrast_that_wcag_aa_asks_for(mode):
+def test_colours_meet_wcag_aa_contrast(mode):
     palettes = re.findall(r":root \{(.*?)\}", STYLE, re.S)
     assert len(palettes) == 2
     colours = dict(re.findall(r"--(\w+): (#\w{6})", palettes[mode]))

@@ -14,7 +14,7 @@ from mcomb.lab.runs.results import METRICS, SPLITS
 
 
 @pytest.mark.slow
-def test_rematching_more_pairs_costs_more(results, draws_pairs):
+def test_robustness_barrier_grows_with_rematched_pairs(results, draws_pairs):
     found = results(robustness, "--counts", "3", "--line-points", "3")
     assert draws_pairs(robustness, found)
     assert list(found["layers"]) == ["dense1", "dense2", "dense3"]
@@ -28,7 +28,7 @@ def test_rematching_more_pairs_costs_more(results, draws_pairs):
 
 
 @pytest.mark.slow
-def test_a_derangement_keeps_the_activations_and_the_distribution_of_the_weights(results):
+def test_derangement_preserves_distributions(results):
     for layer in results(robustness, "--counts", "3", "--line-points", "3")["layers"].values():
         assert layer["activations"]["alike"] is True
         assert abs(layer["activations"]["magnitude"] - 1) < 32 * np.finfo(np.float32).eps  # sums over 32 units or more
@@ -37,7 +37,7 @@ def test_a_derangement_keeps_the_activations_and_the_distribution_of_the_weights
 
 
 @pytest.mark.slow
-def test_measures_are_compared_on_the_same_lines(results, draws_pairs):
+def test_robustness_compares_measures_on_same_lines(results, draws_pairs):
     flags = ("--counts", "3", "--line-points", "3")
     found = results(robustness, *flags, "--by", "random", "variance", "fisher", "norm", "correlation")
     assert draws_pairs(robustness, found)
@@ -72,7 +72,7 @@ def a_run():
 
 
 @pytest.mark.parametrize("measure", [name for name in robustness.MEASURES if name != "random"])
-def test_a_unit_that_does_nothing_matters_least(measure, a_run):
+def test_measures_rank_dead_unit_lowest(measure, a_run):
     scores = robustness.MEASURES[measure](*a_run)
     assert {perm: len(values) for perm, values in scores.items()} == a_run[0].store.spec.sizes
     assert scores["dense2"][3] == 0
@@ -81,7 +81,7 @@ def test_a_unit_that_does_nothing_matters_least(measure, a_run):
     assert np.count_nonzero(others) > len(others) / 2
 
 
-def test_a_pair_is_measured_by_both_of_its_units(a_run):
+def test_measures_use_both_units_of_pair(a_run):
     run, a, b = a_run
     for name in ("norm", "fisher", "variance"):
         both, one, other = (robustness.MEASURES[name](run, *pair)["dense1"] for pair in ((a, b), (a, a), (b, b)))
@@ -89,7 +89,7 @@ def test_a_pair_is_measured_by_both_of_its_units(a_run):
         np.testing.assert_allclose(2 * both**power, one**power + other**power, rtol=1e-5)
 
 
-def test_a_random_order_is_that_of_the_seed(a_run):
+def test_random_measure_depends_only_on_seed(a_run):
     run, *networks = a_run
     first, again = (robustness.by_chance(run, *networks)["dense1"] for _ in range(2))
     other = robustness.by_chance(SimpleNamespace(store=run.store, config=SimpleNamespace(seed=1)), *networks)
@@ -98,7 +98,7 @@ def test_a_random_order_is_that_of_the_seed(a_run):
     assert not np.array_equal(*(np.argsort(other[layer]) for layer in ("dense1", "dense2")))
 
 
-def test_a_measure_that_does_not_exist_is_refused_and_one_given_twice_counts_once():
+def test_measures_reject_unknown_and_drop_duplicates():
     with pytest.raises(UserError, match="magic"):
         cli.parse(robustness.RobustnessConfig, "", ["--by", "norm", "magic"])
     flags = ["--setup", "mlp-digits", "--width", "2"]
@@ -110,7 +110,7 @@ def test_a_measure_that_does_not_exist_is_refused_and_one_given_twice_counts_onc
     assert two - one == one - 5  # all lines but that of the matching itself
 
 
-def test_the_finding_names_the_measure_that_adds_least_to_the_barrier():
+def test_rank_names_measure_with_lowest_increase():
     def of(**added):
         return {"extra": {name: {"test": {"loss": loss, "accuracy": loss / 2}} for name, loss in added.items()}}
 
@@ -118,12 +118,12 @@ def test_the_finding_names_the_measure_that_adds_least_to_the_barrier():
     assert "The measure norm predicts" in robustness.rank(pairs[0])
     assert "norm 0.100 / 5.0%, correlation 0.200 / 10.0%, random 0.300 / 15.0%" in robustness.rank(pairs[0])
     together = robustness.EXPERIMENT.judge_together(pairs)
-    assert "best by correlation" in together
+    assert "The measure correlation predicts" in together
     assert together == robustness.rank(pool(pairs))
     assert robustness.rank(of(norm=0.1)) == ""
 
 
-def test_samples_are_compared_by_magnitude_and_distribution():
+def test_compare_uses_magnitude_and_distribution():
     rng = np.random.default_rng(0)
     x, y = (rng.normal(size=20_000) for _ in range(2))
     same, wider, shifted = (robustness.compare(x, other) for other in (y, 2 * y, y + 0.5))
@@ -135,7 +135,7 @@ def test_samples_are_compared_by_magnitude_and_distribution():
     assert robustness.compare(x, rng.permutation(x)) == {"magnitude": 1.0, "distance": 0.0, "alike": True}
 
 
-def test_derangements_are_uniform_and_leave_nothing_in_place():
+def test_derangement_is_uniform_without_fixed_points():
     rng = np.random.default_rng(0)
     count = 9000
     seen = Counter(tuple(robustness.derangement(rng, 4).tolist()) for _ in range(count))
@@ -147,7 +147,7 @@ def test_derangements_are_uniform_and_leave_nothing_in_place():
     assert robustness.derangement(rng, 2).tolist() == [1, 0]
 
 
-def test_only_the_lowest_pairs_are_rematched():
+def test_rematch_moves_only_lowest_pairs():
     scores = np.array([0.9, 0.1, 0.5, 0.2, 0.8])
     order = robustness.rematch(scores, 3, np.random.default_rng(0))
     moved = np.flatnonzero(order != np.arange(5))

@@ -3,7 +3,7 @@ import numpy as np
 from experiments import schematic
 
 
-def test_the_schematic_shows_what_the_distributions_draw(results):
+def test_schematic_shows_shares_of_distributions(results):
     found = results(schematic)
     panels = found["panels"]
     shares = {name: np.concatenate([np.ravel(v) for v in panel["shares"].values()]) for name, panel in panels.items()}

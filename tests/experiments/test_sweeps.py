@@ -14,7 +14,7 @@ FEW = ("--points", "3", "--samples", "2")
 @pytest.mark.parametrize(
     "module", [subcube, *(pytest.param(module, marks=pytest.mark.slow) for module in (hyperplane, bernoulli))]
 )
-def test_sampled_sweeps_run_from_a_to_b(module, results, curve, is_score):
+def test_sweeps_run_from_a_to_b(module, results, curve, is_score):
     found = results(module, *FEW)
     for variant in ("naive", "aligned"):
         for metric in METRICS:
@@ -27,7 +27,7 @@ def test_sampled_sweeps_run_from_a_to_b(module, results, curve, is_score):
 
 
 @pytest.mark.slow
-def test_pairs_are_the_runs_of_their_seeds_and_are_judged_together(results):
+def test_pairs_are_runs_of_seeds_judged_together(results):
     both = results(linear, *FEW[:2], "--pairs", "2", "--seed", "1")
     each = [results(linear, *FEW[:2], "--seed", str(seed)) for seed in (1, 2)]
     assert both["title"] == "MLP on digits, width 2, 2 pairs: the line through A and B"
@@ -43,13 +43,13 @@ def test_pairs_are_the_runs_of_their_seeds_and_are_judged_together(results):
 
 
 @pytest.mark.parametrize("flags", [("--pretrained",), ("--checkpoint-b", "somewhere"), ("--seed-a", "0")])
-def test_pairs_go_with_no_given_network(flags, results):
+def test_pairs_reject_given_networks(flags, results):
     with pytest.raises(UserError, match=f"--pairs 2 trains its own networks: remove --pairs or {flags[0]}"):
         results(linear, "--pairs", "2", *flags)
 
 
 @pytest.mark.slow
-def test_the_line_may_go_beyond_its_ends(results, curve, is_score):
+def test_linear_extrapolates_beyond_ends(results, curve, is_score):
     inside = results(linear, *FEW[:2])
     beyond = results(linear, "--points", "13", "--range", "-1", "2")
     assert inside["parameter"]["values"] == [0, 0.5, 1]
@@ -63,7 +63,7 @@ def test_the_line_may_go_beyond_its_ends(results, curve, is_score):
 
 
 @pytest.mark.slow
-def test_a_barrier_counts_no_point_beyond_the_ends(results, curve):
+def test_linear_barrier_ignores_points_beyond_ends(results, curve):
     beyond = results(linear, "--points", "13", "--range", "-1", "2")
     for variant in ("naive", "aligned"):
         loss = curve(beyond, variant)[:, 0]
@@ -73,14 +73,14 @@ def test_a_barrier_counts_no_point_beyond_the_ends(results, curve):
 
 
 @pytest.mark.slow
-def test_a_line_with_no_point_just_beyond_its_ends_cannot_tell(results):
+def test_linear_without_near_points_has_no_verdict(results):
     beyond = results(linear, "--points", "4", "--range", "-1", "2")
     assert beyond["parameter"]["values"] == [-1, 0, 1, 2]
     assert beyond["agrees"] is None
     assert "Give more --points" in beyond["finding"]
 
 
-def test_stitching_goes_layer_by_layer_from_a_to_b(results, curve, is_score):
+def test_stitching_replaces_layer_after_layer(results, curve, is_score):
     found = results(stitching)
     assert found["parameter"]["values"] == [0, 1, 2, 3, 4]
     for end, letter in ((0, "A"), (4, "B")):
@@ -89,14 +89,14 @@ def test_stitching_goes_layer_by_layer_from_a_to_b(results, curve, is_score):
 
 
 @pytest.mark.slow
-def test_the_box_around_a_starts_at_a(results, curve, is_score):
+def test_centered_starts_at_a(results, curve, is_score):
     found = results(centered, *FEW)
     assert is_score(curve(found, "aligned")[0], found["models"]["A"], "loss")
     assert curve(found, "naive")[2].mean() > curve(found, "aligned")[2].mean()
 
 
 @pytest.mark.slow
-def test_min_is_worse_than_max(results, curve):
+def test_minmax_min_is_worse_than_max(results, curve):
     found = results(minmax, *FEW[:2])
     accuracy = curve(found, "aligned", "accuracy")[:, 0]
     assert accuracy[0] > accuracy[-1]
@@ -104,7 +104,7 @@ def test_min_is_worse_than_max(results, curve):
 
 
 @pytest.mark.parametrize("module", [uniform, subcube, hyperplane, bernoulli, stitching, linear])
-def test_a_finding_has_the_barriers_of_both_curves(module):
+def test_sweep_finding_has_barriers_of_both_curves(module):
     level = {split: {"loss": 0.1, "accuracy": 0.95} for split in ("train", "test")}
     barriers = {"naive": {"loss": 1.5, "accuracy": 0.6}, "aligned": {"loss": 0.033, "accuracy": 0.02}}
     made_up = {

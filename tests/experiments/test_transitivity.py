@@ -4,7 +4,7 @@ from experiments import transitivity
 
 
 @pytest.mark.slow
-def test_b_and_c_are_connected_through_a(results, curve, is_score):
+def test_transitivity_connects_b_and_c_through_a(results, curve, is_score):
     found = results(transitivity, "--points", "3")
     assert found["curves"].keys() == {"naive", "through A", "direct"}
     assert found["models"].keys() == {"A", "B", "C"}
@@ -20,7 +20,7 @@ def test_b_and_c_are_connected_through_a(results, curve, is_score):
 
 
 @pytest.mark.slow
-def test_agreement_is_with_b_and_c(results, curve):
+def test_transitivity_agreement_is_with_b_and_c(results, curve):
     agreement = curve(results(transitivity, "--points", "3"), "direct", "agreement")[:, 0].sum(-1)
     b_only, c_only, both, neither = agreement[0]
     assert b_only > 0

@@ -5,7 +5,7 @@ from experiments import triangle
 from mcomb.lab.runs.results import METRICS
 
 
-def test_the_triangle_has_the_networks_at_its_corners(results, is_score, draws_pairs):
+def test_triangle_has_networks_at_corners(results, is_score, draws_pairs):
     found = results(triangle, "--grid", "4")
     assert draws_pairs(triangle, found)
     shares = np.array(found["shares"])
@@ -23,7 +23,7 @@ def test_the_triangle_has_the_networks_at_its_corners(results, is_score, draws_p
     assert found["best"]["place"] in found["finding"]
 
 
-def test_the_triangle_can_be_left(results):
+def test_triangle_extends_beyond_edges(results):
     found = results(triangle, "--grid", "2", "--beyond", "0.5")
     shares = np.array(found["shares"])
     assert shares.min() == -0.5
@@ -31,7 +31,7 @@ def test_the_triangle_can_be_left(results):
     assert len(shares) == 21  # a triangle of 5 steps
 
 
-def test_several_triangles_say_where_the_best_of_each_lies():
+def test_triangle_counts_locations_of_best_networks():
     found = [{"best": {"place": place}} for place in ("on an edge", "in the interior", "on an edge")]
     assert triangle.judge_together(found) == "The best network lies 1 times in the interior, 2 times on an edge."
 
@@ -48,17 +48,17 @@ def test_several_triangles_say_where_the_best_of_each_lies():
         ([0.9, 0.3], "outside the triangle"),
     ],
 )
-def test_places_on_the_triangle_are_named(shares, place):
+def test_locate_names_places_on_triangle(shares, place):
     assert triangle.locate(shares) == place
 
 
 @pytest.mark.parametrize("beyond", [0.0, 0.3, 1.0])
-def test_the_points_of_the_grid_are_counted_without_making_them(beyond):
+def test_count_points_equals_size_of_grid(beyond):
     assert triangle.count_points(7, beyond) == len(triangle.grid(7, beyond))
 
 
 @pytest.mark.parametrize("steps", [3, 7, 20])
-def test_every_point_of_the_grid_is_where_it_is_said_to_be(steps):
+def test_triangle_points_have_their_shares(steps):
     """Shares are float32: those of an edge do not add up to one exactly."""
     places = [triangle.locate(shares) for shares in triangle.grid(steps, 0.0).tolist()]
     assert places.count("at a corner") == 3

@@ -33,7 +33,7 @@ def finished(tmp_path_factory):
     return out
 
 
-def test_it_leaves_results_a_figure_and_what_they_depend_on(finished):
+def test_uniform_writes_results_figure_and_inputs(finished):
     home = finished / "mlp-digits" / "width-2"
     folder = home / "uniform,epochs=40,train-images=50,points=3,samples=2"
     assert {path.name for path in folder.iterdir() if path.name != ".lock"} == {
@@ -63,7 +63,7 @@ def test_it_leaves_results_a_figure_and_what_they_depend_on(finished):
             assert (agreement.sum((2, 3)) == images).all()
 
 
-def test_its_numbers_are_those_of_the_trained_networks(finished):
+def test_uniform_reports_scores_of_networks(finished):
     results = results_in(finished)
     assert results["models"]["A"]["test"]["accuracy"] > 0.8
     for variant in ("naive", "aligned"):
@@ -78,7 +78,7 @@ def test_its_numbers_are_those_of_the_trained_networks(finished):
     assert products["aligned"] > products["naive"]
 
 
-def test_a_second_run_trains_matches_and_evaluates_nothing(finished, monkeypatch, capsys):
+def test_uniform_again_trains_and_evaluates_nothing(finished, monkeypatch, capsys):
     before = results_in(finished)
 
     def never(*args, **kwargs):
@@ -91,7 +91,7 @@ def test_a_second_run_trains_matches_and_evaluates_nothing(finished, monkeypatch
     assert "aligned barrier" in capsys.readouterr().out
 
 
-def test_another_matching_is_measured_anew(finished, tmp_path):
+def test_uniform_measures_again_after_other_matching(finished, tmp_path):
     """Rows of combinations with a B that was aligned otherwise must not be taken for this one's."""
     copy = tmp_path / "copy"
     shutil.copytree(finished, copy)
@@ -107,14 +107,14 @@ def test_another_matching_is_measured_anew(finished, tmp_path):
     assert after["barriers"]["aligned"] != before["barriers"]["aligned"]
 
 
-def test_a_flag_that_says_what_the_recipe_says_changes_nothing(finished):
+def test_uniform_ignores_flag_equal_to_recipe(finished):
     before = results_in(finished)
     run("--epochs", "40", "--batch-size", "100", out=finished)
     assert results_in(finished) == before
 
 
 @pytest.mark.slow
-def test_another_seed_is_another_pair_of_networks_and_untrained_ones_are_allowed(finished, tmp_path):
+def test_uniform_seed_selects_networks(finished, tmp_path):
     run("--epochs", "0", "--seed", "1", out=tmp_path)
     names = sorted(path.name for path in tmp_path.rglob("networks/*") if path.is_dir())
     assert names == ["seed-3,epochs=0", "seed-4,epochs=0"]
@@ -124,7 +124,7 @@ def test_another_seed_is_another_pair_of_networks_and_untrained_ones_are_allowed
 
 
 @pytest.mark.slow
-def test_networks_are_taken_from_given_checkpoints(finished, tmp_path):
+def test_uniform_uses_given_checkpoints(finished, tmp_path):
     networks = finished / "mlp-digits" / "width-2" / "networks"
     run(
         *("--checkpoint-a", str(networks / "seed-0,epochs=40")),
@@ -159,7 +159,7 @@ def test_networks_are_taken_from_given_checkpoints(finished, tmp_path):
         (["--setup", "mlp-digits", "--test-images", "398", "--plan"], ["398 exceeds the 397 test images"]),
     ],
 )
-def test_bad_input_is_one_clear_line_and_exit_code_2(flags, words, tmp_path, capsys, monkeypatch):
+def test_uniform_rejects_bad_input_in_one_line(flags, words, tmp_path, capsys, monkeypatch):
     monkeypatch.delenv(DATA_VARIABLE, raising=False)
     with pytest.raises(SystemExit) as stopped:
         experiment.main(uniform.EXPERIMENT, uniform.__doc__, [*flags, "--out", str(tmp_path / "runs")])
@@ -173,15 +173,15 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(flags, words, tmp_path, cap
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".lock"]
 
 
-def test_an_unwritable_output_folder_is_one_clear_line(tmp_path, capsys):
+def test_uniform_rejects_unwritable_folder_in_one_line(tmp_path, capsys):
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit) as stopped:
         run(out=tmp_path / "file")
     assert stopped.value.code == 2
-    assert "use another --out" in capsys.readouterr().err
+    assert "give another --out" in capsys.readouterr().err
 
 
-def test_a_checkpoint_of_another_width_is_one_clear_line(finished, tmp_path, capsys):
+def test_uniform_rejects_checkpoint_of_other_width(finished, tmp_path, capsys):
     other = finished / "mlp-digits" / "width-2" / "networks" / "seed-0,epochs=40"
     with pytest.raises(SystemExit) as stopped:
         run("--width", "3", "--checkpoint-a", str(other), out=tmp_path)
@@ -189,7 +189,7 @@ def test_a_checkpoint_of_another_width_is_one_clear_line(finished, tmp_path, cap
     assert "of shape (32,) where the model has (48,)" in capsys.readouterr().err
 
 
-def test_help_names_every_flag_on_a_line_of_its_own(capsys):
+def test_uniform_help_has_one_line_per_flag(capsys):
     with pytest.raises(SystemExit) as stopped:
         experiment.main(uniform.EXPERIMENT, uniform.__doc__, ["--help"])
     assert stopped.value.code == 0
@@ -201,7 +201,7 @@ def test_help_names_every_flag_on_a_line_of_its_own(capsys):
 
 
 @pytest.mark.slow
-def test_a_network_of_the_paper_runs_the_whole_job_on_real_images(cifar_archive, tmp_path):
+def test_uniform_runs_model_of_paper_on_real_images(cifar_archive, tmp_path):
     flags = "--setup resnet20-cifar10 --width 1 --epochs 0 --points 2 --samples 1 --train-images 8 --test-images 8"
     experiment.main(
         uniform.EXPERIMENT, None, [*flags.split(), "--data-dir", str(cifar_archive), "--out", str(tmp_path)]

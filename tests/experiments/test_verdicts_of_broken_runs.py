@@ -290,7 +290,7 @@ def changed(results, path, value):
 
 
 @pytest.mark.parametrize("module", CASES, ids=lambda module: module.EXPERIMENT.name)
-def test_a_good_run_agrees(module, judge):
+def test_verdict_of_good_run_is_positive(module, judge):
     assert judge(module, CASES[module][0]()) is True
 
 
@@ -299,11 +299,11 @@ def test_a_good_run_agrees(module, judge):
     [(module, *change) for module, (_, breaks) in CASES.items() for change in breaks],
     ids=lambda it: it.EXPERIMENT.name if hasattr(it, "EXPERIMENT") else None,
 )
-def test_a_broken_run_does_not(module, path, value, judge):
+def test_verdict_of_broken_run_is_not_positive(module, path, value, judge):
     assert judge(module, changed(CASES[module][0](), path, value)) is not True
 
 
-def test_every_experiment_with_a_claim_has_a_case():
+def test_cases_cover_every_experiment_with_claim():
     from experiments import report
 
     assert {module.EXPERIMENT.name for module in report.ORDER} - {"schematic"} == {
@@ -311,14 +311,14 @@ def test_every_experiment_with_a_claim_has_a_case():
     }
 
 
-def test_an_illustration_has_no_verdict(judge):
+def test_verdict_of_illustration_is_none(judge):
     assert judge(schematic, {"experiment": "schematic"}) is None
 
 
 @pytest.mark.parametrize(("factor", "agrees"), [(1.0, True), (1.4, True), (1.6, False)])
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("module", [uniform, subcube, hyperplane, bernoulli], ids=lambda m: m.EXPERIMENT.name)
-def test_where_the_paper_has_a_number_for_the_width_it_is_compared_with(module, metric, factor, agrees, judge):
+def test_verdict_uses_barriers_of_paper_at_same_width(module, metric, factor, agrees, judge):
     paper = vars(module.EXPERIMENT.paper["resnet20-cifar10"])
     aligned = both(paper["loss"], paper["accuracy"])
     aligned["test"][metric] *= factor
@@ -327,13 +327,13 @@ def test_where_the_paper_has_a_number_for_the_width_it_is_compared_with(module, 
     assert judge(module, results | {"config": {"setup": "resnet20-cifar10", "width": 16}}) is True
 
 
-def test_the_papers_worst_network_on_the_triangle_is_compared_with(judge):
+def test_triangle_verdict_uses_worst_accuracy_of_paper(judge):
     results = triangle_run() | {"config": {"setup": "resnet20-cifar10", "width": 40}}
     assert judge(triangle, results) is True
     assert judge(triangle, changed(results, "points.test.accuracy.7", 0.9)) is False
 
 
-def test_the_papers_surviving_layers_are_compared_with(judge):
+def test_robustness_verdict_uses_layers_of_paper(judge):
     results = robustness_run()
     first, second = results["layers"].values()
     names = [f"conv{i}" for i in range(1, 9)]
@@ -343,7 +343,7 @@ def test_the_papers_surviving_layers_are_compared_with(judge):
     assert judge(robustness, results | {"layers": results["layers"] | {"conv6": first}}) is False
 
 
-def test_pairs_in_another_order_than_the_papers_have_no_verdict(judge):
+def test_robustness_verdict_requires_correlation_order(judge):
     results = robustness_run()
     assert judge(robustness, results | {"extra": {"correlation": SMALL, "norm": SMALL}}) is True
     assert judge(robustness, results | {"extra": {"norm": SMALL}}) is None
@@ -351,14 +351,14 @@ def test_pairs_in_another_order_than_the_papers_have_no_verdict(judge):
 
 @pytest.mark.parametrize("images", range(-4, 5))
 @pytest.mark.parametrize(("count", "total"), [(4, 397), (1, 397), (600, 10_000), (30, 397), (20, 10_000)])
-def test_four_test_images_do_not_flip_whether_networks_differ(count, total, images, judge):
+def test_functional_verdict_is_stable_to_four_images(count, total, images, judge):
     def run_of(differing):
         return functional_run(max(0, differing)) | {"images": total}
 
     assert judge(functional, run_of(count + images)) is judge(functional, run_of(count))
 
 
-def test_labels_that_jump_from_a_to_b_are_not_gradual(judge):
+def test_functional_verdict_rejects_jump_of_labels(judge):
     results = functional_run()
     for name in functional.FROM_A_TO_B:
         counts = copy.deepcopy(results["sweeps"][name]["counts"])
@@ -369,7 +369,7 @@ def test_labels_that_jump_from_a_to_b_are_not_gradual(judge):
     assert judge(functional, results | {"sweeps": results["sweeps"] | {"uniform": {"counts": jump}}}) is True
 
 
-def test_few_images_cannot_tell_a_trained_network_from_an_untrained_one(judge):
+def test_verdict_requires_enough_images(judge):
     few = {split: guess | {"images": 8} for split, guess in BASE["guessing"].items()}
     results = sweep_run() | {"guessing": few, "models": {"A": both(0.5, 0.6), "B": both(0.5, 0.6)}}
     assert judge(uniform, results) is None
@@ -385,7 +385,7 @@ def test_few_images_cannot_tell_a_trained_network_from_an_untrained_one(judge):
         (0.6, 397, None),
     ],
 )
-def test_a_network_that_hardly_beats_guessing_is_named_with_what_to_do(reached, images, end):
+def test_why_no_verdict_names_weak_network_and_remedy(reached, images, end):
     guess = {"images": images, "accuracy": 0.118}
     found = why_no_verdict({"models": {"B": {"test": {"accuracy": reached}}}, "guessing": {"test": guess}})
     said = f"No verdict: network B hardly beats guessing. It has a test accuracy of {reached:.1%} {end}"
@@ -415,7 +415,7 @@ OF_EVERY_DAY = (uniform,)
         if module not in (matchers, *LIKE_UNIFORM)
     ],
 )
-def test_untrained_networks_have_no_verdict(module, tmp_path_factory):
+def test_verdict_of_untrained_networks_is_none(module, tmp_path_factory):
     out = tmp_path_factory.getbasetemp() / "untrained"  # shared: networks are made once
     config = module.EXPERIMENT.config
     flags = [*FLAGS, "--epochs", "0", "--out", str(out), *SHORT.get(module, [])]
@@ -427,7 +427,7 @@ def test_untrained_networks_have_no_verdict(module, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_matching_replaced_by_the_identity_is_measured_anew_and_has_no_verdict(results, config_of, tmp_path):
+def test_verdict_of_identity_matching_is_none(results, config_of, tmp_path):
     results(edges)  # with the networks of all experiments, of which a copy is taken
     config = config_of(edges)
     shutil.copytree(Store(config).home / "networks", tmp_path / "mlp-digits" / "width-2" / "networks")

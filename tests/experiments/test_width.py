@@ -11,7 +11,7 @@ FEW = ("--points", "3", "--samples", "2")
 
 
 @pytest.mark.slow
-def test_barriers_and_networks_are_those_of_the_sweeps(results, draws_pairs):
+def test_width_has_barriers_and_networks_of_sweeps(results, draws_pairs):
     found = results(width, "--widths", "2", "2", *FEW)
     assert draws_pairs(width, found)
     assert found["widths"] == [2]
@@ -23,7 +23,7 @@ def test_barriers_and_networks_are_those_of_the_sweeps(results, draws_pairs):
     assert found["finding"] == "No verdict: width 2 alone shows no trend. Give several --widths."
 
 
-def test_every_sweep_is_run_at_every_width_the_narrowest_first(config_of):
+def test_width_runs_every_sweep_narrowest_first(config_of):
     config = config_of(width, "--widths", "4", "1", "4", "2", *FEW)
     parts = width.sweeps(config)
     assert list(parts) == [f"{name}, width {w}" for w in (1, 2, 4) for name in width.SWEEPS]
@@ -32,7 +32,7 @@ def test_every_sweep_is_run_at_every_width_the_narrowest_first(config_of):
         assert (its_config.points, its_config.epochs, its_config.out) == (3, 40, config.out)
 
 
-def test_barriers_are_compared_over_widths(config_of, tmp_path):
+def test_width_compares_barriers_over_widths(config_of, tmp_path):
     config = config_of(width, "--widths", "2", "1", "4")
 
     def part(w, name):
@@ -52,13 +52,13 @@ def test_barriers_are_compared_over_widths(config_of, tmp_path):
     assert len(found["models"]) == 6
     verdict = width.judge(found)
     assert verdict.agrees
-    assert "1.000 in loss and 10.0% in accuracy at width 1, 0.250 and 2.5% at width 4" in verdict.finding
+    assert "1.000 in loss and 10.0% in accuracy at width 1, and 0.250 and 2.5% at width 4" in verdict.finding
     width.draw(found | {"title": "Widths", "experiment": "width"}, tmp_path)
     assert (tmp_path / "width.png").stat().st_size > 5_000
 
 
 @pytest.mark.parametrize("letter", "abc")
-def test_a_network_of_one_width_is_refused(letter):
+def test_width_rejects_checkpoints(letter):
     config = dataclasses.replace(width.WidthConfig(), **{f"checkpoint_{letter}": Path("mine")})
     with pytest.raises(UserError, match="checkpoint mine, which has one width"):
         width.sweeps(config)

@@ -41,7 +41,7 @@ def parse(*words):
     return cli.parse(Example, "An example.", list(words), "The end.")
 
 
-def test_without_flags_every_field_has_its_default():
+def test_parse_without_flags_returns_defaults():
     assert parse() == Example()
 
 
@@ -61,7 +61,7 @@ def test_without_flags_every_field_has_its_default():
         ("--count 5 --loud --count 6", {"count": 6, "loud": True}),
     ],
 )
-def test_a_flag_sets_its_field_in_the_fields_own_type(words, changes):
+def test_parse_converts_flags_to_field_types(words, changes):
     found = parse(*words.split())
     assert found == Example(**changes)
     for name in changes:
@@ -93,7 +93,7 @@ def test_a_flag_sets_its_field_in_the_fields_own_type(words, changes):
         ("--where gs://bucket/x", ["--where", "gs://bucket/x is not a local path"]),
     ],
 )
-def test_a_wrong_flag_is_one_sentence_that_names_it_and_the_help(words, told):
+def test_parse_names_invalid_flag_and_help(words, told):
     with pytest.raises(UserError) as caught:
         parse(*words.split())
     text = str(caught.value)
@@ -103,7 +103,7 @@ def test_a_wrong_flag_is_one_sentence_that_names_it_and_the_help(words, told):
         assert word in text
 
 
-def test_help_has_a_line_for_every_flag_with_its_default(capsys):
+def test_help_lists_every_flag_with_default(capsys):
     with pytest.raises(SystemExit) as stopped:
         parse("--help")
     assert stopped.value.code == 0
@@ -124,7 +124,7 @@ def test_help_has_a_line_for_every_flag_with_its_default(capsys):
         assert said in lines
 
 
-def test_every_field_is_a_flag_with_what_its_annotation_says():
+def test_flags_returns_annotations_of_fields():
     found = cli.flags(Example)
     assert list(found) == [field.name for field in dataclasses.fields(Example)]
     assert found["count"] == Flag("how many", at_least=1)
@@ -146,7 +146,7 @@ def stopping(error):
         (KeyboardInterrupt(), 130, "Interrupted; run the same command to resume.\n"),
     ],
 )
-def test_what_a_person_can_mend_is_one_line_and_an_exit_code(error, code, said, capsys):
+def test_run_prints_user_error_in_one_line(error, code, said, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.run(stopping(error))
     assert stopped.value.code == code
@@ -162,7 +162,7 @@ def test_what_a_person_can_mend_is_one_line_and_an_exit_code(error, code, said, 
         (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GB"), "out of memory: free some, or reduce"),
     ],
 )
-def test_what_the_machine_lacks_is_one_line(error, said, capsys):
+def test_run_prints_missing_resource_in_one_line(error, said, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.run(stopping(error))
     assert stopped.value.code == 1
@@ -177,7 +177,7 @@ def patient(monkeypatch):
     monkeypatch.setattr(interrupts, "PATIENCE", 600.0)
 
 
-def test_a_machine_that_is_taken_away_ends_a_program_like_an_interrupt(capsys):
+def test_run_treats_sigterm_like_interrupt(capsys):
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as stopped:
         cli.run(lambda: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(30)))
@@ -196,7 +196,7 @@ def interruptible():
 
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_that_others_turn_into_an_error_of_theirs_is_still_one(number, tmp_path, capsys):
+def test_run_detects_interrupt_behind_other_error(number, tmp_path, capsys):
     """As orbax may while it reads: a good checkpoint is not taken for a damaged one then."""
     seen = []
 
@@ -226,7 +226,7 @@ def test_an_interrupt_that_others_turn_into_an_error_of_theirs_is_still_one(numb
         reading(tmp_path, lambda: 1 / 0)
 
 
-def test_what_failed_in_the_background_is_not_printed_after_our_own_line(caplog):
+def test_run_mutes_background_failures_after_its_line(caplog):
     """As the other parts of a checkpoint that orbax could not write for want of room."""
 
     async def fail():
@@ -246,7 +246,7 @@ def test_what_failed_in_the_background_is_not_printed_after_our_own_line(caplog)
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("too_soon", [False, True], ids=["", "even too soon"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_that_python_drops_comes_again(number, too_soon, capsys, monkeypatch):
+def test_run_resends_interrupt_that_python_drops(number, too_soon, capsys, monkeypatch):
     """As one that comes while the garbage collector calls back; on a busy machine the next one comes then, too."""
     once, hasty = [number], [too_soon]
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
@@ -277,17 +277,17 @@ def test_an_interrupt_that_python_drops_comes_again(number, too_soon, capsys, mo
     assert capsys.readouterr().err == "Interrupted; run the same command to resume.\n"
 
 
-def test_a_bug_keeps_its_traceback():
+def test_run_keeps_traceback_of_bug():
     with pytest.raises(ZeroDivisionError):
         cli.run(stopping(ZeroDivisionError()))
 
 
-def test_a_program_that_ends_well_is_left_alone(capsys):
+def test_run_returns_after_success(capsys):
     cli.run(lambda: print("done"))
     assert capsys.readouterr() == ("done\n", "")
 
 
-def test_programs_multiply_float32_in_float32():
+def test_run_sets_full_matmul_precision():
     lowered, before = [], jax.config.jax_default_matmul_precision
     jax.config.update("jax_default_matmul_precision", None)
     try:
@@ -297,7 +297,7 @@ def test_programs_multiply_float32_in_float32():
     assert "precision = [HIGHEST, HIGHEST]" in lowered[0]
 
 
-def test_loops_that_orbax_could_not_open_are_no_news_but_others_problems_are(monkeypatch):
+def test_mute_orbax_hides_closed_event_loops_only(monkeypatch):
     class Other:
         def __del__(self):
             raise ValueError("mine")

@@ -30,7 +30,7 @@ def results(samples=2):
 
 
 @pytest.mark.slow
-def test_a_sweep_is_a_png_and_a_pdf_of_the_same_bytes_every_time(tmp_path):
+def test_sweep_figure_is_deterministic(tmp_path):
     folders = [tmp_path / name for name in ("first", "again")]
     for folder in folders:
         folder.mkdir()
@@ -56,13 +56,13 @@ def test_sweep_draws_best_temperatures_only_if_measured(flagged, tmp_path, monke
     assert not any("temperature" in label for label in labels["train"])
 
 
-def test_drawing_changes_no_setting_of_the_caller(tmp_path):
+def test_sweep_figure_keeps_matplotlib_settings(tmp_path):
     before = dict(matplotlib.rcParams)
     sweep(results(samples=1), tmp_path)
     assert dict(matplotlib.rcParams) == before
 
 
-def test_a_figure_that_cannot_be_drawn_leaves_the_one_before(tmp_path, monkeypatch):
+def test_save_failure_keeps_previous_figure(tmp_path, monkeypatch):
     sweep(results(), tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
@@ -76,7 +76,7 @@ def test_a_figure_that_cannot_be_drawn_leaves_the_one_before(tmp_path, monkeypat
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_pdfs_have_their_letters_as_text(tmp_path):
+def test_pdf_figures_contain_text(tmp_path):
     with matplotlib.rc_context(STYLE):
         figure = Figure()
         figure.suptitle("Θ and λ")
@@ -85,6 +85,6 @@ def test_pdfs_have_their_letters_as_text(tmp_path):
     assert b"/Type3" not in (tmp_path / "x.pdf").read_bytes()
 
 
-def test_words_are_wrapped_into_lines():
+def test_wrap_breaks_lines_between_words():
     assert wrap("one two three", 8) == "one two\nthree"
     assert wrap("short", 8) == "short"

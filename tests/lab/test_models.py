@@ -13,7 +13,7 @@ def shapes(model, image):
     return named_leaves(jax.eval_shape(model.init, jax.random.key(0), np.zeros((1, *image), np.float32))["params"])
 
 
-def test_every_network_returns_one_logit_a_class(network):
+def test_models_return_one_logit_per_class(network):
     _, model, params, images = network
     logits = model.apply({"params": params}, images)
     assert logits.shape == (6, 10)
@@ -21,7 +21,7 @@ def test_every_network_returns_one_logit_a_class(network):
     assert np.ptp(np.asarray(logits)) > 0
 
 
-def test_tiny10_has_the_papers_layers():
+def test_tiny10_has_layers_of_paper():
     kernels = [s.shape for name, s in sorted(shapes(Tiny10(1, 10), (32, 32, 3)).items()) if "conv" in name]
     assert kernels == [
         (3, 3, 3, 16),
@@ -46,7 +46,7 @@ def test_resnet20_has_twenty_layers_and_two_strided_shortcuts():
     assert not any("conv" in name and name.endswith("bias") for name in leaves)
 
 
-def test_width_multiplies_the_units_of_every_layer():
+def test_width_multiplies_units_of_every_layer():
     for model, image in ((MLP, (8, 8, 1)), (Tiny10, (32, 32, 3)), (ResNet20, (32, 32, 3))):
         narrow, wide = shapes(model(1, 10), image), shapes(model(3, 10), image)
         for name in narrow:
@@ -56,7 +56,7 @@ def test_width_multiplies_the_units_of_every_layer():
 
 
 @pytest.mark.parametrize(("model", "image"), [(MLP, (8, 8, 1)), (Tiny10, (32, 32, 3)), (ResNet20, (32, 32, 3))])
-def test_only_the_logits_depend_on_the_number_of_classes(model, image):
+def test_models_depend_on_classes_only_in_last_layer(model, image):
     ten, seven = shapes(model(1, 10), image), shapes(model(1, 7), image)
     assert {name for name in ten if ten[name] != seven[name]} == {"logits/kernel", "logits/bias"}
     assert seven["logits/kernel"].shape[-1] == 7
@@ -71,7 +71,7 @@ def test_classifier_normalises_each_channel():
     np.testing.assert_array_equal(classifier(Same(), (4.0, 20.0), (2.0, 10.0))({}, pixels), [[3, 2]])
 
 
-def test_in_bfloat16_networks_have_float32_parameters_and_logits_and_the_same_symmetries(network):
+def test_bfloat16_models_keep_float32_params_and_logits(network):
     setup, _, params, images = network
     model, apply = setup.module(1, "bfloat16"), setup.apply(1, "bfloat16")
     created = jax.eval_shape(model.init, jax.random.key(0), images)["params"]
@@ -95,14 +95,14 @@ def test_in_bfloat16_networks_have_float32_parameters_and_logits_and_the_same_sy
     spec.check(apply, params, pixels)
 
 
-def test_layers_are_in_the_order_of_the_forward_pass(network):
+def test_layer_of_follows_forward_pass(network):
     setup, model, params, _ = network
     layers = {name: model.layer_of(name) for name in named_leaves(params)}
     assert set(layers.values()) == set(range(1, setup.model.depth + 1))
     assert layers["logits/kernel"] == layers["logits/bias"] == setup.model.depth
 
 
-def test_norms_go_with_their_layer_and_shortcuts_with_their_block():
+def test_layer_of_groups_norms_and_shortcuts():
     layer = ResNet20.layer_of
     assert [layer(name) for name in ("conv0/kernel", "norm0/scale", "block1_1/conv1/kernel")] == [1, 1, 2]
     assert layer("block2_1/conv1/kernel") == layer("block2_1/norm1/bias") == 8

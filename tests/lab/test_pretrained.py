@@ -14,7 +14,7 @@ FILES = sorted(PRETRAINED.rglob("*.safetensors"))
 FOLDERS = sorted({file.parent for file in FILES})
 
 
-def test_three_networks_of_each_width_come_in_a_few_megabytes():
+def test_pretrained_has_three_small_files_per_width():
     assert FILES
     for folder in FOLDERS:
         names = sorted(file.name for file in folder.glob("*.safetensors"))
@@ -23,7 +23,7 @@ def test_three_networks_of_each_width_come_in_a_few_megabytes():
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(PRETRAINED)))
-def test_a_card_has_its_networks_fingerprint(folder):
+def test_pretrained_card_has_fingerprint(folder):
     setup, width = folder.parent.name, int(folder.name.removeprefix("width-"))
     found = []
     for file in sorted(folder.glob("*.safetensors")):
@@ -34,7 +34,7 @@ def test_a_card_has_its_networks_fingerprint(folder):
 
 
 @pytest.mark.slow
-def test_a_network_has_the_accuracy_of_its_card(cifar_archive):
+def test_pretrained_network_has_accuracy_of_card(cifar_archive):
     file = PRETRAINED / "mlp-cifar10" / "width-32" / "seed-0.safetensors"
     setup = SETUPS["mlp-cifar10"]
     found = score(setup.apply(32), read_checkpoint(file, setup.shapes(32)), *setup.dataset.load(cifar_archive).test)

@@ -29,7 +29,7 @@ def unloaded(request):
     return dataclasses.replace(setup, dataset=dataclasses.replace(setup.dataset, load=load))
 
 
-def test_nothing_of_a_setup_loads_its_dataset(unloaded):
+def test_setup_does_not_load_dataset(unloaded):
     shapes, params = unloaded.shapes(1), unloaded.init(1, seed=0)
     assert jax.tree.map(lambda x, y: x.shape == y.shape and x.dtype == y.dtype, shapes, params)
     assert jax.tree.structure(shapes) == jax.tree.structure(params)
@@ -40,20 +40,20 @@ def test_nothing_of_a_setup_loads_its_dataset(unloaded):
     assert jax.eval_shape(unloaded.apply(1), params, images).shape == (2, 10)
 
 
-def test_networks_differ_by_seed_and_are_the_same_for_the_same():
+def test_init_depends_only_on_seed():
     first, again, other = (SETUPS["mlp-digits"].init(1, seed)["logits"]["kernel"] for seed in (0, 0, 1))
     np.testing.assert_array_equal(first, again)
     assert (first != other).any()
 
 
-def test_a_new_network_is_the_one_that_flax_gives_for_its_key():
+def test_init_equals_flax_init():
     setup = SETUPS["mlp-digits"]
     images = np.zeros((1, *setup.dataset.image), np.float32)
     expected = jax.jit(setup.module(1).init)(stream(3, "init"), images)["params"]
     assert_close(setup.init(1, seed=3), expected, roundings=4)
 
 
-def test_every_setup_is_of_the_model_and_the_data_in_its_name():
+def test_setup_has_model_and_dataset_of_its_name():
     datasets = {"cifar10": CIFAR10, "digits": DIGITS}
     models = {"resnet20": ResNet20, "tiny10": Tiny10, "mlp": MLP}
     for name, setup in SETUPS.items():
@@ -67,7 +67,7 @@ def below_seven(split):
 
 
 @pytest.mark.slow
-def test_a_dataset_of_seven_classes_is_trained_matched_and_scored(digits):
+def test_setup_with_seven_classes_trains_matches_and_scores(digits):
     dataset = Dataset(
         name="seven digits",
         classes=7,
@@ -95,7 +95,7 @@ def test_a_dataset_of_seven_classes_is_trained_matched_and_scored(digits):
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_every_model_takes_seven_classes(name):
+def test_models_accept_seven_classes(name):
     setup = SETUPS[name]
     seven = dataclasses.replace(setup, dataset=dataclasses.replace(setup.dataset, classes=7))
     images = np.zeros((2, *setup.dataset.image), np.uint8)
@@ -104,7 +104,7 @@ def test_every_model_takes_seven_classes(name):
     assert seven.shapes(1)["logits"]["bias"].shape == (7,)
 
 
-def test_a_setup_gives_one_function_for_each_width():
+def test_setup_caches_apply_per_width():
     setup = SETUPS["mlp-digits"]
     assert setup.apply(2) is setup.apply(2)
     assert setup.spec(2) is setup.spec(2)

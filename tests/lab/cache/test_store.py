@@ -71,7 +71,7 @@ def no_work(monkeypatch):
         (WidthConfig(widths=(2, 1)), "uniform,widths=2..1"),
     ],
 )
-def test_a_folders_name_has_the_flags_that_change_its_results(config, name):
+def test_folder_name_has_flags_that_change_results(config, name):
     config = dataclasses.replace(config, setup="mlp-digits", width=2)
     assert Store(config).folder("uniform") == config.out / "mlp-digits" / "width-2" / name
 
@@ -87,7 +87,7 @@ def test_a_folders_name_has_the_flags_that_change_its_results(config, name):
         ({"epochs": RECIPE.epochs, "checkpoint_every": 2, "matcher": "ste"}, "seed-0 seed-1 seed-2"),
     ],
 )
-def test_networks_are_named_by_their_seeds_and_whatever_changes_them(changes, names, tmp_path):
+def test_network_name_has_seed_and_changed_flags(changes, names, tmp_path):
     store = Store(Config(setup="mlp-digits", width=1, out=tmp_path / "runs", **changes), make=False)
     for letter, name in zip("ABC", names.split(), strict=False):
         with pytest.raises(NotKeptError, match=f"^{name}$"):
@@ -95,14 +95,14 @@ def test_networks_are_named_by_their_seeds_and_whatever_changes_them(changes, na
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_matching_is_named_by_the_dtype_where_its_matcher_computes_something():
+def test_matching_name_has_dtype_if_matcher_computes():
     plain, other = (Store(dataclasses.replace(CONFIG, dtype=dtype)) for dtype in ("float32", "bfloat16"))
     assert other.matching_path("A", "B", "weights") == plain.matching_path("A", "B", "weights")
     assert plain.matching_path("A", "B", "ste").name == "B-to-A,matcher=ste.npz"
     assert other.matching_path("A", "B", "ste").name == "B-to-A,matcher=ste,dtype=bfloat16.npz"
 
 
-def test_the_name_of_a_matching_is_never_too_long_for_a_file():
+def test_matching_name_fits_file_system_limit():
     store, long = Store(CONFIG), ",".join(f"option-{i}=0.001" for i in range(12))
     paths = [
         store.matching_path(f"seed-0,{long}", f"seed-{i},{long}", "ste", restarts=restarts).name
@@ -114,7 +114,7 @@ def test_the_name_of_a_matching_is_never_too_long_for_a_file():
 
 
 @pytest.mark.slow
-def test_a_network_that_is_trained_in_bfloat16_is_another_one_and_says_so(tmp_path):
+def test_network_trained_in_bfloat16_has_own_name(tmp_path):
     stores = [Store(dataclasses.replace(CONFIG, epochs=1, out=tmp_path, dtype=d)) for d in ("float32", "bfloat16")]
     plain, other = (store.networks("A")["A"] for store in stores)
     assert plain.fingerprint != other.fingerprint
@@ -128,7 +128,7 @@ def test_a_network_that_is_trained_in_bfloat16_is_another_one_and_says_so(tmp_pa
         Store(stores[1].config).networks("A")
 
 
-def test_what_is_kept_is_read_and_not_made_again(store, no_work, capsys):
+def test_store_reads_cached_objects(store, no_work, capsys):
     for make in (True, False):
         again = Store(store.config, make=make)
         a, b = again.networks("AB").values()
@@ -140,7 +140,7 @@ def test_what_is_kept_is_read_and_not_made_again(store, no_work, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_a_matching_is_read_as_it_was_found(tmp_path):
+def test_matching_roundtrips_through_file(tmp_path):
     store = Store(dataclasses.replace(CONFIG, epochs=0, out=tmp_path))
     a, b = store.networks("AB").values()
     for matcher, restarts in (("weights", 1), ("weights", 3), ("activations", 1)):
@@ -154,7 +154,7 @@ def test_a_matching_is_read_as_it_was_found(tmp_path):
 
 
 @pytest.mark.parametrize("matcher", ["weights", "activations"])
-def test_every_process_goes_on_with_the_matching_of_the_first(matcher, tmp_path, monkeypatch):
+def test_matching_of_first_process_is_used_by_all(matcher, tmp_path, monkeypatch):
     store = Store(dataclasses.replace(CONFIG, epochs=0, out=tmp_path))
     a, b = store.networks("AB").values()
     shared = []
@@ -167,7 +167,7 @@ def test_every_process_goes_on_with_the_matching_of_the_first(matcher, tmp_path,
     assert store.matching(a, b, matcher) is shared[-1]
 
 
-def test_data_that_differ_between_processes_are_found_out_when_they_are_loaded(monkeypatch):
+def test_data_differing_between_processes_are_detected(monkeypatch):
     compared = {}
     monkeypatch.setattr(stores, "require_agreement", compared.__setitem__)
     stores.load_data.cache_clear()
@@ -207,7 +207,7 @@ def with_a_wrong_directory(content):
     ],
     ids=["empty", "a start", "half", "but one", "text", "garbage", "a header", "a directory", "an array"],
 )
-def test_a_matching_file_that_is_not_whole_is_said_to_be_so_in_one_line_and_matched_anew(store, damage, capsys):
+def test_matching_file_truncated_is_recomputed(store, damage, capsys):
     a, b, path = *store.networks("AB").values(), matching_file(store)
     before = store.matching(a, b, "weights")
     path.write_bytes(damage(path.read_bytes()))
@@ -221,7 +221,7 @@ def test_a_matching_file_that_is_not_whole_is_said_to_be_so_in_one_line_and_matc
     assert capsys.readouterr().err == ""
 
 
-def test_a_matching_file_with_a_wrong_byte_is_read_as_it_was_or_not_at_all(store, capsys):
+def test_matching_file_with_wrong_byte_is_never_misread(store, capsys):
     path = matching_file(store)
     whole = path.read_bytes()
     with np.load(path) as file:
@@ -234,7 +234,7 @@ def test_a_matching_file_with_a_wrong_byte_is_read_as_it_was_or_not_at_all(store
             read += 1
             assert_equal(dataclasses.asdict(found), dataclasses.asdict(expected))
     assert read < len(whole) / 11
-    assert all("anew" in line for line in capsys.readouterr().err.splitlines())
+    assert all("matching again" in line for line in capsys.readouterr().err.splitlines())
 
 
 def change_kept(path, **changes):
@@ -254,7 +254,7 @@ OTHER = "belongs to other networks, data or versions: matching again"
         ({"perms/dense2": None}, "is from an older version: matching again"),
     ],
 )
-def test_a_matching_of_something_else_is_said_to_be_so_in_one_line_and_matched_anew(changes, said, store, capsys):
+def test_matching_of_other_networks_is_recomputed(changes, said, store, capsys):
     a, b, path = *store.networks("AB").values(), matching_file(store)
     before = store.matching(a, b, "weights")
     change_kept(path, **changes)
@@ -262,7 +262,7 @@ def test_a_matching_of_something_else_is_said_to_be_so_in_one_line_and_matched_a
     assert capsys.readouterr().err.splitlines().count(f"{path} {said}") == 1
 
 
-def test_only_a_matcher_that_sees_data_matches_anew_when_they_change(store, monkeypatch, capsys):
+def test_matching_depends_on_data_only_if_matcher_does(store, monkeypatch, capsys):
     a, b = store.networks("AB").values()
     for matcher in ("weights", "activations"):
         store.matching(a, b, matcher)
@@ -274,7 +274,7 @@ def test_only_a_matcher_that_sees_data_matches_anew_when_they_change(store, monk
         assert capsys.readouterr().err.count(OTHER) == anew
 
 
-def test_a_matching_that_is_none_is_refused_before_it_is_used(store):
+def test_matching_that_is_no_permutation_is_rejected(store):
     b = store.networks("B")["B"]
     perms = {name: np.arange(size) for name, size in store.spec.sizes.items()}
     assert_equal(store.permute(b, Matching(perms, 0.0, ())), b.params)
@@ -296,7 +296,7 @@ def stopping(train):
 
 
 @pytest.mark.slow
-def test_a_training_that_was_stopped_goes_on_and_ends_as_if_it_had_not_been(store, tmp_path, monkeypatch):
+def test_training_resumes_to_uninterrupted_result(store, tmp_path, monkeypatch):
     config = dataclasses.replace(store.config, out=tmp_path / "stopped", checkpoint_every=1)
     real = stores.train
 
@@ -322,7 +322,7 @@ class StopsAfter(Event):
 
 
 @pytest.mark.slow
-def test_a_training_that_was_stopped_within_an_epoch_goes_on_from_there(tmp_path, monkeypatch):
+def test_training_resumes_within_epoch(tmp_path, monkeypatch):
     """An epoch has 14 steps: it is stopped after 20, and 15 steps later again."""
     config = dataclasses.replace(CONFIG, steps_per_call=1, out=tmp_path / "stopped")
     whole = Store(dataclasses.replace(config, out=tmp_path / "whole")).networks("A")["A"]
@@ -341,7 +341,7 @@ def test_a_training_that_was_stopped_within_an_epoch_goes_on_from_there(tmp_path
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_given_network_with_a_weight_that_is_not_finite_is_refused_by_name(value, store, tmp_path):
+def test_given_network_with_nonfinite_weight_is_rejected(value, store, tmp_path):
     params = store.setup.init(1, seed=0)
     params["dense2"]["kernel"] = params["dense2"]["kernel"].at[0, 0].set(value)
     write_checkpoint(tmp_path / "mine.safetensors", params)
@@ -351,7 +351,7 @@ def test_a_given_network_with_a_weight_that_is_not_finite_is_refused_by_name(val
 
 
 @pytest.mark.parametrize("name", ["net/d/..", "...safetensors", "-", "a,seed=1", "é" * 60, "x" * 200], ids=range(6))
-def test_whatever_a_given_network_is_called_its_results_stay_below_the_output_folder(name, tmp_path):
+def test_given_network_name_stays_inside_output_folder(name, tmp_path):
     place, out = tmp_path / "given" / name, tmp_path / "out"
     (tmp_path / "given").mkdir()
     network = SETUPS["mlp-digits"].init(1, seed=0)
@@ -375,7 +375,7 @@ def train(store, *seeds):
 
 
 @pytest.mark.slow
-def test_a_network_does_not_depend_on_who_is_trained_beside_it(tmp_path):
+def test_network_is_independent_of_networks_beside_it(tmp_path):
     config = Config(setup="mlp-digits", width=1, epochs=2, out=tmp_path / "two")
     three = Store(dataclasses.replace(config, out=tmp_path / "three"))
     two = Store(config)
@@ -392,7 +392,7 @@ def test_a_network_does_not_depend_on_who_is_trained_beside_it(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_training_that_is_gone_on_with_alone_keeps_the_devices_it_had_beside_others(tmp_path, monkeypatch):
+def test_training_resumed_alone_keeps_its_devices(tmp_path, monkeypatch):
     config = Config(setup="mlp-digits", width=1, epochs=4, checkpoint_every=1, out=tmp_path / "stopped")
     real, whole = stores.train, train(Store(dataclasses.replace(config, out=tmp_path / "whole")), 0, 1)
 
@@ -413,7 +413,7 @@ def needed(config, devices):
     return compile_training(store.apply, shapes, store.data.train, store.recipe, mesh).memory / 1e9
 
 
-def test_networks_train_in_turn_where_memory_is_small(kept, tmp_path, monkeypatch, capsys):
+def test_networks_train_in_turn_if_memory_is_small(kept, tmp_path, monkeypatch, capsys):
     config = dataclasses.replace(CONFIG, out=tmp_path)
     share = max(1, len(jax.devices()) // 2)
     monkeypatch.setenv(MEMORY_VARIABLE, str(1.5 * needed(config, share)))
@@ -427,7 +427,7 @@ def test_networks_train_in_turn_where_memory_is_small(kept, tmp_path, monkeypatc
 
 
 @pytest.mark.skipif(len(jax.devices()) == 1, reason="there is one device")
-def test_a_network_trains_on_one_device_where_memory_is_small(tmp_path, monkeypatch, capsys):
+def test_network_trains_on_one_device_if_memory_is_small(tmp_path, monkeypatch, capsys):
     config = dataclasses.replace(CONFIG, out=tmp_path)
     least, most = needed(config, 1), needed(config, len(jax.devices()))
     assert least < most
@@ -439,7 +439,7 @@ def test_a_network_trains_on_one_device_where_memory_is_small(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(("width", "memory"), [(1, "0.0001"), (20_000, "8")])
-def test_a_network_that_does_not_fit_is_refused(width, memory, tmp_path, monkeypatch):
+def test_network_exceeding_memory_is_rejected(width, memory, tmp_path, monkeypatch):
     """Before anything is made: the weights of the wide one alone would take a terabyte."""
     monkeypatch.setenv(MEMORY_VARIABLE, memory)
     store = Store(dataclasses.replace(CONFIG, width=width, out=tmp_path))
@@ -448,7 +448,7 @@ def test_a_network_that_does_not_fit_is_refused(width, memory, tmp_path, monkeyp
     assert not [path for path in tmp_path.rglob("networks/*") if path.is_dir()]
 
 
-def test_a_long_training_says_so_at_its_start(monkeypatch, capsys):
+def test_training_announces_long_duration(monkeypatch, capsys):
     store, mesh = Store(CONFIG), device_mesh()
     monkeypatch.setattr(stores, "matrix_rate", lambda mesh: 1e12)
     store._say_if_long(3e15, mesh, "training seed-0")
@@ -457,7 +457,7 @@ def test_a_long_training_says_so_at_its_start(monkeypatch, capsys):
     assert "training seed-0 takes 12 days or more on" in capsys.readouterr().err
 
 
-def test_a_diverging_training_keeps_its_last_good_checkpoint(tmp_path, monkeypatch):
+def test_training_that_diverges_keeps_last_good_checkpoint(tmp_path, monkeypatch):
     """The learning rate of the third epoch is absurd."""
     real = training.learning_rate
 
@@ -475,12 +475,12 @@ def test_a_diverging_training_keeps_its_last_good_checkpoint(tmp_path, monkeypat
     assert {path.name for path in tmp_path.rglob("seed-0,epochs=5/*")} == {"1", "2"}
 
 
-def test_untrained_networks_are_those_of_their_seeds(tmp_path):
+def test_untrained_networks_depend_on_seed(tmp_path):
     store = Store(dataclasses.replace(CONFIG, epochs=0, out=tmp_path))
     assert_equal(store.networks("B")["B"].params, store.setup.init(1, seed=1))
 
 
-def test_a_given_checkpoint_is_the_network_and_nothing_is_trained(store, tmp_path, no_work):
+def test_given_checkpoint_replaces_training(store, tmp_path, no_work):
     params = store.networks("A")["A"].params
     write_checkpoint(tmp_path / "mine", params)
     given = Store(dataclasses.replace(store.config, checkpoint_b=tmp_path / "mine")).networks("B")["B"]
@@ -500,7 +500,7 @@ def pretrained(store, tmp_path, monkeypatch):
     return Store(config)
 
 
-def test_networks_that_come_with_the_repository_are_used_and_named(pretrained, store, no_work):
+def test_pretrained_networks_are_used_and_named(pretrained, store, no_work):
     for seed, letter in enumerate("AB"):
         network, expected = pretrained.networks(letter)[letter], store.networks(letter)[letter]
         assert_equal(network.params, expected.params)
@@ -510,8 +510,10 @@ def test_networks_that_come_with_the_repository_are_used_and_named(pretrained, s
     assert not pretrained.config.out.exists()
 
 
-def test_a_network_that_does_not_come_with_the_repository_is_named_beside_those_that_do(pretrained):
-    with pytest.raises(UserError, match=r"no pretrained mlp-digits/width-1/seed-2\.safetensors: .* the seeds 0, 1$"):
+def test_pretrained_error_lists_available_networks(pretrained):
+    with pytest.raises(
+        UserError, match=r"no pretrained network mlp-digits/width-1/seed-2\.safetensors: .* the seeds 0, 1$"
+    ):
         pretrained.networks("C")
     for name in ("tiny10/width-2", "tiny10/width-10"):
         (stores.PRETRAINED / name).mkdir(parents=True)
@@ -532,7 +534,7 @@ def test_a_network_that_does_not_come_with_the_repository_is_named_beside_those_
         ({"seed_b": 0, "pretrained": True}, "A and B both have seed 0"),
     ],
 )
-def test_no_two_networks_are_trained_from_one_seed(changes, said, tmp_path):
+def test_networks_with_equal_seeds_are_rejected(changes, said, tmp_path):
     config = Config(setup="mlp-digits", width=1, out=tmp_path / "runs", **changes)
     with pytest.raises(UserError, match=f"networks {said}: use different seeds"):
         Store(config).networks("ABC")
@@ -540,14 +542,14 @@ def test_no_two_networks_are_trained_from_one_seed(changes, said, tmp_path):
     assert list(Store(given).trainings("ABC")) == ([] if config.pretrained else ["C"])
 
 
-def test_a_checkpoint_of_another_width_is_refused(store):
+def test_checkpoint_of_other_width_is_rejected(store):
     (folder,) = store.home.glob("networks/seed-0*")
     wider = Store(dataclasses.replace(store.config, width=3, checkpoint_a=folder))
     with pytest.raises(UserError, match=r"of shape \(16,\) where the model has \(48,\)"):
         wider.networks("A")
 
 
-def test_matching_seconds_leave_out_compilation(tmp_path, monkeypatch):
+def test_matching_seconds_exclude_compilation(tmp_path, monkeypatch):
     def compile_and_match(*args, **options):
         time.sleep(0.2)
         for event in stores.COMPILATION:
@@ -560,7 +562,7 @@ def test_matching_seconds_leave_out_compilation(tmp_path, monkeypatch):
     assert 0 < found.seconds <= store.seconds["matching"] - 0.19
 
 
-def test_times_of_one_kind_of_work_add_up(store):
+def test_timed_adds_up_seconds_of_same_kind(store):
     for _ in range(2):
         with store.timed("sleeping"):
             pass

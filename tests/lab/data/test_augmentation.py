@@ -24,13 +24,13 @@ def equal(new, old):
     return np.abs(new - old).max() <= ROUNDING
 
 
-def test_no_augmentation_is_the_identity():
+def test_augmentation_default_is_identity():
     new = augment(jax.random.key(0), images(), Augmentation())
     assert new.dtype == jnp.float32
     assert equal(np.asarray(new), np.asarray(images(), np.float32))
 
 
-def test_flips_mirror_some_images_exactly():
+def test_flip_mirrors_some_images_exactly():
     batch = jnp.concatenate([images()] * 8)
     flipped = augment(jax.random.key(0), batch, Augmentation(flip=True))
     pairs = list(zip(np.asarray(flipped), np.asarray(batch, np.float32), strict=True))
@@ -40,7 +40,7 @@ def test_flips_mirror_some_images_exactly():
     assert sum(same) + sum(mirrored) == len(pairs)
 
 
-def test_shifts_move_by_whole_pixels_and_fill_with_black():
+def test_shift_moves_whole_pixels_and_fills_with_black():
     batch = jnp.concatenate([images()] * 16)
     shifted = augment(jax.random.key(0), batch, Augmentation(shift=1))
     padded = np.pad(np.asarray(batch, np.float32), ((0, 0), (1, 1), (1, 1), (0, 0)))
@@ -84,7 +84,7 @@ def distance_from_centre(image):
     return np.hypot((mass * axis[:, None]).sum(), (mass * axis).sum()) / mass.sum()
 
 
-def test_resizing_scales_both_axes_by_one_factor_in_its_range_and_crops_inside():
+def test_scale_resizes_both_axes_by_one_factor_in_range():
     size, least, most = 33, 1.5, 2.0
     places = np.stack(np.meshgrid(*[np.arange(size, dtype=np.float32)] * 2, indexing="ij"), -1)[None]
     factors, crops = [], []
@@ -100,7 +100,7 @@ def test_resizing_scales_both_axes_by_one_factor_in_its_range_and_crops_inside()
     assert np.ptp(crops, axis=0).min() > 1
 
 
-def test_resizing_keeps_constant_images_constant_inside():
+def test_scale_keeps_constant_images_constant_inside():
     batch = jnp.full((3, 16, 16, 1), 200, jnp.uint8)
     how = Augmentation(scale=(1.1, 1.2), flip=True)
     inside = augment(jax.random.key(2), batch, how)[:, 3:-3, 3:-3]

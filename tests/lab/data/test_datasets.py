@@ -24,7 +24,7 @@ def statistics(images):
     return mean, np.sqrt(second / count - mean**2)
 
 
-def test_digits_are_the_same_real_images_every_time(digits):
+def test_digits_are_deterministic(digits):
     again = load_digits()
     assert digits.train.images.shape == (1400, 8, 8, 1)
     assert digits.test.images.shape == (397, 8, 8, 1)
@@ -34,7 +34,7 @@ def test_digits_are_the_same_real_images_every_time(digits):
     np.testing.assert_array_equal(digits.test.images, again.test.images)
 
 
-def test_digits_are_those_that_scikit_learn_loads(digits):
+def test_digits_equal_scikit_learn(digits):
     from sklearn.datasets import load_digits
 
     theirs = load_digits()
@@ -43,12 +43,12 @@ def test_digits_are_those_that_scikit_learn_loads(digits):
         np.testing.assert_array_equal(np.concatenate(ours), expected[order])
 
 
-def test_digits_split_shares_no_image(digits):
+def test_digits_splits_are_disjoint(digits):
     rows = {row.tobytes() for row in digits.train.images}
     assert not any(row.tobytes() in rows for row in digits.test.images)
 
 
-def test_what_is_known_of_digits_without_loading_them_is_what_is_loaded(digits):
+def test_digits_constants_equal_loaded_data(digits):
     assert DIGITS.image == digits.train.images.shape[1:] == digits.test.images.shape[1:]
     assert DIGITS.classes == len(set(digits.train.labels)) == 1 + max(digits.train.labels)
     mean, std = statistics(digits.train.images)
@@ -57,7 +57,7 @@ def test_what_is_known_of_digits_without_loading_them_is_what_is_loaded(digits):
     np.testing.assert_allclose(DIGITS.std, std, rtol=rounding)
 
 
-def test_first_takes_the_first_images_or_all(digits):
+def test_first_returns_first_images_or_all(digits):
     np.testing.assert_array_equal(digits.test.first(5).images, digits.test.images[:5])
     np.testing.assert_array_equal(digits.test.first(5).labels, digits.test.labels[:5])
     assert len(digits.test.first(None).labels) == 397
@@ -68,7 +68,7 @@ def cifar10(cifar_archive):
     return CIFAR10.load(cifar_archive)
 
 
-def test_real_cifar10_is_read_whole(cifar10):
+def test_cifar10_is_read_completely(cifar10):
     assert cifar10.train.images.shape == (50_000, 32, 32, 3)
     assert cifar10.test.images.shape == (10_000, 32, 32, 3)
     np.testing.assert_array_equal(np.bincount(cifar10.train.labels), [5000] * 10)
@@ -76,7 +76,7 @@ def test_real_cifar10_is_read_whole(cifar10):
     assert cifar10.train.labels[:10].tolist() == [6, 9, 9, 4, 1, 1, 2, 7, 8, 3]
 
 
-def test_what_is_known_of_cifar10_without_loading_it_is_what_is_loaded(cifar10):
+def test_cifar10_constants_equal_loaded_data(cifar10):
     assert cifar10.train.images.shape[1:] == CIFAR10.image
     assert 1 + cifar10.train.labels.max() == CIFAR10.classes
     for known, found in zip((CIFAR10.mean, CIFAR10.std), statistics(cifar10.train.images), strict=True):
@@ -111,7 +111,7 @@ def write_archive(path, folder, members):
 
 
 @pytest.mark.parametrize("folder", ["cifar-10-batches-bin", "cifar-10-batches-py"])
-def test_archive_folder_and_their_parent_give_the_same_images(small_cifar, tmp_path, folder):
+def test_archive_folder_and_parent_give_same_images(small_cifar, tmp_path, folder):
     unpacked, packed = tmp_path / "unpacked", tmp_path / "packed"
     (unpacked / folder).mkdir(parents=True)
     packed.mkdir()
@@ -127,7 +127,7 @@ def test_archive_folder_and_their_parent_give_the_same_images(small_cifar, tmp_p
         np.testing.assert_array_equal(load_cifar10(place).train.images, first.train.images)
 
 
-def test_both_layouts_hold_the_same_pixels(small_cifar, tmp_path):
+def test_layouts_hold_same_pixels(small_cifar, tmp_path):
     for folder, members in small_cifar.items():
         (tmp_path / folder).mkdir()
         for name, content in members.items():
@@ -136,13 +136,13 @@ def test_both_layouts_hold_the_same_pixels(small_cifar, tmp_path):
     np.testing.assert_array_equal(binary.test.images, python.test.images)
 
 
-def test_the_environment_variable_names_the_copy(small_cifar, tmp_path, monkeypatch):
+def test_environment_variable_selects_copy(small_cifar, tmp_path, monkeypatch):
     write_archive(tmp_path / "any.tar.gz", "x", small_cifar["cifar-10-batches-bin"])
     monkeypatch.setenv(data.DATA_VARIABLE, str(tmp_path / "any.tar.gz"))
     assert len(load_cifar10().train.labels) == 15
 
 
-def test_a_damaged_member_is_named(small_cifar, tmp_path):
+def test_archive_error_names_damaged_member(small_cifar, tmp_path):
     members = small_cifar["cifar-10-batches-bin"] | {"data_batch_3.bin": b"damaged"}
     write_archive(tmp_path / "a.tar.gz", "x", members)
     with pytest.raises(UserError, match=r"data_batch_3\.bin in .* is damaged"):
@@ -154,14 +154,14 @@ class Bomb:
         return (pytest.fail, ("the pickle was opened",))
 
 
-def test_a_pickle_with_a_wrong_checksum_is_never_opened(small_cifar, tmp_path):
+def test_pickle_with_wrong_checksum_is_never_opened(small_cifar, tmp_path):
     members = small_cifar["cifar-10-batches-py"] | {"test_batch": pickle.dumps(Bomb())}
     write_archive(tmp_path / "a.tar.gz", "x", members)
     with pytest.raises(UserError, match="test_batch in .* is damaged"):
         load_cifar10(tmp_path / "a.tar.gz")
 
 
-def test_a_truncated_archive_is_a_clear_error(small_cifar, tmp_path):
+def test_archive_truncated_raises_user_error(small_cifar, tmp_path):
     path = tmp_path / "a.tar.gz"
     write_archive(path, "x", small_cifar["cifar-10-batches-bin"])
     path.write_bytes(path.read_bytes()[:-2000])
@@ -171,7 +171,7 @@ def test_a_truncated_archive_is_a_clear_error(small_cifar, tmp_path):
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE])
 @pytest.mark.parametrize("target", ["nowhere", "data_batch_1.bin"])
-def test_a_link_in_an_archive_is_no_image(kind, target, small_cifar, tmp_path):
+def test_archive_links_are_ignored(kind, target, small_cifar, tmp_path):
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         info = tarfile.TarInfo("data_batch_1.bin")
         info.type, info.linkname = kind, target
@@ -180,7 +180,7 @@ def test_a_link_in_an_archive_is_no_image(kind, target, small_cifar, tmp_path):
         load_cifar10(tmp_path / "a.tar")
 
 
-def test_a_damaged_xz_archive_is_a_clear_error(small_cifar, tmp_path):
+def test_archive_damaged_xz_raises_user_error(small_cifar, tmp_path):
     with tarfile.open(tmp_path / "a.tar.xz", "w:xz") as tar:
         for name, content in small_cifar["cifar-10-batches-bin"].items():
             info = tarfile.TarInfo(name)
@@ -193,7 +193,7 @@ def test_a_damaged_xz_archive_is_a_clear_error(small_cifar, tmp_path):
         load_cifar10(tmp_path / "a.tar.xz")
 
 
-def test_a_place_without_the_data_is_a_clear_error(small_cifar, tmp_path):
+def test_missing_data_raises_user_error(small_cifar, tmp_path):
     with pytest.raises(UserError, match="no file of it was found"):
         load_cifar10(tmp_path / "nowhere")
     some = dict(list(small_cifar["cifar-10-batches-bin"].items())[:2])
@@ -210,7 +210,7 @@ def shuffled_examples(split, name, seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_examples_of_tfds_are_brought_into_the_archives_order(digits, seed):
+def test_tfds_examples_are_sorted_like_archive(digits, seed):
     examples = shuffled_examples(digits.train, b"train", seed)
     assert [example["label"] for example in examples] != digits.train.labels.tolist()
     found = data._in_archive_order(examples)
@@ -238,7 +238,7 @@ def tfds(small_cifar, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("prepared", [True, False])
-def test_tfds_gives_what_the_archive_gives_once_it_is_prepared(prepared, tfds, monkeypatch):
+def test_tfds_equals_archive_once_prepared(prepared, tfds, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if prepared else name)
     folder = tfds.prepared / "cifar10" / "array_record"
     if prepared:
@@ -251,7 +251,7 @@ def test_tfds_gives_what_the_archive_gives_once_it_is_prepared(prepared, tfds, m
         np.testing.assert_array_equal(getattr(found, split).labels, getattr(tfds.local, split).labels)
 
 
-def test_a_tfds_that_cannot_prepare_or_fails_is_passed_over_for_the_archive(tfds, monkeypatch):
+def test_tfds_failure_falls_back_to_archive(tfds, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert load_cifar10() is tfds.local
     assert not tfds.prepared.exists()

@@ -86,7 +86,7 @@ def cached():
     return sorted(path.name for path in pooch.os_cache("mcomb").glob("*") if not path.name.startswith("."))
 
 
-def test_it_is_downloaded_once_and_then_read_from_the_cache(serve, archive, capsys):
+def test_download_happens_once(serve, archive, capsys):
     server = serve(lambda handler: send(handler, archive))
     first, second = data.CIFAR10.load(None), data.CIFAR10.load(None)
     assert server.asked == 1
@@ -97,7 +97,7 @@ def test_it_is_downloaded_once_and_then_read_from_the_cache(serve, archive, caps
     assert "CIFAR-10: 100%" in err
 
 
-def test_a_damaged_copy_in_the_cache_is_downloaded_again(serve, archive, capsys):
+def test_download_replaces_damaged_copy(serve, archive, capsys):
     server = serve(lambda handler: send(handler, archive))
     first = data.CIFAR10.load(None)
     (pooch.os_cache("mcomb") / cached()[0]).write_bytes(archive[:1000])
@@ -134,7 +134,7 @@ def wrong_pixels(handler, archive):
     ],
     ids=["broken", "a page", "other images", "not there", "slow"],
 )
-def test_what_is_not_cifar10_is_one_clear_line_and_leaves_nothing(serve, archive, monkeypatch, answer, reason):
+def test_download_of_other_file_is_rejected_and_removed(serve, archive, monkeypatch, answer, reason):
     monkeypatch.setattr(data, "TIMEOUT", 0.5)
     serve(lambda handler: answer(handler, archive))
     with pytest.raises(UserError, match=reason) as raised:
@@ -150,7 +150,7 @@ def test_what_is_not_cifar10_is_one_clear_line_and_leaves_nothing(serve, archive
     gc.collect(1)  # here, and not in somebody else's test
 
 
-def test_without_a_network_one_line_says_what_to_do(serve, archive, monkeypatch):
+def test_download_without_network_prints_remedy(serve, archive, monkeypatch):
     serve(lambda handler: None)
     monkeypatch.setenv(data.URL_VARIABLE, "http://127.0.0.1:9/cifar-10-binary.tar.gz")  # nothing listens there
     with pytest.raises(UserError, match=r"cannot download CIFAR-10 from http://127\.0\.0\.1:9/"):
@@ -158,7 +158,7 @@ def test_without_a_network_one_line_says_what_to_do(serve, archive, monkeypatch)
     assert cached() == []
 
 
-def test_a_local_copy_comes_first(serve, archive, tmp_path):
+def test_download_is_skipped_for_local_copy(serve, archive, tmp_path):
     server = serve(lambda handler: send(handler, archive))
     (tmp_path / "cifar-10-binary.tar.gz").write_bytes(archive)
     assert len(data.CIFAR10.load(tmp_path).train.labels) == 10

@@ -15,7 +15,7 @@ def rows(subset, who):
 
 
 @given(SUBSETS)
-def test_every_image_is_withheld_or_seen_and_by_both_only_where_nothing_is_split(subset):
+def test_splits_partition_images(subset):
     a, b, withheld = (rows(subset, who) for who in ("A", "B", "withheld"))
     assert len(withheld) == subset.withheld
     assert sorted({*a, *b} | {*withheld}) == list(range(1000))
@@ -25,12 +25,12 @@ def test_every_image_is_withheld_or_seen_and_by_both_only_where_nothing_is_split
 
 
 @given(SUBSETS)
-def test_a_seed_gives_the_same_images_every_time_and_another_seed_others(subset):
+def test_splits_depend_only_on_seed(subset):
     assert rows(subset, "A") == rows(subset, "A")
     assert rows(subset, "withheld") != rows(subset._replace(seed=subset.seed + 100), "withheld") or subset.withheld < 3
 
 
-def test_a_sees_its_part_of_one_half_of_the_classes_and_the_rest_of_the_other():
+def test_biased_split_has_requested_fractions():
     subset = Subset("biased", 0.8, 200, 3, "A")
     a, b = (np.bincount(LABELS[rows(subset, who)], minlength=10) for who in "AB")
     parts = np.sort(a / (a + b))
@@ -39,7 +39,7 @@ def test_a_sees_its_part_of_one_half_of_the_classes_and_the_rest_of_the_other():
     assert subset.expected_count(1000) == 400
 
 
-def test_parts_of_a_dirichlet_split_spread_as_its_concentration_says():
+def test_dirichlet_split_spreads_with_concentration():
     def spread(concentration):
         subset = Subset("dirichlet", concentration, 200, 0, "A")
         a, b = (np.bincount(LABELS[rows(subset, who)], minlength=10) for who in "AB")

@@ -74,7 +74,7 @@ OTHERS = "The paper measures ResNet-20 on CIFAR-10 at width 32 and Tiny-10 on CI
         (40, "mlp-digits", 32, f"shows the paper's effect: It is 40. {OTHERS}", "green"),
     ],
 )
-def test_only_the_papers_networks_agree_with_it(example, tmp_path, answer, setup, width, said, colour):
+def test_verdict_agrees_only_for_networks_of_paper(example, tmp_path, answer, setup, width, said, colour):
     found = add_verdict(
         example, {"experiment": "example", "answer": answer, "config": {"setup": setup, "width": width}}, tmp_path
     )
@@ -82,7 +82,7 @@ def test_only_the_papers_networks_agree_with_it(example, tmp_path, answer, setup
     assert verdict_colour(found["agrees"], found["is_papers"]) == colour
 
 
-def test_the_papers_barriers_stand_beside_those_of_other_networks(example):
+def test_finding_quotes_barriers_of_paper(example):
     example = dataclasses.replace(example, paper={"tiny10-cifar10": Paper(loss=0.3321, accuracy=0.07)})
     assert papers_networks(example) == (
         "The paper measures ResNet-20 on CIFAR-10 at width 32 and Tiny-10 on CIFAR-10 at width 32 (barriers of 0.332 in "
@@ -91,7 +91,7 @@ def test_the_papers_barriers_stand_beside_those_of_other_networks(example):
     assert "at widths 1 to 32" in papers_networks(dataclasses.replace(example, in_paper={"tiny10-cifar10": (1, 8, 32)}))
 
 
-def test_several_widths_are_the_papers_if_it_has_all_of_them(example):
+def test_is_papers_requires_all_widths(example):
     example = dataclasses.replace(example, in_paper={"tiny10-cifar10": (1, 2, 4)})
     config = {"setup": "tiny10-cifar10", "width": 32}
     assert is_of_paper(example, {"config": config, "widths": [1, 4]})
@@ -99,7 +99,7 @@ def test_several_widths_are_the_papers_if_it_has_all_of_them(example):
     assert not is_of_paper(example, {"config": config})
 
 
-def test_results_are_measured_drawn_kept_and_judged(example, config, calls, capsys):
+def test_run_measures_draws_writes_and_judges(example, config, calls, capsys):
     results = run(example, config)
     folder = Store(config).folder("example")
     assert calls == ["measure", "draw"]
@@ -127,7 +127,7 @@ def test_results_are_measured_drawn_kept_and_judged(example, config, calls, caps
     assert said.out.splitlines() == ["MLP on digits: an example", verdict, f"figure: {folder / 'example.png'}"]
 
 
-def test_a_second_run_measures_and_draws_nothing(example, config, calls):
+def test_run_again_measures_and_draws_nothing(example, config, calls):
     first, second = (run(example, config) for _ in range(2))
     assert calls == ["measure", "draw"]
     assert first == second == read_results(example, config)
@@ -135,7 +135,7 @@ def test_a_second_run_measures_and_draws_nothing(example, config, calls):
 
 @pytest.mark.parametrize("kind", ["png", "pdf"])
 @pytest.mark.parametrize("again", [run, read_results])
-def test_a_figure_that_is_missing_is_drawn_again_from_the_results(example, config, calls, kind, again):
+def test_run_redraws_missing_figure(example, config, calls, kind, again):
     run(example, config)
     path = Store(config).folder("example") / f"example.{kind}"
     path.unlink()
@@ -146,7 +146,7 @@ def test_a_figure_that_is_missing_is_drawn_again_from_the_results(example, confi
 
 @pytest.mark.parametrize("name", ["example.png", "example.pdf", ".figures.json"])
 @pytest.mark.parametrize("again", [run, read_results])
-def test_a_figure_that_has_changed_is_drawn_again_from_the_results(example, config, calls, name, again):
+def test_run_redraws_changed_figure(example, config, calls, name, again):
     run(example, config)
     path = Store(config).folder("example") / name
     whole = path.read_bytes()
@@ -159,7 +159,7 @@ def test_a_figure_that_has_changed_is_drawn_again_from_the_results(example, conf
         assert path.read_bytes() == whole
 
 
-def test_a_verdict_is_given_anew_on_old_results(example, config, calls):
+def test_verdict_is_recomputed_for_old_results(example, config, calls):
     run(example, config)
     stricter = dataclasses.replace(example, judge=lambda results: Verdict(False, "No."), claim="It is 41.")
     assert {name: run(stricter, config)[name] for name in ("agrees", "finding", "claim")} == {
@@ -170,7 +170,7 @@ def test_a_verdict_is_given_anew_on_old_results(example, config, calls):
     assert calls == ["measure", "draw"]
 
 
-def test_reading_results_makes_nothing(example, config, calls):
+def test_read_results_creates_nothing(example, config, calls):
     assert read_results(example, config) is None
     with_networks = dataclasses.replace(example, networks="AB")
     assert read_results(with_networks, config) is None
@@ -178,7 +178,7 @@ def test_reading_results_makes_nothing(example, config, calls):
     assert not calls
 
 
-def test_results_that_were_never_finished_are_not_read(example, config, calls):
+def test_read_results_ignores_unfinished_run(example, config, calls):
     def stopped(this):
         this.rows.add([{"name": "one"}, {"name": "two"}])
         raise KeyboardInterrupt
@@ -196,7 +196,7 @@ def test_results_that_were_never_finished_are_not_read(example, config, calls):
     assert state.said.startswith("shows, 20")
 
 
-def test_a_figure_that_cannot_be_drawn_leaves_no_results(example, config, calls):
+def test_run_without_figure_leaves_no_results(example, config, calls):
     """Results that are there have their figure."""
 
     def fail(results, folder):
@@ -207,7 +207,7 @@ def test_a_figure_that_cannot_be_drawn_leaves_no_results(example, config, calls)
     assert not list(config.out.rglob("results.json"))
 
 
-def test_what_an_experiment_is_built_on_is_run_before_it_and_only_once(example, config, calls):
+def test_run_runs_parts_first_and_once(example, config, calls):
     part = dataclasses.replace(example, name="part")
     whole = dataclasses.replace(
         example, parts=lambda config: {f"seed {n}": (part, dataclasses.replace(config, seed=n)) for n in (1, 2)}
@@ -224,14 +224,14 @@ def test_what_an_experiment_is_built_on_is_run_before_it_and_only_once(example, 
     assert calls == ["measure", "draw"] * 3
 
 
-def test_results_of_networks_that_cannot_tell_get_no_verdict(example, config, monkeypatch):
+def test_verdict_is_none_for_unsuitable_networks(example, config, monkeypatch):
     monkeypatch.setattr(experiment, "why_no_verdict", lambda results: "No verdict: something is wrong.")
     results = run(example, config)
     assert results["agrees"] is None
     assert results["finding"] == "No verdict: something is wrong."
 
 
-def test_results_are_told_apart_by_everything_that_made_them(example, config):
+def test_identity_hash_depends_on_all_inputs(example, config):
     results = run(example, config)
     names = ("experiment", "config", "version", "networks", "matchings", "parts", "data", "devices")
     hashes = {identity_hash(results)} | {identity_hash(results | {name: "another"}) for name in names}
@@ -239,7 +239,7 @@ def test_results_are_told_apart_by_everything_that_made_them(example, config):
     assert identity_hash(results | {"seconds": 1e9, "answer": 0}) == identity_hash(results)
 
 
-def test_help_ends_with_the_recipe_of_every_setup():
+def test_help_lists_recipe_of_every_setup():
     lines = setups_help().splitlines()
     assert lines[0] == "setups:"
     assert [line.split()[0] for line in lines if line.startswith("  ") and line[2] != " "] == list(SETUPS)
@@ -247,7 +247,7 @@ def test_help_ends_with_the_recipe_of_every_setup():
     assert "  resnet20-cifar10  250 epochs, batch 100, learning rate 0.1, weight decay 0.0001" in lines
 
 
-def test_processes_that_join_agree_on_flags_code_and_versions_whatever_is_their_own(tmp_path, monkeypatch):
+def test_parse_and_join_compares_flags_code_and_versions(tmp_path, monkeypatch):
     def agreed(flags):
         values = {}
         monkeypatch.setattr(experiment, "join", lambda *own: None)

@@ -24,7 +24,7 @@ def parsed(kind, line):
     return cli.parse(kind, "", words[3:])
 
 
-def test_the_command_of_a_config_says_only_what_is_not_the_default():
+def test_command_lists_only_changed_flags():
     words = "--setup mlp-digits --width 3 --learning-rate 0.05 --matcher ste --points 5 --range -1.0 2.0"
     config = cli.parse(linear.LinearConfig, "", words.split())
     assert config.learning_rate == 0.05
@@ -56,7 +56,7 @@ VALUES = {
 @pytest.mark.parametrize("kind", CONFIGS)
 @settings(deadline=None, max_examples=10)
 @given(data=st.data())
-def test_the_command_gives_the_config_back(kind, data):
+def test_command_roundtrips_through_parse(kind, data):
     names = sorted(VALUES.keys() & {field.name for field in dataclasses.fields(kind)})
     config = kind(**{name: data.draw(VALUES[name], label=name) for name in names})
     assert parsed(kind, command("name", config)) == config
@@ -75,7 +75,7 @@ def every_flag():
 
 
 @pytest.mark.parametrize(("experiment", "name"), every_flag())
-def test_whatever_a_flag_is_given_the_run_can_be_listed_or_one_sentence_says_why_not(experiment, name, tmp_path):
+def test_flags_are_accepted_or_rejected_in_one_sentence(experiment, name, tmp_path):
     problems = []
     for value in ("1e300", "1" + "0" * 30, "1e-320", "", "text", "²", "nan"):
         flag = f"--{name.replace('_', '-')}"
@@ -101,7 +101,7 @@ def test_whatever_a_flag_is_given_the_run_can_be_listed_or_one_sentence_says_why
         (linear, "--pairs 1001", r"--pairs: 1001 is more than 1000"),
     ],
 )
-def test_what_no_machine_can_do_is_refused_before_a_folder_is_made(experiment, flags, problem, tmp_path):
+def test_flags_too_large_are_rejected_before_any_output(experiment, flags, problem, tmp_path):
     words = ["--setup", "mlp-digits", "--out", str(tmp_path), *flags.split()]
     for work in (run, lambda *job: list(list_jobs(*job))):
         with pytest.raises(UserError, match=problem):
@@ -109,34 +109,34 @@ def test_what_no_machine_can_do_is_refused_before_a_folder_is_made(experiment, f
     assert not any(tmp_path.iterdir())
 
 
-def test_a_config_of_another_experiment_keeps_the_flags_that_both_have():
+def test_convert_config_keeps_common_flags():
     config = width.WidthConfig(setup="mlp-digits", width=3, points=7, samples=2, widths=(1, 2), out=Path("x"))
     line = convert_config(config, linear.LinearConfig, range=(-1.0, 2.0))
     assert line == linear.LinearConfig(setup="mlp-digits", width=3, points=7, out=Path("x"), range=(-1.0, 2.0))
     assert convert_config(line, SweepConfig, width=5).width == 5
 
 
-def test_a_comparison_of_matchers_has_no_flag_for_one():
+def test_matchers_has_no_matcher_flag():
     with pytest.raises(UserError, match="--matcher"):
         cli.parse(matchers.EXPERIMENT.config, "", ["--matcher", "ste"])
     assert "matcher" not in identity_flags(matchers.MatchersConfig())
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_only_flags_that_cannot_change_a_result_are_left_out_of_its_identity(kind):
+def test_identity_flags_omit_only_flags_without_effect(kind):
     left_out = {field.name for field in dataclasses.fields(kind)} - set(identity_flags(kind()))
     how = {"checkpoint_every", "data_dir", "out", "steps_per_call", "vmap_size", "plan"}
     assert left_out == how | {"distributed", "coordinator", "processes", "process", "quiet", "json"}
 
 
-def test_the_recipe_is_the_setups_but_for_what_flags_change():
+def test_recipe_is_setup_recipe_with_changed_flags():
     usual = SETUPS["mlp-digits"].recipe
     assert recipe(Config(setup="mlp-digits")) == usual
     changed = recipe(Config(setup="mlp-digits", epochs=0, learning_rate=0.0, checkpoint_every=3))
     assert changed == dataclasses.replace(usual, epochs=0, learning_rate=0.0, checkpoint_every=3)
 
 
-def test_how_often_a_training_is_saved_changes_no_network():
+def test_recipe_dict_omits_checkpoint_interval():
     often, seldom = (recipe_dict(Config(setup="mlp-digits", checkpoint_every=epochs)) for epochs in (1, 50))
     assert often == seldom
     assert often != recipe_dict(Config(setup="mlp-digits", epochs=3))
@@ -144,21 +144,21 @@ def test_how_often_a_training_is_saved_changes_no_network():
 
 
 @pytest.mark.parametrize("ends", ["0.25 1", "0 0.5", "0.25 0.5"])
-def test_a_line_must_have_its_ends(ends):
+def test_linear_range_must_contain_ends(ends):
     with pytest.raises(UserError, match=rf"--range {ends} must contain \[0, 1\]"):
         cli.parse(linear.LinearConfig, "", ["--range", *ends.split()])
 
 
-def test_a_number_may_be_negative_and_tiny():
+def test_parse_accepts_negative_numbers_with_exponent():
     config = linear.LinearConfig(range=(-1e-05, 1.0))
     assert parsed(linear.LinearConfig, command("name", config)) == config
 
 
-def test_what_a_run_prints_is_no_part_of_its_command():
+def test_command_omits_output_flags():
     assert command("uniform", Config(width=2, quiet=True, json=True)) == "python -m experiments.uniform --width 2"
 
 
-def test_the_processes_of_a_run_are_no_part_of_its_command():
+def test_command_omits_process_flags():
     by_hand = Config(width=2, coordinator="localhost:9911", processes=2, process=0)
     for config in (by_hand, Config(width=2, distributed=True)):
         assert command("uniform", config) == "python -m experiments.uniform --width 2"

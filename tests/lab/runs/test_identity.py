@@ -67,7 +67,7 @@ def change_network(config, seed):
     checkpoints.save(2, state._replace(params=target.params))
 
 
-def test_what_is_the_same_is_not_measured_again(config, capsys):
+def test_results_are_reused_if_identity_is_equal(config, capsys):
     before = stored(config)
     after = run(LINE, config)
     assert stored(config) == before
@@ -76,7 +76,7 @@ def test_what_is_the_same_is_not_measured_again(config, capsys):
     assert read_results(LINE, config)["curves"] == before["curves"]
 
 
-def test_results_with_train_temperatures_are_read_and_drawn_anew(config, capsys):
+def test_results_with_train_temperatures_are_redrawn(config, capsys):
     folder, before = Store(config).folder("linear"), stored(config)
     assert "temperatures" not in before["config"]
     write_json(folder / "results.json", {k: v for k, v in before.items() if k != "digest"} | {"recalibrated": {}})
@@ -89,7 +89,7 @@ def test_results_with_train_temperatures_are_read_and_drawn_anew(config, capsys)
     assert "anew" not in capsys.readouterr().err
 
 
-def test_temperatures_have_a_folder_and_results_of_their_own(config):
+def test_temperatures_have_own_folder_and_results(config):
     flagged = dataclasses.replace(config, temperatures=True)
     assert "temperatures" in Store(flagged).folder("linear").name.split(",")
     assert read_results(LINE, flagged) is None
@@ -97,7 +97,7 @@ def test_temperatures_have_a_folder_and_results_of_their_own(config):
     assert read_results(LINE, flagged)["config"]["temperatures"] is True
 
 
-def test_another_network_makes_another_result(config, capsys):
+def test_results_depend_on_networks(config, capsys):
     before = stored(config)
     change_network(config, 1)
     assert read_results(LINE, config) is None
@@ -108,7 +108,7 @@ def test_another_network_makes_another_result(config, capsys):
     assert "was made from other networks, matchings: measuring again" in capsys.readouterr().err
 
 
-def test_another_matching_makes_another_result(config, capsys):
+def test_results_depend_on_matchings(config, capsys):
     before = stored(config)
     (path,) = Store(config).home.glob("matchings/*.npz")
     with np.load(path) as file:
@@ -121,7 +121,7 @@ def test_another_matching_makes_another_result(config, capsys):
     assert "was made from other matchings: measuring again" in capsys.readouterr().err
 
 
-def test_another_number_of_devices_makes_another_result_of_the_same_networks(config, monkeypatch, capsys):
+def test_results_depend_on_number_of_devices(config, monkeypatch, capsys):
     before = stored(config)
     several = len(jax.devices()) > 1
     # One device where there are several, and else what says of itself that it is another.
@@ -139,7 +139,7 @@ def test_another_number_of_devices_makes_another_result_of_the_same_networks(con
     assert "training" not in out.err
 
 
-def test_other_data_make_another_result(config, monkeypatch, capsys):
+def test_results_depend_on_data(config, monkeypatch, capsys):
     setup = SETUPS["mlp-digits"]
     train, test = setup.dataset.load(None)
     reordered = Splits(train, Split(test.images[::-1], test.labels[::-1]))
@@ -158,7 +158,7 @@ def test_other_data_make_another_result(config, monkeypatch, capsys):
     ("name", "said"),
     [("MEASUREMENT", "was made from other version: measuring again"), ("MATCHING", "versions: matching again")],
 )
-def test_a_newer_algorithm_makes_its_own(name, said, config, monkeypatch, capsys):
+def test_results_depend_on_algorithm_versions(name, said, config, monkeypatch, capsys):
     monkeypatch.setattr(versions, name, getattr(versions, name) + 1)
     if name == "MEASUREMENT":
         assert read_results(LINE, config) is None
@@ -166,13 +166,13 @@ def test_a_newer_algorithm_makes_its_own(name, said, config, monkeypatch, capsys
     assert said in capsys.readouterr().err
 
 
-def test_a_network_of_an_older_training_algorithm_is_refused_with_the_remedy(config, monkeypatch):
+def test_network_of_older_training_version_is_rejected(config, monkeypatch):
     monkeypatch.setattr(versions, "TRAINING", 2)
     with pytest.raises(UserError, match=r"seed-0.* was trained by version 1 .* version 2: move it away"):
         run(LINE, config)
 
 
-def test_results_from_before_they_had_digests_are_named_as_old(config, capsys):
+def test_results_without_digest_are_measured_again(config, capsys):
     path = Store(config).folder("linear") / "results.json"
     old = stored(config)
     del old["digest"]
@@ -183,7 +183,7 @@ def test_results_from_before_they_had_digests_are_named_as_old(config, capsys):
 
 
 @pytest.mark.slow
-def test_what_gathers_results_knows_when_one_of_them_has_changed(config, monkeypatch, capsys):
+def test_results_depend_on_results_of_parts(config, monkeypatch, capsys):
     two = {name: width.SWEEPS[name] for name in ("linear", "bernoulli")}
     monkeypatch.setattr(width, "SWEEPS", two)
     gathering = convert_config(config, width.WidthConfig, widths=(2, 1), samples=1)
@@ -200,7 +200,7 @@ def test_what_gathers_results_knows_when_one_of_them_has_changed(config, monkeyp
         assert rows[1] == before["by_width"][name][1]
 
 
-def test_checkpoints_of_one_name_never_share_a_folder(config, tmp_path):
+def test_checkpoints_of_same_name_have_own_folders(config, tmp_path):
     (trained,) = Store(config).home.glob("networks/seed-0,*")
     params = read_checkpoint(trained)
     folders = [tmp_path / name / "network" for name in ("x", "y")]

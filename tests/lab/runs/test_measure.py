@@ -41,7 +41,7 @@ def task(run, draw=linear, **options):
     return Task(mix(draw), pair, np.linspace(0, 1, 7, dtype=np.float32), **options)
 
 
-def test_guessing_is_the_commonest_label_and_the_entropy_of_all():
+def test_guessing_has_most_common_label_and_entropy():
     labels = np.array([3, 3, 3, 3, 0, 0, 7, 8])
     found = guessing(labels)
     assert found["accuracy"] == 0.5
@@ -50,7 +50,7 @@ def test_guessing_is_the_commonest_label_and_the_entropy_of_all():
     assert guessing(np.array([4, 4])) == {"loss": 0, "accuracy": 1, "images": 2}
 
 
-def test_lists_have_the_shape_of_the_sweep():
+def test_curves_have_shape_of_sweep():
     metrics = Metrics(np.arange(6.0), {"accuracy": np.arange(6.0) / 6, "agreement": np.arange(48).reshape(6, 4, 2)})
     lists = as_lists(metrics, (3, 2))
     assert lists.keys() == {"loss", "accuracy", "agreement"}
@@ -59,7 +59,7 @@ def test_lists_have_the_shape_of_the_sweep():
     json.dumps(lists)
 
 
-def test_cross_fit_takes_the_best_temperature_of_the_other_half():
+def test_cross_fit_uses_best_temperature_of_other_half():
     even = np.array([[3.0, 1.0, 2.0], [0.5, 0.7, 0.6]])
     odd = np.array([[9.0, 8.0, 7.0], [4.0, 5.0, 6.0]])
     assert cross_fit([even, odd], [3, 1]).tolist() == [(3 * 2.0 + 8.0) / 4, (3 * 0.5 + 4.0) / 4]
@@ -87,7 +87,7 @@ def test_temperatures_are_fitted_on_the_half_they_do_not_measure(run):
     assert found["barriers"]["aligned"]["test"]["loss"] == pytest.approx(max(curve) - np.mean(ends), abs=1e-5)
 
 
-def test_temperatures_are_measured_only_if_asked_and_change_nothing_else(run, tmp_path):
+def test_temperatures_flag_changes_no_other_number(run, tmp_path):
     plain = run.measure_curves({"aligned": task(run)}, (7, 1))
     assert plain.keys() == {"ends", "curves", "barriers"}
     assert len(run.rows.rows) == 2 * 7
@@ -99,11 +99,11 @@ def test_temperatures_are_measured_only_if_asked_and_change_nothing_else(run, tm
     assert len(flagged.rows.rows) == 4 * 7
 
 
-def test_a_task_is_as_long_as_its_parameters():
+def test_task_length_is_number_of_parameters():
     assert len(Task(mix(linear), (), (np.zeros(5), {"P": np.zeros((5, 3))}))) == 5
 
 
-def test_the_ends_of_a_line_score_what_the_networks_score_by_themselves(run):
+def test_line_ends_have_scores_of_networks(run):
     found = run.evaluate({"line": task(run)})["line"]
     for split in ("train", "test"):
         ends = [run.scores[letter][split] for letter in "AB"]
@@ -116,7 +116,7 @@ def test_the_ends_of_a_line_score_what_the_networks_score_by_themselves(run):
         assert agreement[-1].sum(1).tolist() == [0, differing, IMAGES - differing, 0]
 
 
-def test_the_basics_say_how_good_networks_guessing_and_matchings_are(run):
+def test_basics_have_networks_guessing_and_matchings(run):
     a, b = (run.networks[letter].params for letter in "AB")
     store, found = run.store, run.basics
     assert found["models"]["A"]["test"] == {m: getattr(run.scores["A"]["test"], m) for m in ("loss", "accuracy")}
@@ -127,7 +127,7 @@ def test_the_basics_say_how_good_networks_guessing_and_matchings_are(run):
     assert products["aligned"] == objective(store.spec, a, run.align()) > products["naive"]
 
 
-def test_what_has_rows_is_not_measured_again_and_what_has_none_comes_out_the_same(run, tmp_path, monkeypatch):
+def test_evaluate_resumes_from_rows(run, tmp_path, monkeypatch):
     whole = run.evaluate({"cube": task(run, uniform)})["cube"]
     calls = []
     real = measure.evaluate
@@ -144,7 +144,7 @@ def test_what_has_rows_is_not_measured_again_and_what_has_none_comes_out_the_sam
         jax.tree.map(np.testing.assert_array_equal, whole[split], again[split])
 
 
-def test_combinations_are_drawn_with_the_keys_of_their_experiment_or_of_another(run, parts, tmp_path):
+def test_keys_follow_name_of_experiment(run, parts, tmp_path):
     (tmp_path / "other").mkdir()
     other = Run("other", *parts, {}, Rows(tmp_path / "other", {}))
     own = run.evaluate({"cube": task(run, uniform)})["cube"]["test"].loss
@@ -153,7 +153,7 @@ def test_combinations_are_drawn_with_the_keys_of_their_experiment_or_of_another(
     np.testing.assert_array_equal(theirs["ours"]["test"].loss, own)
 
 
-def test_a_pair_is_measured_naive_and_aligned_at_each_value_as_often_as_asked(run):
+def test_measure_pair_samples_naive_and_aligned(run):
     values = np.linspace(0, 0.5, 3)
     found = run.measure_pair(mix(uniform), "s", "the label", values, between=values < 0.4)
     assert found["parameter"] == {"name": "s", "label": "the label", "values": [0, 0.25, 0.5]}
@@ -168,7 +168,7 @@ def test_a_pair_is_measured_naive_and_aligned_at_each_value_as_often_as_asked(ru
     json.dumps(found)
 
 
-def test_an_alignment_is_b_with_its_units_in_the_order_of_the_matching(run):
+def test_align_applies_matching_to_b(run):
     perms = run.matchings["B to A"].matching.perms
     expected = run.store.spec.apply(perms, run.networks["B"].params)
     jax.tree.map(np.testing.assert_array_equal, run.align(), expected)

@@ -28,7 +28,7 @@ def steps_of(module, out, *flags):
     return plan.plan_steps(list_jobs(module.EXPERIMENT, config_of(module, out, *flags)))
 
 
-def test_the_operations_of_an_mlp_are_two_for_each_weight_and_image(tmp_path):
+def test_plan_counts_two_operations_per_weight_and_image(tmp_path):
     work = plan.work_of(Store(config_of(linear, tmp_path, "--width", "32")))
     matrices = 64 * 512 + 2 * 512**2 + 512 * 10
     assert work.parameters == matrices + 3 * 512 + 10
@@ -37,7 +37,7 @@ def test_the_operations_of_an_mlp_are_two_for_each_weight_and_image(tmp_path):
     assert work.matching_flop == 2 * 512 * (64 * 512 + 4 * 512**2 + 512 * 10 + 3 * 512)
 
 
-def test_a_plan_has_each_network_matching_and_evaluation_and_makes_nothing(tmp_path):
+def test_plan_lists_all_steps_and_writes_nothing(tmp_path):
     steps = steps_of(uniform, tmp_path / "runs", "--points", "3", "--samples", "2", "--test-images", "100")
     train_a, train_b, match, evaluate = steps
     flop = plan.work_of(Store(config_of(uniform, tmp_path))).flop
@@ -49,7 +49,7 @@ def test_a_plan_has_each_network_matching_and_evaluation_and_makes_nothing(tmp_p
 
 
 @pytest.mark.slow
-def test_what_is_there_is_kept_and_only_the_rest_is_planned(tmp_path):
+def test_plan_marks_cached_steps_as_kept(tmp_path):
     flags = ("--points", "3", "--train-images", "50", "--test-images", "50")
     run(linear.EXPERIMENT, config_of(linear, tmp_path, *flags))
     assert [step.state for step in steps_of(linear, tmp_path, *flags)] == ["kept"] * 4
@@ -58,13 +58,13 @@ def test_what_is_there_is_kept_and_only_the_rest_is_planned(tmp_path):
     assert all(step.flop for step in steps_of(uniform, tmp_path, *flags, "--seed", "1"))
 
 
-def test_pairs_and_widths_are_planned_each_once(tmp_path):
+def test_plan_lists_pairs_and_widths_once(tmp_path):
     one, two = (steps_of(linear, tmp_path, "--pairs", n) for n in "12")
     assert len({step.what for step in two}) == len(two) == 2 * len(one)
 
 
 @pytest.mark.parametrize("name", SETUPS)
-def test_a_setup_knows_its_images_before_they_are_loaded(name, tmp_path):
+def test_setup_counts_images_without_loading(name, tmp_path):
     setup = SETUPS[name]
     if setup.dataset is DIGITS:
         assert tuple(len(split.labels) for split in setup.dataset.load(None)) == setup.dataset.images
@@ -74,7 +74,7 @@ def test_a_setup_knows_its_images_before_they_are_loaded(name, tmp_path):
 
 @pytest.mark.parametrize("setup", ["mlp-digits", pytest.param("tiny10-cifar10", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("width", [1, 8])
-def test_planned_memory_is_about_that_of_the_compiled_step(setup, width, tmp_path):
+def test_plan_memory_is_close_to_compiled_step(setup, width, tmp_path):
     store = Store(config_of(linear, tmp_path, "--setup", setup, "--width", str(width)))
     count, image = store.setup.dataset.images[0], store.setup.dataset.image
     data = Split(np.zeros((count, *image), np.uint8), np.zeros(count, np.int32))
@@ -85,7 +85,7 @@ def test_planned_memory_is_about_that_of_the_compiled_step(setup, width, tmp_pat
     assert 0.5 < planned / needed < 2
 
 
-def test_a_plan_is_printed_in_place_of_a_run(tmp_path, capsys):
+def test_plan_flag_prints_plan_instead_of_running(tmp_path, capsys):
     train.main([*SMALL, "--plan", "--out", str(tmp_path / "runs"), "--seeds", "4", "5"])
     assert "train seed-5" in capsys.readouterr().out
     train.main([*SMALL, "--plan", "--json", "--out", str(tmp_path / "runs")])
@@ -95,7 +95,7 @@ def test_a_plan_is_printed_in_place_of_a_run(tmp_path, capsys):
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_plan_compiles_nothing(tmp_path, caplog):
+def test_plan_compiles_nothing(tmp_path, caplog):
     flags = ["--setup", "resnet20-cifar10", "--width", "32", "--points", "3"]
     with jax.log_compiles():
         steps = steps_of(uniform, tmp_path, *flags)

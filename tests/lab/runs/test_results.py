@@ -14,7 +14,7 @@ def results():
     return {"models": {"A": level, "B": level}, "barriers": {"naive": level, "aligned": level}, "paper": None}
 
 
-def test_the_table_has_the_papers_numbers_where_there_are_some():
+def test_table_has_numbers_of_paper_if_known():
     assert "paper" not in table(results())
     text = table(results() | {"paper": {"loss": 0.044, "accuracy": 0.012, "width": 32}})
     assert "0.044" in text
@@ -30,11 +30,11 @@ def test_the_table_has_the_papers_numbers_where_there_are_some():
     ]
 
 
-def test_columns_are_aligned_words_to_the_left_and_numbers_to_the_right():
+def test_columns_align_words_left_and_numbers_right():
     assert columns([("", "a"), ("long", "1.5"), ("x", "22.25")]) == "          a\nlong    1.5\nx     22.25"
 
 
-def test_wide_tables_are_split_into_parts_of_equal_columns():
+def test_columns_splits_wide_tables_evenly():
     rows = [("", *(f"column {i}".rjust(30) for i in range(4))), ("label", *(f"{i}.5" for i in range(4)))]
     text = columns(rows)
     assert max(map(len, text.splitlines())) <= TABLE_WIDTH
@@ -47,12 +47,12 @@ def test_wide_tables_are_split_into_parts_of_equal_columns():
     assert [line.split()[:2] for line in both.splitlines()[1::3]] == [["label", "x"]] * 2
 
 
-def test_a_table_with_one_cell_too_wide_stays_whole():
+def test_columns_keeps_table_with_one_wide_cell():
     assert columns([("x" * 200, "1", "2")]) == "x" * 200 + "  1  2"
 
 
 @pytest.mark.parametrize("pairs", [False, True])
-def test_tables_have_best_temperatures_below_their_rows(pairs):
+def test_table_has_best_temperatures_below_rows(pairs):
     control = {
         "models": {letter: {"test": {"loss": 0.25}} for letter in "AB"},
         "barriers": {variant: {"test": {"loss": 0.125}} for variant in ("naive", "aligned")},
@@ -69,7 +69,7 @@ def row(name, loss=0.5):
     return {"name": name, "loss": loss}
 
 
-def test_rows_outlive_the_process(tmp_path):
+def test_rows_persist_between_processes(tmp_path):
     Rows(tmp_path, {"seed": 0}).add([row("a"), row("b")])
     again = Rows(tmp_path, {"seed": 0})
     assert "a" in again
@@ -83,13 +83,13 @@ def test_rows_of_another_run_are_dropped(tmp_path):
     assert "a" not in Rows(tmp_path, {"seed": 0})  # for good: they are no longer on the disk
 
 
-def test_a_row_that_is_added_again_replaces_the_first(tmp_path):
+def test_rows_added_again_replace_previous(tmp_path):
     Rows(tmp_path, {}).add([row("a"), row("a", 0.25)])
     Rows(tmp_path, {}).add([row("a", 0.75)])
     assert Rows(tmp_path, {})["a"]["loss"] == 0.75
 
 
-def test_a_row_without_a_name_is_not_whole(tmp_path, capsys):
+def test_rows_without_name_are_damaged(tmp_path, capsys):
     Rows(tmp_path, {}).add([row("a")])
     with (tmp_path / "samples.jsonl").open("a") as file:
         file.write(json.dumps(seal({"loss": 0.5}, "x")) + "\n")
@@ -101,7 +101,7 @@ LAST = len(json.dumps(seal(row("b"), "b"))) + 1
 
 
 @pytest.mark.parametrize("cut", range(1, LAST + 1))
-def test_a_torn_last_row_is_forgotten_and_the_file_stays_readable(tmp_path, cut):
+def test_rows_drop_torn_last_row(tmp_path, cut):
     Rows(tmp_path, {}).add([row("a"), row("b")])
     path = tmp_path / "samples.jsonl"
     path.write_text(path.read_text()[:-cut])
@@ -114,7 +114,7 @@ def test_a_torn_last_row_is_forgotten_and_the_file_stays_readable(tmp_path, cut)
 
 
 @pytest.mark.parametrize("content", ["", "\n", "no JSON", '{"seed": 0', "\n".join(['{"seed": 1}', '{"name": "a"}'])])
-def test_a_file_of_rows_that_is_something_else_is_begun_anew(tmp_path, content):
+def test_rows_replace_file_of_other_content(tmp_path, content):
     (tmp_path / "samples.jsonl").write_text(content)
     rows = Rows(tmp_path, {"seed": 0})
     assert "a" not in rows
@@ -125,7 +125,7 @@ def test_a_file_of_rows_that_is_something_else_is_begun_anew(tmp_path, content):
 IDENTITY = {"experiment": "linear", "config": {"seed": 0}, "networks": {"A": "x"}, "version": 1}
 
 
-def test_finished_results_are_read_only_if_all_that_made_them_is_the_same(tmp_path, capsys):
+def test_read_finished_requires_equal_identity(tmp_path, capsys):
     assert read_finished(tmp_path, IDENTITY) is None
     stored = IDENTITY | {"seconds": 3.5}
     write_json(tmp_path / "results.json", stored)
@@ -146,7 +146,7 @@ def flipped(content):
             yield content[:at] + bytes([content[at] ^ change]) + content[at + 1 :]
 
 
-def test_results_with_a_wrong_byte_are_as_they_were_or_not_used(tmp_path, capsys):
+def test_results_with_wrong_byte_are_never_misread(tmp_path, capsys):
     stored = IDENTITY | {"loss": 0.125, "seconds": 3.5}
     write_json(tmp_path / "results.json", stored)
     used, tried = 0, 0
@@ -159,7 +159,7 @@ def test_results_with_a_wrong_byte_are_as_they_were_or_not_used(tmp_path, capsys
     assert capsys.readouterr().err.count("is damaged or has no digest: measuring again\n") == tried - used
 
 
-def test_rows_with_a_wrong_byte_are_as_they_were_or_measured_anew(tmp_path, capsys):
+def test_rows_with_wrong_byte_are_never_misread(tmp_path, capsys):
     Rows(tmp_path, {"seed": 0}).add([row("a", 0.125), row("b", 0.25)])
     path = tmp_path / "samples.jsonl"
     for content in flipped(path.read_bytes()):
@@ -170,7 +170,7 @@ def test_rows_with_a_wrong_byte_are_as_they_were_or_measured_anew(tmp_path, caps
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_number_that_is_not_finite_is_named_and_never_written(value, tmp_path):
+def test_results_with_nonfinite_number_are_rejected(value, tmp_path):
     rows = Rows(tmp_path, {})
     with pytest.raises(UserError, match=f"naive/test/3, loss is {value}"):
         rows.add([row("naive/test/2"), row("naive/test/3", value)])
@@ -180,7 +180,7 @@ def test_a_number_that_is_not_finite_is_named_and_never_written(value, tmp_path)
     assert not (tmp_path / "results.json").exists()
 
 
-def test_the_environment_says_what_a_result_depends_on():
+def test_environment_has_versions_and_devices():
     found = environment()
     assert found["packages"]["jax"] == jax.__version__
     assert found["devices"] == ["cpu:cpu"] * len(jax.devices())

@@ -33,7 +33,7 @@ def metadata(folder):
     return json.loads(newest.read_text())
 
 
-def test_a_training_is_restored_with_its_optimiser_and_step(tmp_path):
+def test_checkpoint_restores_optimizer_and_step(tmp_path):
     state = state_of()
     later = jax.tree.map(lambda x: x + 1, state)
     TrainingCheckpoints(tmp_path / "run", {"seed": 0}).save(7, later)
@@ -51,13 +51,13 @@ def names(folder):
     return {path.name for path in folder.iterdir()}
 
 
-def test_a_training_keeps_its_two_newest_checkpoints(tmp_path):
+def test_save_keeps_two_newest_checkpoints(tmp_path):
     for epoch in (5, 10, 15):
         TrainingCheckpoints(tmp_path, {}).save(epoch, state_at(epoch))
     assert names(tmp_path) == {"10", "15"}
 
 
-def test_a_state_within_an_epoch_is_restored_until_the_next_epoch_is_saved(tmp_path):
+def test_restore_uses_state_within_epoch_until_next_save(tmp_path):
     TrainingCheckpoints(tmp_path, {}).save(5, state_at(50))
     TrainingCheckpoints(tmp_path, {}).save(None, state_at(57))
     stopped = TrainingCheckpoints(tmp_path, {})
@@ -84,9 +84,7 @@ def weights_file(folder):
 @pytest.mark.parametrize(
     "item", ["params", *(pytest.param(it, marks=pytest.mark.slow) for it in ("optimizer", "config"))]
 )
-def test_where_the_newest_checkpoint_is_damaged_the_one_before_it_is_restored_and_nothing_is_deleted(
-    item, tmp_path, capsys
-):
+def test_restore_skips_damaged_newest_checkpoint(item, tmp_path, capsys):
     for epoch in (5, 10):
         TrainingCheckpoints(tmp_path, {}).save(epoch, state_at(epoch))
     path = weights_file(tmp_path / "10" / item)
@@ -112,7 +110,7 @@ def test_where_the_newest_checkpoint_is_damaged_the_one_before_it_is_restored_an
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
-def test_a_damaged_checkpoint_with_none_before_it_is_refused_with_the_remedy(tmp_path):
+def test_restore_rejects_only_checkpoint_if_damaged(tmp_path):
     TrainingCheckpoints(tmp_path, {}).save(5, state_at(5))
     flip(weights_file(tmp_path / "5" / "params"))
     with pytest.raises(UserError, match=r"Cannot read .*5 .*: replace it, or move it away"):
@@ -121,7 +119,7 @@ def test_a_damaged_checkpoint_with_none_before_it_is_refused_with_the_remedy(tmp
     gc.collect()
 
 
-def test_a_checkpoint_that_cannot_be_read_for_lack_of_files_stays(tmp_path, monkeypatch):
+def test_restore_keeps_checkpoint_without_file_descriptors(tmp_path, monkeypatch):
     def fail(*args):
         raise OSError(errno.EMFILE, "Too many open files")
 
@@ -137,7 +135,7 @@ def test_a_checkpoint_that_cannot_be_read_for_lack_of_files_stays(tmp_path, monk
     assert names(tmp_path) == {"5", "10"}
 
 
-def test_a_checkpoint_that_cannot_be_written_is_one_sentence_and_leaves_the_one_before(tmp_path, monkeypatch):
+def test_save_failure_keeps_previous_checkpoint(tmp_path, monkeypatch):
     TrainingCheckpoints(tmp_path, {}).save(5, state_at(5))
 
     def fail(*args, **options):
@@ -150,13 +148,13 @@ def test_a_checkpoint_that_cannot_be_written_is_one_sentence_and_leaves_the_one_
     assert_equal(TrainingCheckpoints(tmp_path, {}).restore(state_of()), state_at(5))
 
 
-def test_a_checkpoint_whose_folder_is_a_file_is_said_to_be_that(tmp_path):
+def test_save_reports_folder_that_is_file(tmp_path):
     (tmp_path / "run").write_text("no folder")
     with pytest.raises(UserError, match=r"cannot write checkpoint .*5 \(.*\): fix this, then run the same command"):
         TrainingCheckpoints(tmp_path / "run", {}).save(5, state_at(5))
 
 
-def test_a_training_with_another_config_is_refused(tmp_path):
+def test_checkpoints_reject_other_config(tmp_path):
     config = dataclasses.asdict(RECIPE)
     TrainingCheckpoints(tmp_path, config).save(1, state_of())
     TrainingCheckpoints(tmp_path, config)
@@ -164,7 +162,7 @@ def test_a_training_with_another_config_is_refused(tmp_path):
         TrainingCheckpoints(tmp_path, config | {"learning_rate": 0.3})
 
 
-def test_a_checkpoint_records_the_devices_it_was_trained_on_and_those_of_its_continuation(tmp_path, monkeypatch):
+def test_checkpoint_records_devices_of_all_sessions(tmp_path, monkeypatch):
     several = describe_devices()
     assert several == f"{len(jax.devices())} × cpu"
     TrainingCheckpoints(tmp_path, {}).save(1, state_of())
@@ -177,7 +175,7 @@ def test_a_checkpoint_records_the_devices_it_was_trained_on_and_those_of_its_con
 
 
 @pytest.mark.parametrize("content", ["", "{", "{}"])
-def test_a_checkpoint_without_its_record_is_a_clear_error(tmp_path, content):
+def test_checkpoint_without_record_raises_user_error(tmp_path, content):
     TrainingCheckpoints(tmp_path, {}).save(1, state_of())
     (tmp_path / "1" / "config" / "metadata").write_text(content)
     with pytest.raises(UserError, match="Cannot read"):

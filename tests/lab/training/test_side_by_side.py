@@ -5,7 +5,7 @@ import pytest
 from mcomb.lab.training.side_by_side import Budget, run_side_by_side
 
 
-def test_all_arguments_are_worked_on_at_once():
+def test_side_by_side_runs_all_arguments_at_once():
     together, done = threading.Barrier(4, timeout=30), []
 
     def work(argument, stop):
@@ -17,7 +17,7 @@ def test_all_arguments_are_worked_on_at_once():
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_the_first_error_stops_the_others_and_is_raised(error):
+def test_side_by_side_raises_first_error_and_stops_others(error):
     begun, ended = threading.Barrier(2, timeout=30), []
 
     def work(argument, stop):
@@ -33,7 +33,7 @@ def test_the_first_error_stops_the_others_and_is_raised(error):
     assert ended == [1]
 
 
-def test_an_interrupt_of_the_main_thread_stops_all(monkeypatch):
+def test_side_by_side_stops_all_after_interrupt(monkeypatch):
     ended = []
 
     def work(argument, stop):
@@ -68,7 +68,7 @@ def test_budget_holds_as_many_as_fit(size, most):
     assert len(waits) <= 4 - most
 
 
-def test_budget_is_not_waited_for_once_all_stop():
+def test_budget_stops_waiting_once_all_stop():
     budget, held = Budget(10.0), threading.Event()
 
     def work(argument, stop):

@@ -62,18 +62,18 @@ def whole(digits):
     return run(digits)
 
 
-def test_training_learns(digits):
+def test_train_reduces_loss(digits):
     losses, _ = run(digits, dataclasses.replace(RECIPE, epochs=15), images=600)
     assert losses[-1] < 0.5 * losses[0]
 
 
 @pytest.mark.slow
-def test_one_device_and_several_give_the_same_curve(digits, whole, one_device):
+def test_train_on_one_or_several_devices_agrees(digits, whole, one_device):
     assert_same_training(run(digits), whole)
 
 
 @pytest.mark.slow
-def test_one_device_and_several_give_the_same_curve_of_convolutions(digits, request):
+def test_train_convolutions_on_one_or_several_devices_agrees(digits, request):
     large = digits.train.images.repeat(2, axis=1).repeat(2, axis=2)  # what Tiny-10's strides need
     digits, recipe = digits._replace(train=digits.train._replace(images=large)), dataclasses.replace(RECIPE, epochs=2)
     several = run(digits, recipe, model=Tiny10(1, 10), images=60)
@@ -82,7 +82,7 @@ def test_one_device_and_several_give_the_same_curve_of_convolutions(digits, requ
 
 
 @pytest.mark.slow
-def test_a_batch_that_devices_do_not_divide_counts_each_image_once(digits, request):
+def test_train_indivisible_batch_counts_each_image_once(digits, request):
     recipe = dataclasses.replace(RECIPE, batch_size=13)
     several = run(digits, recipe)
     request.getfixturevalue("one_device")
@@ -90,11 +90,11 @@ def test_a_batch_that_devices_do_not_divide_counts_each_image_once(digits, reque
 
 
 @pytest.mark.slow
-def test_an_epoch_in_one_call_equals_an_epoch_in_calls_of_a_few_steps(digits, whole):
+def test_train_is_independent_of_steps_per_call(digits, whole):
     assert_same_training(run(digits, per_call=3), whole)  # of five steps
 
 
-def test_a_resumed_training_ends_like_an_uninterrupted_one(digits, whole):
+def test_train_resumed_equals_uninterrupted(digits, whole):
     apply, fresh = start(digits)
     epochs = train(apply, fresh, digits.train.first(100), RECIPE, 0)
     _, state, _ = next(epochs)
@@ -106,7 +106,7 @@ def test_a_resumed_training_ends_like_an_uninterrupted_one(digits, whole):
     assert_equal(resumed, last)
 
 
-def test_a_step_compiled_from_shapes_is_not_compiled_again(digits, caplog):
+def test_step_compiled_from_shapes_is_reused(digits, caplog):
     """A recipe of its own, so that no other test has compiled it."""
     recipe = dataclasses.replace(RECIPE, learning_rate=0.0123, epochs=2)
     (apply, state), data, mesh = start(digits, recipe), digits.train.first(100), device_mesh()
@@ -118,7 +118,7 @@ def test_a_step_compiled_from_shapes_is_not_compiled_again(digits, caplog):
     assert "Finished XLA compilation of jit(_update)" not in caplog.text
 
 
-def test_a_training_needs_its_state_data_and_activations(digits):
+def test_needs_include_state_data_and_activations(digits):
     model, data = MLP(8, 10), digits.train.first(100)
     apply, state = start(digits, model=model)
     weights = sum(leaf.size for leaf in jax.tree.leaves(state.params))
@@ -135,7 +135,7 @@ def test_a_training_needs_its_state_data_and_activations(digits):
     assert 5 < large.flop / small.flop < 11
 
 
-def test_the_clock_of_the_bar_starts_with_the_first_step(digits):
+def test_training_bar_starts_clock_at_first_step(digits):
     apply, state = start(digits)
     bar = training_bar(RECIPE, 100, 0, "training")
     bar.start_t -= 3600  # an hour of compiling
@@ -145,7 +145,7 @@ def test_the_clock_of_the_bar_starts_with_the_first_step(digits):
         assert bar.format_dict["rate"] is None or bar.format_dict["rate"] > 300 / 600
 
 
-def test_training_leaves_its_start_untouched(digits):
+def test_train_keeps_start_unchanged(digits):
     apply, fresh = start(digits)
     before = jax.device_get(fresh)
     for _, state, _ in train(apply, fresh, digits.train.first(100), RECIPE, 0):
@@ -153,25 +153,25 @@ def test_training_leaves_its_start_untouched(digits):
     assert_equal(jax.device_get(fresh), before)
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(digits):
+def test_train_stops_at_nonfinite_loss(digits):
     words = r"loss became infinite or not a number in step \d+ in epoch \d.*--learning-rate below 1e\+30"
     with pytest.raises(Diverged, match=words):
         run(digits, dataclasses.replace(RECIPE, learning_rate=1e30, clip=None))
 
 
-def test_a_weight_decay_that_blows_weights_up_is_named(digits):
+def test_train_names_weight_decay_that_diverges(digits):
     with pytest.raises(Diverged, match=r"not a number in step .*: use a --weight-decay below 1e\+38"):
         run(digits, dataclasses.replace(RECIPE, weight_decay=1e38, clip=None))
 
 
-def test_a_last_step_that_blows_up_is_not_taken_for_good(digits):
+def test_train_checks_weights_after_last_step(digits):
     """The loss of a step is that before it, so that the last step's harm shows only in the weights."""
     recipe = dataclasses.replace(RECIPE, epochs=1, batch_size=100, learning_rate=1e38, weight_decay=1e3, clip=None)
     with pytest.raises(Diverged, match="a weight became infinite or NaN in epoch 1"):
         run(digits, recipe)
 
 
-def test_a_batch_larger_than_the_data_is_refused(digits):
+def test_train_rejects_batch_larger_than_data(digits):
     with pytest.raises(UserError, match="--batch-size 20 exceeds the 10 training images"):
         run(digits, images=10)
 
@@ -184,7 +184,7 @@ def test_a_batch_larger_than_the_data_is_refused(digits):
         ("warmup-cosine", {0: 1e-6, 10: 0.1, 20: 0.05, 30: 0.0}),
     ],
 )
-def test_learning_rates_follow_the_paper(schedule, expected):
+def test_schedule_follows_paper(schedule, expected):
     recipe = dataclasses.replace(RECIPE, learning_rate=0.1, schedule=schedule)
     rate = learning_rate(recipe, 10)
     for step, value in expected.items():
@@ -193,7 +193,7 @@ def test_learning_rates_follow_the_paper(schedule, expected):
 
 @pytest.mark.parametrize("epochs", [0, 1])
 @pytest.mark.parametrize("schedule", ["thirds", "cosine", "warmup-cosine"])
-def test_short_trainings_have_a_learning_rate(schedule, epochs):
+def test_schedule_is_positive_for_short_trainings(schedule, epochs):
     steps = 10
     rate = learning_rate(dataclasses.replace(RECIPE, epochs=epochs, schedule=schedule), steps)
     rates = [float(rate(step)) for step in range(max(1, epochs * steps))]
@@ -202,7 +202,7 @@ def test_short_trainings_have_a_learning_rate(schedule, epochs):
 
 
 @pytest.mark.slow
-def test_the_loss_holds_what_convolutions_read_on_cpu_alone_and_its_gradient_stays_the_same(digits, monkeypatch):
+def test_loss_barriers_on_cpu_keep_gradient(digits, monkeypatch):
     apply, state = start(digits, model=Tiny10(1, 10))
     args = state.params, jnp.arange(10), tuple(map(jnp.asarray, digits.train.first(10))), jax.random.key(0)
 
