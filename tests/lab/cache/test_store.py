@@ -518,7 +518,7 @@ def test_pretrained_error_lists_available_networks(pretrained):
     for name in ("tiny10/width-2", "tiny10/width-10"):
         (stores.PRETRAINED / name).mkdir(parents=True)
     wider = Store(dataclasses.replace(pretrained.config, width=8))
-    with pytest.raises(UserError, match=r"or give mlp-digits --width 1, tiny10 --width 2 or 10$"):
+    with pytest.raises(UserError, match=r"or use mlp-digits --width 1, tiny10 --width 2 or 10$"):
         wider.networks("A")
     retrained = Store(dataclasses.replace(pretrained.config, learning_rate=0.5))
     with pytest.raises(UserError, match="fixed recipe: remove --learning-rate"):

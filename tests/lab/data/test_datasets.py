@@ -157,7 +157,7 @@ class Bomb:
 def test_pickle_with_wrong_checksum_is_never_opened(small_cifar, tmp_path):
     members = small_cifar["cifar-10-batches-py"] | {"test_batch": pickle.dumps(Bomb())}
     write_archive(tmp_path / "a.tar.gz", "x", members)
-    with pytest.raises(UserError, match="test_batch in .* is damaged"):
+    with pytest.raises(UserError, match=r"test_batch in .* is damaged"):
         load_cifar10(tmp_path / "a.tar.gz")
 
 

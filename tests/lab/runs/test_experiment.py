@@ -85,8 +85,8 @@ def test_verdict_agrees_only_for_networks_of_paper(example, tmp_path, answer, se
 def test_finding_quotes_barriers_of_paper(example):
     example = dataclasses.replace(example, paper={"tiny10-cifar10": Paper(loss=0.3321, accuracy=0.07)})
     assert papers_networks(example) == (
-        "The paper measures ResNet-20 on CIFAR-10 at width 32 and Tiny-10 on CIFAR-10 at width 32 (barriers of 0.332 in "
-        "loss and 7.0% in accuracy)."
+        "The paper measures ResNet-20 on CIFAR-10 at width 32 and Tiny-10 on CIFAR-10 at width 32 (barriers of 0.332 "
+        "in loss and 7.0% in accuracy)."
     )
     assert "at widths 1 to 32" in papers_networks(dataclasses.replace(example, in_paper={"tiny10-cifar10": (1, 8, 32)}))
 

@@ -72,7 +72,7 @@ def test_results_are_reused_if_identity_is_equal(config, capsys):
     after = run(LINE, config)
     assert stored(config) == before
     assert after["seconds"] == before["seconds"]
-    assert "anew" not in capsys.readouterr().err
+    assert "again" not in capsys.readouterr().err
     assert read_results(LINE, config)["curves"] == before["curves"]
 
 
@@ -86,7 +86,7 @@ def test_results_with_train_temperatures_are_redrawn(config, capsys):
     after = run(dataclasses.replace(LINE, draw=lambda *args: draw(*args) or drawn.append(args)), config)
     assert after["seconds"] == before["seconds"]
     assert len(drawn) == 1
-    assert "anew" not in capsys.readouterr().err
+    assert "again" not in capsys.readouterr().err
 
 
 def test_temperatures_have_own_folder_and_results(config):
