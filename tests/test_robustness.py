@@ -1,6 +1,6 @@
-"""An experiment may be killed anywhere, lack what it needs, find its files damaged: its results are the same or none.
+"""Experiments that are killed, lack resources or find damaged files give the same results or none.
 
-The short form has a few of each; the long one, `pytest -m long`, has every fault point and every file.
+The default tests use a few cases. `pytest -m long` uses every fault point and every file.
 """
 
 import errno
@@ -27,19 +27,19 @@ FLAGS = "--setup mlp-digits --width 1 --epochs 3 --checkpoint-every 1 --points 3
 FLAGS += " --train-images 60 --test-images 60"
 UNIFORM = f"uniform {FLAGS}"
 HOME = Path("mlp-digits", "width-1")
-OWN = ("seconds", "durations", "command", "environment", "digest")  # what each run has of its own
+OWN = ("seconds", "durations", "command", "environment", "digest")  # differ between equal runs
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="processes cannot be forked here"),
-    # Orbax leaves coroutines of a failed read behind, whose complaints are not ours to mend.
+    # Orbax leaves coroutines of a failed read behind, which Python warns about.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning"),
 ]
 
 
 @pytest.fixture(autouse=True)
 def collect_at_once():
-    """What a failed read has left behind is complained of by the test that ignores it."""
+    """Collect garbage of failed reads inside the test that ignores its warnings."""
     yield
     gc.collect()
 
@@ -52,7 +52,7 @@ def warm():
 
 @pytest.fixture(scope="module")
 def finished(warm, tmp_path_factory):
-    """The folder of a run that nothing has disturbed, and the fault points that it passed."""
+    """The folder of an undisturbed run, and the fault points that it passed."""
     out = tmp_path_factory.mktemp("robust") / "whole"
     code, said = warm.run(UNIFORM, out, at=0)
     assert code == 0, said
@@ -60,7 +60,7 @@ def finished(warm, tmp_path_factory):
 
 
 def found_in(out):
-    """The numbers and the figure that a run has left."""
+    """Return the numbers and the figure of a run."""
     (folder,) = (out / HOME).glob("uniform*")
     results = json.loads((folder / "results.json").read_text())
     figure = [(folder / f"uniform.{kind}").read_bytes() for kind in ("png", "pdf")]
@@ -68,13 +68,13 @@ def found_in(out):
 
 
 def outcome(out):
-    """The same, and the rows that the numbers were made of."""
+    """Return the numbers, the figure and the rows of a run."""
     (rows,) = (out / HOME).glob("uniform*/samples.jsonl")
     return *found_in(out), sorted(rows.read_text().splitlines())
 
 
 def assert_nothing_wrong(out, expected):
-    """Whatever results are there are whole and those of a run that nothing has disturbed."""
+    """Assert that existing results are complete and equal those of an undisturbed run."""
     for path in out.rglob("results.json"):
         found = read_json(path)
         assert found is not None
@@ -95,7 +95,7 @@ def assert_goes_on(warm, out, expected):
     assert code == 0, said
     assert "Traceback" not in said, said
     assert outcome(out) == expected
-    assert not list(out.rglob("damaged-*")), said  # no kill damages a checkpoint
+    assert not list(out.rglob("damaged-*")), said  # kills never damage a checkpoint
 
 
 STAGES = [
@@ -120,7 +120,7 @@ def test_run_killed_repeatedly_ends_with_same_results(stages, warm, finished, tm
 
 
 def chunks(size, count):
-    """The numbers below `size` in `count` chunks, for as many workers."""
+    """Return the numbers below `size` in `count` chunks, one for each worker."""
     return [pytest.param(slice(i, size, count), id=f"part{i + 1}") for i in range(count)]
 
 
@@ -135,7 +135,7 @@ def test_run_killed_at_fault_point_ends_with_same_results(number, part, warm, fi
     for point in points:
         out = tmp_path / str(point)
         code, said = warm.run(UNIFORM, out, at=point, number=number)
-        if code == 0:  # the order of events is not always the same, and the last ones may be after the last moment
+        if code == 0:  # the order of events varies, so that late ones may not occur
             assert outcome(out) == expected
             continue
         assert_ended_by(number, code, said)
@@ -156,10 +156,10 @@ def test_run_killed_at_random_ends_with_same_results(seed, warm, finished, tmp_p
         out, code, longest = tmp_path / str(trial), None, 4.0
         while code != 0:
             number, after = rng.choice(SIGNALS), rng.uniform(0.1, longest)
-            longest += 0.5  # on a busy machine nothing would ever be done in a few seconds
+            longest += 0.5  # a busy machine would make no progress within a few seconds
             code, said = warm.run(UNIFORM, out, after=after, number=number)
             assert "Traceback" not in said, said
-            # Before it has begun and once it has ended, a signal is Python's own.
+            # Before main starts and after it ends, Python handles signals itself.
             assert code in (0, *(-number for number in SIGNALS), 143, 130), said
             assert_nothing_wrong(out, expected)
             done += code != 0
@@ -188,7 +188,7 @@ def test_report_killed_while_writing_is_old_or_new(number, warm, finished, tmp_p
 
 
 def assert_lacks(code, said, what):
-    """A program has ended with one line that says what it lacked."""
+    """Assert that a program ended with one line that names the missing resource."""
     assert code in (1, 2), (code, said)
     assert "Traceback" not in said, said
     assert [line for line in said.splitlines() if line.startswith("error: ")] == [said.splitlines()[-1]]
@@ -203,7 +203,7 @@ FAILURES = [errno.ENOSPC, errno.EACCES, errno.EIO, errno.ENOENT]
 def test_run_failing_at_fault_point_destroys_nothing(fail, warm, finished, tmp_path):
     whole, events = finished
     expected, done = outcome(whole), 0
-    for point in range(1 + 2 * FAILURES.index(fail), len(events) + 1, 8):  # between them, every second point
+    for point in range(1 + 2 * FAILURES.index(fail), len(events) + 1, 8):  # all failures together: every second point
         out = tmp_path / str(point)
         code, said = warm.run(UNIFORM, out, at=point, fail=fail)
         if code == 0:
@@ -262,7 +262,7 @@ def test_run_is_independent_of_clock(warm, finished, tmp_path):
 
 
 def assert_equal_together(count, warm, finished, tmp_path):
-    """Several processes started at once train each network once, and all find the same."""
+    """Start several processes at once; they must train each network once and agree."""
     out = tmp_path / "runs"
     ended = warm.together([UNIFORM] * count, out)
     assert [code for code, _ in ended] == [0] * count, ended
@@ -284,7 +284,7 @@ def test_run_in_ten_processes_trains_once(warm, finished, tmp_path):
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
-    """The folder of a run of this process."""
+    """The folder of a run in this process."""
     out = tmp_path_factory.mktemp("kept") / "runs"
     run(uniform.EXPERIMENT, config(out))
     return out
@@ -292,7 +292,7 @@ def kept(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory):
-    """That of a run with other networks."""
+    """The folder of a run with other networks."""
     out = tmp_path_factory.mktemp("other") / "runs"
     run(uniform.EXPERIMENT, config(out, seed=1))
     return out
@@ -328,7 +328,7 @@ def damage(kind, path, rng):
 
 
 def assert_survives(name, out, expected):
-    """The results are the same, or a checkpoint is refused by its name, and the remedy brings the same results."""
+    """Assert equal results, or a checkpoint rejected by name and equal results after the remedy."""
     try:
         run(uniform.EXPERIMENT, config(out))
     except UserError as error:
@@ -346,7 +346,7 @@ def assert_survives(name, out, expected):
 
 
 def names_to_damage(out):
-    """All that is not in a checkpoint, and of the checkpoints the newest's largest files."""
+    """Return all files outside checkpoints, and the largest files of the newest checkpoint."""
     names = files_in(out)
     largest = sorted((name for name in names if "3" in name.parts), key=lambda name: -(out / name).stat().st_size)
     return [name for name in names if "networks" not in name.parts] + largest[:2]
@@ -356,7 +356,7 @@ KINDS = ("flipped", "cut", "deleted")
 
 
 def test_run_with_damaged_files_has_same_results(kept, tmp_path):
-    """Every third file, each in another way."""
+    """Return every third file, each with another kind of damage."""
     assert_survives_all(zip(names_to_damage(kept)[::3], itertools.cycle(KINDS), strict=False), kept, tmp_path / "runs")
 
 

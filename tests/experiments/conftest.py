@@ -1,4 +1,4 @@
-"""Experiments end to end, on the real digits with small networks."""
+"""Fixtures for experiments end to end, on digits with small networks."""
 
 import json
 import os
@@ -12,20 +12,20 @@ from mcomb.lab.runs.experiment import run
 from mcomb.lab.runs.pairs import pool
 from mcomb.lab.runs.results import SPLITS
 
-# As many images of both splits: one compilation serves both.
+# Equally many images of both splits, so that one compilation serves both.
 SMALL = ["--setup", "mlp-digits", "--width", "2", "--epochs", "40", "--train-images", "397"]
 
 
 @pytest.fixture(scope="session")
 def out(tmp_path_factory):
-    """One root for all, so that networks, matchings and results are made once, by the worker that is first."""
+    """One output folder for all workers, so that networks, matchings and results are computed once."""
     own = tmp_path_factory.getbasetemp()
     return str((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "runs")
 
 
 @pytest.fixture
 def config_of(out):
-    """The config of an experiment with the small networks and these flags."""
+    """Return a config with small networks and these flags."""
 
     def of(module, *flags):
         return cli.parse(module.EXPERIMENT.config, "", [*SMALL, *flags, "--out", out])
@@ -35,7 +35,7 @@ def config_of(out):
 
 @pytest.fixture
 def results(config_of):
-    """Runs an experiment with flags and returns what it left on disk, with its verdict."""
+    """Run an experiment with flags, and return its results from disk with their verdict."""
 
     def of(module, *flags):
         config, name = config_of(module, *flags), module.EXPERIMENT.name
@@ -47,7 +47,7 @@ def results(config_of):
         combinations = module.EXPERIMENT.combinations(config)
         if combinations and config.pairs == 1:
             _, *rows = (folder / "samples.jsonl").read_text().splitlines()
-            assert len(rows) == len(SPLITS) * combinations  # as a plan says
+            assert len(rows) == len(SPLITS) * combinations  # as planned
         stored = json.loads((folder / "results.json").read_text())
         assert stored["command"].startswith(f"python -m experiments.{name} --setup mlp-digits --width 2")
         return stored | {"agrees": returned["agrees"], "finding": returned["finding"]}
@@ -57,7 +57,7 @@ def results(config_of):
 
 @pytest.fixture
 def draws_pairs(tmp_path):
-    """Whether results, of which `results` has seen the figure, can be drawn as those of two pairs too."""
+    """Check that the results can also be drawn as those of two pairs."""
 
     def of(module, found):
         other = json.loads(json.dumps(found), parse_float=lambda text: 1.1 * float(text))
@@ -69,7 +69,7 @@ def draws_pairs(tmp_path):
 
 @pytest.fixture
 def curve():
-    """One curve of results as an array."""
+    """Return one curve of results as an array."""
 
     def of(results, variant, metric="loss", split="test"):
         return np.array(results["curves"][variant][split][metric])
@@ -79,7 +79,7 @@ def curve():
 
 @pytest.fixture
 def is_score():
-    """Whether combinations score what a network scores by itself, up to the rounding of a mean over 397 images."""
+    """Check that combinations have the scores of a network, up to the rounding of a mean over 397 images."""
 
     def of(values, network, metric, split="test"):
         expected = network[split][metric]

@@ -19,7 +19,7 @@ def test_edges_count_every_weight_once(results, config_of, draws_pairs):
     scale, lengths = np.sqrt(np.mean(a**2)), np.abs(a - b)
     low = np.maximum(np.abs(a), np.abs(b)) < edges.LOW * scale
     near = lengths < edges.NEAR_ZERO * scale
-    slack = weights * float(np.finfo(np.float32).eps)  # of a mean in float32; and a length may be just at a limit
+    slack = weights * float(np.finfo(np.float32).eps)  # rounding of a float32 mean; a length may equal a limit
     assert found["mean"]["naive"] == pytest.approx(lengths.mean(), rel=slack)
     for name, share in (
         ("near_zero", near.mean()),

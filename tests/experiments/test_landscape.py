@@ -15,7 +15,7 @@ FLAGS = ("--grid", "2", "--scatter", "3")
 
 @pytest.fixture(scope="module")
 def trees():
-    """Two networks, shares as if they were learnt, and the network that has them."""
+    """Two networks, random shares that stand for learned ones, and their combination."""
     rng = np.random.default_rng(0)
     shapes = {"w": (40, 50), "v": (50, 20)}
     a, b = ({name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()} for _ in range(2))
@@ -56,7 +56,7 @@ def test_random_shares_have_slice_shares_as_means(trees, place):
     for kind in landscape.KINDS.values():
         draws = [landscape.random_shares(kind)(jax.random.key(i), place, shares)["w"] for i in range(200)]
         expected = np.clip(place[0] + place[1] * (shares["w"] - 0.5), 0, 1)
-        # A share's standard deviation is at most a half, and it is beyond five of the mean's once in two million times.
+        # Shares have a standard deviation of at most ½. Five standard errors occur once in two million times.
         assert np.abs(np.mean(draws, axis=0) - expected).max() < 5 * 0.5 / np.sqrt(len(draws))
         assert np.min(draws) >= 0
         assert np.max(draws) <= 1
@@ -77,7 +77,7 @@ def test_project_inverts_slice_and_averages_random_shares(trees):
     for kind in landscape.KINDS.values():
         found = landscape.project(landscape.random_shares(kind), keys, places, shares)
         assert np.abs(found - places).max() < chance
-    nothing = jax.tree.map(lambda share: np.full_like(share, 0.5), shares)  # learnt
+    nothing = jax.tree.map(lambda share: np.full_like(share, 0.5), shares)  # learned shares equal the midpoint
     found = landscape.project(landscape.random_shares(landscape.corner), keys, places, nothing)
     assert np.abs(found - places * (1, 0)).max() < 5 * 0.5 / np.sqrt(3000)
 

@@ -1,4 +1,4 @@
-"""`python -m experiments`: all experiments and how far each has come; and what they print if asked."""
+"""The list of experiments, `python -m experiments`, and the flags --quiet and --json."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ FLAGS = ["--setup", "mlp-digits", "--width", "2"]
 
 @pytest.fixture
 def listed(tmp_path, capsys):
-    """What the list says with these flags, by name."""
+    """Return the entries of the list by name."""
 
     def of(*flags):
         everything.main([*FLAGS, *flags, "--out", str(tmp_path), "--json"])

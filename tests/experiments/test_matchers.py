@@ -48,7 +48,7 @@ def test_matchers_cache_matchings_with_seconds(found, results, config_of, monkey
         monkeypatch.setattr(stores, name, lambda *args, **options: pytest.fail("matched again"))
     again = results(
         matchers, *FLAGS, "--restarts", "2", "--train-images", "50"
-    )  # what is evaluated changes no matching
+    )  # evaluation flags do not change matchings
     assert again["barriers"] != found["barriers"]
     assert again["reached"] == found["reached"]
     assert again["matchings"] == found["matchings"]

@@ -16,14 +16,14 @@ SMALL = ("--pairs", "1", "--steps", "20", "--candidates", "4", "--test-images", 
 
 @pytest.fixture
 def pair(config_of, tmp_path):
-    """Two small networks of a split, and what methods take."""
+    """A pair of small networks trained on split data."""
     store = Store(config_of(merge, *SMALL))
     images = store.data.train
     withheld = images.take(store.config.subset("withheld").rows(images.labels))
     networks = store.networks("AB")
     a, b = (networks[letter].params for letter in "AB")
     this = merge.Run("merge", store, networks, {}, {}, Rows(tmp_path, {}))
-    return merge.Pair(this, a, b, a, withheld)  # aligned perfectly: to A itself
+    return merge.Pair(this, a, b, a, withheld)  # perfectly aligned: B is A
 
 
 @pytest.mark.slow
@@ -60,7 +60,7 @@ def test_merge_resumes_after_kill(results, config_of, monkeypatch):
 
 @pytest.mark.slow
 def test_merge_with_itself_is_identity(pair):
-    """A aligned to A: every merge of the two has A's logits."""
+    """Every merge of A with itself has A's logits."""
     images = pair.withheld.images[:50]
     logits = np.asarray(pair.apply(pair.a, images))
     for name in ("midpoint, aligned", "best sample", "learned per unit", "Fisher"):
@@ -116,7 +116,7 @@ def test_merge_rejects_incompatible_flags(flags, problem):
 
 
 def pair_of(**accuracies):
-    """Results of a pair in which all methods are alike but for some accuracies; refit is best on withheld images."""
+    """Return results with equal methods, except for some accuracies; refit is best on withheld images."""
     scored = {name: {s: {"loss": 0.2, "accuracy": 0.9} for s in merge.MEASURED} for name in merge.METHODS}
     for name, accuracy in accuracies.items():
         scored[name]["test"]["accuracy"] = accuracy

@@ -1,4 +1,4 @@
-"""What docs/results.md says that the networks in the repository give is what they give."""
+"""Pretrained networks reproduce the numbers in docs/results.md."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ RESULTS = (Path(__file__).parents[2] / "docs" / "results.md").read_text()
 
 @pytest.mark.slow
 def test_pretrained_reproduces_documented_row(cifar_archive, tmp_path):
-    """The worst of the line's nine points is the middle one, which three points have too."""
+    """Use three points, because the worst of nine points is the midpoint."""
     section = RESULTS.partition("### Without training anything")[2]
     documented = re.findall(r"\| `linear --points 9` \| (.*?) / (.*?) \| (.*?) / (.*?) \|", section)[0]
     flags = ["--setup", "mlp-cifar10", "--pretrained", "--train-images", "200", "--points", "3"]

@@ -1,4 +1,4 @@
-"""The --repair flag: the line through two trained networks, as it is and repaired."""
+"""The flag --repair: the line through two trained networks, with and without REPAIR."""
 
 import json
 
@@ -19,7 +19,7 @@ from mcomb.lab.runs.flags import command
 
 @pytest.fixture(scope="module")
 def curves(tmp_path_factory):
-    """The results of the line as it is and repaired, each from its own folder."""
+    """Results of the line without and with REPAIR, each from its own folder."""
     out = tmp_path_factory.mktemp("runs")
     small = ["--setup", "mlp-digits", "--width", "8", "--epochs", "20", "--train-images", "397", "--points", "3"]
 

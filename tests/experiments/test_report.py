@@ -13,7 +13,7 @@ FLAGS = ["--setup", "mlp-digits", "--width", "2"]
 
 @pytest.fixture
 def page(tmp_path, capsys):
-    """Makes the report and returns what it printed, and the page."""
+    """Write the report, and return its output and the page."""
 
     def of(*flags):
         report.main([*FLAGS, *flags, "--out", str(tmp_path)])
@@ -35,7 +35,7 @@ def test_report_collects_existing_results(page, tmp_path):
     said, text = page()
     assert "1 experiments in" in said
     assert "ow combinations mix weights" in text
-    assert text.count("data:image/png;base64,") == 2  # and its thumbnail
+    assert text.count("data:image/png;base64,") == 2  # the figure and its thumbnail
     commands = re.findall(r"python -m experiments\.(\w+) ", re.sub("<[^>]+>", "", text))
     assert {*commands} == {job.experiment.name for job in report.plan(cli.parse(report.ReportConfig, "", []))}
 

@@ -1,4 +1,4 @@
-"""The report in a real browser: what it fetches and logs, its links and pictures, on a phone, in the dark, on paper."""
+"""The report in a real browser: requests, messages, links, pictures, widths, colour schemes and print."""
 
 import re
 
@@ -15,7 +15,7 @@ NAMES = ("uniform", "transitivity", "linear, beyond")
 LONG = "python -m experiments.transitivity --setup mlp-digits --out /a/rather/long/path/without/any/space/in/it" * 2
 A4 = 673  # pixels between the margins
 
-# Every element with text of its own: its size, its colour, and the colour behind it.
+# For every element with its own text: size, colour and background colour.
 TEXTS = """
 [...document.querySelectorAll('body *')].filter(element =>
     [...element.childNodes].some(node => node.nodeType == 3 && node.data.trim())

@@ -15,7 +15,7 @@ HOSTILE = """<b>"x" & 'y'</b>"""
 
 
 class Page(HTMLParser):
-    """A page's elements and text; fails on whatever is not closed in order."""
+    """Parse a page's elements and text, and fail on elements that are not closed in order."""
 
     def __init__(self, text):
         super().__init__()
@@ -46,7 +46,7 @@ class Page(HTMLParser):
 
 
 def rows(text):
-    """The cells of the rows of every table, as text."""
+    """Return the text of all cells, by table and row."""
     return [
         [re.sub(r"<[^>]+>", "", cell) for cell in re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row, re.S)]
         for row in re.findall(r"<tr[^>]*>(.*?)</tr>", text, re.S)
@@ -108,7 +108,7 @@ def test_links_have_unique_targets():
 
 def test_figures_have_bytes_alt_text_and_size():
     small, image = Page(FULL).all("img")[::3]
-    assert small["alt"] == ""  # its link has the words
+    assert small["alt"] == ""  # the link has a label
     assert base64.b64decode(small["src"].partition(",")[2]).startswith(b"\x89PNG")
     assert base64.b64decode(image["src"].partition(",")[2]) == png()
     assert image["alt"] == "loss and accuracy over s"

@@ -32,7 +32,7 @@ def test_derangement_preserves_distributions(results):
     for layer in results(robustness, "--counts", "3", "--line-points", "3")["layers"].values():
         assert layer["activations"]["alike"] is True
         assert abs(layer["activations"]["magnitude"] - 1) < 32 * np.finfo(np.float32).eps  # sums over 32 units or more
-        assert layer["activations"]["distance"] < 1e-3  # the same values, but for their last bits
+        assert layer["activations"]["distance"] < 1e-3  # equal except for the last bits
         assert layer["weights"]["alike"] is True
 
 
@@ -61,7 +61,7 @@ def test_robustness_compares_measures_on_same_lines(results, draws_pairs):
 
 @pytest.fixture(scope="module")
 def a_run():
-    """What the measures need of a run: untrained networks, the third unit of the second layer of which is cut off."""
+    """A run with untrained networks in which the third unit of the second layer is dead."""
     store = Store(cli.parse(robustness.RobustnessConfig, "", ["--setup", "mlp-digits", "--width", "1"]))
     networks = [store.setup.init(1, seed) for seed in (0, 1)]
     for params in networks:
@@ -107,7 +107,7 @@ def test_measures_reject_unknown_and_drop_duplicates():
         for by in (["norm"], ["norm", "norm"], ["norm", "correlation"])
     )
     assert one == twice
-    assert two - one == one - 5  # all lines but that of the matching itself
+    assert two - one == one - 5  # all lines except the unperturbed one
 
 
 def test_rank_names_measure_with_lowest_increase():
@@ -143,7 +143,7 @@ def test_derangement_is_uniform_without_fixed_points():
     assert seen.keys() == set(all_of_them)
     expected = count / len(all_of_them)
     chi_square = sum((seen[p] - expected) ** 2 / expected for p in all_of_them)
-    assert chi_square < 30  # 8 degrees of freedom: beyond 30 once in 5,000 times
+    assert chi_square < 30  # 8 degrees of freedom: probability 1 / 5,000
     assert robustness.derangement(rng, 2).tolist() == [1, 0]
 
 

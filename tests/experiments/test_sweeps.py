@@ -1,4 +1,4 @@
-"""The sweeps from A to B: what they draw, where they begin and end, and what they say."""
+"""Sweeps from A to B: their combinations, ends and findings."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from mcomb.lab.runs.results import METRICS
 FEW = ("--points", "3", "--samples", "2")
 
 
-# They differ only in what they sample, which is tested without networks too.
+# They differ only in their distributions, which other tests check without networks.
 @pytest.mark.parametrize(
     "module", [subcube, *(pytest.param(module, marks=pytest.mark.slow) for module in (hyperplane, bernoulli))]
 )

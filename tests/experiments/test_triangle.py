@@ -59,7 +59,7 @@ def test_count_points_equals_size_of_grid(beyond):
 
 @pytest.mark.parametrize("steps", [3, 7, 20])
 def test_triangle_points_have_their_shares(steps):
-    """Shares are float32: those of an edge do not add up to one exactly."""
+    """Float32 shares on an edge do not add up to exactly one."""
     places = [triangle.locate(shares) for shares in triangle.grid(steps, 0.0).tolist()]
     assert places.count("at a corner") == 3
     assert places.count("on an edge") == 3 * (steps - 1)

@@ -1,4 +1,4 @@
-"""The main job, shrunk: the real command on the real digits, interrupted, repeated and misused."""
+"""The experiment `uniform` end to end on digits: run, repeated, interrupted and misused."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ def results_in(out):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """The folder that one whole shrunken run leaves."""
+    """The folder of one complete small run."""
     out = tmp_path_factory.mktemp("runs")
     run("--epochs", "40", out=out)
     return out
@@ -92,7 +92,7 @@ def test_uniform_again_trains_and_evaluates_nothing(finished, monkeypatch, capsy
 
 
 def test_uniform_measures_again_after_other_matching(finished, tmp_path):
-    """Rows of combinations with a B that was aligned otherwise must not be taken for this one's."""
+    """Rows of combinations with another alignment must not be reused."""
     copy = tmp_path / "copy"
     shutil.copytree(finished, copy)
     before = results_in(copy)

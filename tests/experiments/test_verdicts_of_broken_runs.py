@@ -1,4 +1,4 @@
-"""Every verdict is true of a good run, and of no broken one."""
+"""Verdicts are positive for good runs and never for broken ones."""
 
 import copy
 import dataclasses
@@ -60,7 +60,7 @@ TRIPLE = BASE | {
 
 
 def line(values, losses, accuracies):
-    """A curve with one network at each value, the same on both splits."""
+    """Return a curve with one network at each value, equal for both splits."""
     return {split: {"loss": [[x] for x in losses], "accuracy": [[x] for x in accuracies]} for split in SPLITS}
 
 
@@ -170,7 +170,7 @@ SWEEP_BREAKS = [
 ]
 
 
-# Of each experiment: a good run, and single changes that break it.
+# For each experiment: a good run, and single changes that break it.
 def merge_run():
     at = lambda accuracy, loss: {split: {"accuracy": accuracy, "loss": loss} for split in ("withheld", "test")}  # noqa: E731
     methods = {name: at(0.90, 0.3) for name in merge.METHODS}
@@ -278,8 +278,8 @@ def judge(tmp_path):
 
 
 def changed(results, path, value):
-    """A copy with the value at a path of keys and indices replaced."""
-    results = json.loads(json.dumps(results))  # no part of it shared with another
+    """Return a copy in which the value at a path of keys and indices is replaced."""
+    results = json.loads(json.dumps(results))  # deep copy
     *steps, last = [int(step) if re.fullmatch(r"\d+", step) else step for step in path.split(".")]
     inner = results
     for step in steps:
@@ -365,7 +365,7 @@ def test_functional_verdict_rejects_jump_of_labels(judge):
         jump = [*[counts[0]] * 5, *[counts[-1]] * 6]
         broken = results | {"sweeps": results["sweeps"] | {name: {"counts": jump}}}
         assert judge(functional, broken) is False
-    # Both ends of this one are mixtures: it says nothing of how labels go from A to B.
+    # Both ends of this sweep are mixtures, so it does not show how labels change from A to B.
     assert judge(functional, results | {"sweeps": results["sweeps"] | {"uniform": {"counts": jump}}}) is True
 
 
@@ -401,8 +401,8 @@ SHORT = {
 }
 
 
-# One sampled sweep stands for all: they differ only in what they sample. Matchers take long. A sweep and one that is
-# none are enough for every day.
+# One sampled sweep represents all, because they differ only in the distribution. Matchers take long. The default
+# tests use one sweep and one other experiment.
 LIKE_UNIFORM = (bernoulli, hyperplane, subcube)
 OF_EVERY_DAY = (uniform,)
 
@@ -416,7 +416,7 @@ OF_EVERY_DAY = (uniform,)
     ],
 )
 def test_verdict_of_untrained_networks_is_none(module, tmp_path_factory):
-    out = tmp_path_factory.getbasetemp() / "untrained"  # shared: networks are made once
+    out = tmp_path_factory.getbasetemp() / "untrained"  # shared, so that networks are initialized once
     config = module.EXPERIMENT.config
     flags = [*FLAGS, "--epochs", "0", "--out", str(out), *SHORT.get(module, [])]
     flags += ["--points", "3"] if hasattr(config, "points") else []
@@ -428,7 +428,7 @@ def test_verdict_of_untrained_networks_is_none(module, tmp_path_factory):
 
 @pytest.mark.slow
 def test_verdict_of_identity_matching_is_none(results, config_of, tmp_path):
-    results(edges)  # with the networks of all experiments, of which a copy is taken
+    results(edges)  # creates the networks that are copied below
     config = config_of(edges)
     shutil.copytree(Store(config).home / "networks", tmp_path / "mlp-digits" / "width-2" / "networks")
     config = dataclasses.replace(config, out=tmp_path)

@@ -1,4 +1,4 @@
-"""A typed dataclass is the whole command line."""
+"""Command lines from typed dataclasses."""
 
 import asyncio
 import dataclasses
@@ -25,7 +25,7 @@ from mcomb.runtime import interrupts
 
 @dataclass(frozen=True)
 class Example:
-    """One flag of every kind."""
+    """A config with one flag of every kind."""
 
     kind: Annotated[str, Flag("which one", choices=("this", "that"))] = "this"
     count: Annotated[int, Flag("how many", at_least=1)] = 3
@@ -88,7 +88,7 @@ def test_parse_converts_flags_to_field_types(words, changes):
         ("--sizes", ["--sizes", "at least one argument"]),
         ("--interval 1", ["--interval", "2 arguments"]),
         ("--cuont 1", ["--cuont"]),
-        ("--coun 1", ["--coun"]),  # no abbreviations: they would change their meaning with every new flag
+        ("--coun 1", ["--coun"]),  # no abbreviations, because new flags could make them ambiguous
         ("--loud yes", ["yes"]),
         ("--where gs://bucket/x", ["--where", "gs://bucket/x is not a local path"]),
     ],
@@ -173,7 +173,7 @@ def test_run_prints_missing_resource_in_one_line(error, said, capsys):
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
-    """Interrupts of the tests' own process never end it at once, however busy the machine is."""
+    """Keep interrupts from ending the test process at once, even on a busy machine."""
     monkeypatch.setattr(interrupts, "PATIENCE", 600.0)
 
 
@@ -188,7 +188,7 @@ def test_run_treats_sigterm_like_interrupt(capsys):
 
 @pytest.fixture
 def interruptible():
-    """As in the foreground: of what a shell runs in the background, Ctrl-C ends nothing."""
+    """Restore Ctrl-C, which shells disable for background processes."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -197,7 +197,7 @@ def interruptible():
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_run_detects_interrupt_behind_other_error(number, tmp_path, capsys):
-    """As orbax may while it reads: a good checkpoint is not taken for a damaged one then."""
+    """Orbax may turn an interrupt into its own error; the checkpoint must not count as damaged."""
     seen = []
 
     def read():
@@ -222,12 +222,12 @@ def test_run_detects_interrupt_behind_other_error(number, tmp_path, capsys):
         cli.run(read)
     assert stopped.value.code == 128 + number
     assert capsys.readouterr().err == 2 * "Interrupted; run the same command to resume.\n"
-    with pytest.raises(UserError, match="Cannot read"):  # an interrupt of before is forgotten
+    with pytest.raises(UserError, match="cannot be read"):  # the earlier interrupt is forgotten
         reading(tmp_path, lambda: 1 / 0)
 
 
 def test_run_mutes_background_failures_after_its_line(caplog):
-    """As the other parts of a checkpoint that orbax could not write for want of room."""
+    """On a full disk, orbax fails for other parts of a checkpoint in the background."""
 
     async def fail():
         raise OSError(28, "No space left on device")
@@ -247,7 +247,7 @@ def test_run_mutes_background_failures_after_its_line(caplog):
 @pytest.mark.parametrize("too_soon", [False, True], ids=["", "even too soon"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_run_resends_interrupt_that_python_drops(number, too_soon, capsys, monkeypatch):
-    """As one that comes while the garbage collector calls back; on a busy machine the next one comes then, too."""
+    """Python drops an interrupt in a callback of the garbage collector; on a busy machine, the next one too."""
     once, hasty = [number], [too_soon]
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
     cli._repeat_lost_interrupts.__wrapped__()
@@ -305,6 +305,6 @@ def test_mute_orbax_hides_closed_event_loops_only(monkeypatch):
     told = []
     monkeypatch.setattr(sys, "unraisablehook", lambda problem: told.append(str(problem.exc_value)))
     cli._mute_orbax.__wrapped__()
-    asyncio.BaseEventLoop.__new__(asyncio.BaseEventLoop)  # never opened: it cannot be closed either
+    asyncio.BaseEventLoop.__new__(asyncio.BaseEventLoop)  # never opened, so that closing it fails
     Other()
     assert told == ["mine"]

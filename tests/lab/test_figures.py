@@ -11,7 +11,7 @@ from mcomb.lab.figures import STYLE, save, sweep, wrap
 
 @pytest.fixture(autouse=True, scope="module")
 def small_figures():
-    """Here figures are drawn as they are."""
+    """Draw real figures in these tests."""
 
 
 def results(samples=2):

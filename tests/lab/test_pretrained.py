@@ -1,4 +1,4 @@
-"""The networks that come with the repository are what their cards say."""
+"""Pretrained networks and their model cards."""
 
 import re
 
@@ -39,5 +39,5 @@ def test_pretrained_network_has_accuracy_of_card(cifar_archive):
     setup = SETUPS["mlp-cifar10"]
     found = score(setup.apply(32), read_checkpoint(file, setup.shapes(32)), *setup.dataset.load(cifar_archive).test)
     (stated,) = re.findall(r"Test accuracy ([\d.]+)%", file.with_suffix(".md").read_text())
-    # Roundings of another CPU may decide a few of the 10,000 images otherwise.
+    # Rounding on another CPU may change a few of the 10,000 predictions.
     assert found.accuracy == pytest.approx(float(stated) / 100, abs=5e-4)

@@ -1,4 +1,4 @@
-"""A setup knows all that it needs before its dataset is loaded, and takes any dataset."""
+"""Setups: models, datasets and recipes."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ EACH = [pytest.param(name, marks=pytest.mark.slow if "resnet" in name else ()) f
 
 @pytest.fixture(params=EACH)
 def unloaded(request):
-    """Each setup with a dataset that must not be loaded."""
+    """Each setup with a dataset that fails on loading."""
     setup = SETUPS[request.param]
 
     def load(path):

@@ -1,4 +1,4 @@
-"""What is kept on disk: networks and matchings, each made once, and only what is whole is used."""
+"""The cache of networks and matchings."""
 
 import dataclasses
 import io
@@ -34,7 +34,7 @@ RECIPE = SETUPS["mlp-digits"].recipe
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
-    """A folder with networks A and B and their matching, never changed."""
+    """A read-only folder with networks A and B and their matching."""
     out = tmp_path_factory.mktemp("kept")
     store = Store(dataclasses.replace(CONFIG, out=out))
     store.matching(*store.networks("AB").values(), "weights")
@@ -43,14 +43,14 @@ def kept(tmp_path_factory):
 
 @pytest.fixture
 def store(kept, tmp_path):
-    """A store of a copy of that folder."""
+    """A store on a copy of that folder."""
     shutil.copytree(kept, tmp_path / "runs")
     return Store(dataclasses.replace(CONFIG, out=tmp_path / "runs"))
 
 
 @pytest.fixture
 def no_work(monkeypatch):
-    """Training and matching fail the test."""
+    """Make training and matching fail the test."""
     for name in ("train", "match", "match_weights"):
         monkeypatch.setattr(stores, name, lambda *args, **options: pytest.fail("work was repeated"))
 
@@ -63,7 +63,7 @@ def no_work(monkeypatch):
             SweepConfig(train_images=50, epochs=60, points=3, samples=2),
             "uniform,epochs=60,train-images=50,points=3,samples=2",
         ),
-        (SweepConfig(batch_size=100, learning_rate=0.1), "uniform"),  # what the recipe says anyway
+        (SweepConfig(batch_size=100, learning_rate=0.1), "uniform"),  # equal to the recipe
         (SweepConfig(learning_rate=0.05, weight_decay=0.0), "uniform,learning-rate=0.05,weight-decay=0"),
         (SweepConfig(seed=1, seed_b=0, matcher="ste", repair=True), "uniform,matcher=ste,seed=1,seed-b=0,repair"),
         (SweepConfig(out=Path("x"), data_dir=Path("y"), vmap_size=3, steps_per_call=2, checkpoint_every=1), "uniform"),
@@ -187,7 +187,7 @@ def as_npy(content):
 
 
 def with_a_wrong_directory(content):
-    """One bit of the zip file's directory is wrong: it says that a member is encrypted."""
+    """Flip the bit of the zip directory that marks a member as encrypted."""
     at = content.index(b"PK\x01\x02") + 8
     return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
 
@@ -216,7 +216,7 @@ def test_matching_file_truncated_is_recomputed(store, damage, capsys):
     lines = capsys.readouterr().err.splitlines()
     assert [line for line in lines if str(path) in line] == [line for line in lines if "matching again" in line]
     assert len([line for line in lines if line.startswith(f"{path} cannot be read (")]) == 1
-    assert len(lines) == 2  # that, and that it is matching
+    assert len(lines) == 2  # the warning and the progress message
     assert store.matching(a, b, "weights").matching.trace == before.matching.trace
     assert capsys.readouterr().err == ""
 
@@ -284,7 +284,7 @@ def test_matching_that_is_no_permutation_is_rejected(store):
 
 
 def stopping(train):
-    """A training that is interrupted after the second epoch of seed 0."""
+    """Interrupt training after the second epoch of seed 0."""
 
     def train_two(apply, state, data, recipe, seed, **options):
         for item in train(apply, state, data, recipe, seed, **options):
@@ -310,7 +310,7 @@ def test_training_resumes_to_uninterrupted_result(store, tmp_path, monkeypatch):
 
 
 class StopsAfter(Event):
-    """An event that is set after it was asked for so many times."""
+    """An event that is set after a number of queries."""
 
     def __init__(self, times):
         super().__init__()
@@ -323,7 +323,7 @@ class StopsAfter(Event):
 
 @pytest.mark.slow
 def test_training_resumes_within_epoch(tmp_path, monkeypatch):
-    """An epoch has 14 steps: it is stopped after 20, and 15 steps later again."""
+    """Stop after 20 steps and again 15 steps later, with 14 steps per epoch."""
     config = dataclasses.replace(CONFIG, steps_per_call=1, out=tmp_path / "stopped")
     whole = Store(dataclasses.replace(config, out=tmp_path / "whole")).networks("A")["A"]
     (folder,) = (tmp_path / "whole").rglob("seed-0*/")
@@ -359,7 +359,7 @@ def test_given_network_name_stays_inside_output_folder(name, tmp_path):
     given = Store(dataclasses.replace(CONFIG, out=out, checkpoint_a=place, checkpoint_b=place))
     folder = given.folder("uniform").resolve()
     assert folder.parent == given.home.resolve()
-    folder.mkdir(parents=True)  # its name is not too long
+    folder.mkdir(parents=True)  # fails if the name is too long
     a, b = given.networks("AB").values()
     given.matching(a, b, "weights")
     assert len(list(given.home.glob("matchings/*.npz"))) == len(list(tmp_path.rglob("*.npz"))) == 1
@@ -370,7 +370,7 @@ def devices_of(store, seed):
 
 
 def train(store, *seeds):
-    """The networks of some seeds, by seed."""
+    """Return networks by seed."""
     return {one.seed: network for one, network in store.train_networks([Training(seed) for seed in seeds]).items()}
 
 
@@ -380,7 +380,7 @@ def test_network_is_independent_of_networks_beside_it(tmp_path):
     three = Store(dataclasses.replace(config, out=tmp_path / "three"))
     two = Store(config)
     count = len(jax.local_devices())
-    for seeds in ((0, 1), (1, 0)):  # the second time there is nothing left to train
+    for seeds in ((0, 1), (1, 0)):  # the second time, both are cached
         networks = train(two, *seeds)
         assert list(networks) == list(seeds)
     others = train(three, 2, 1, 0)
@@ -407,7 +407,7 @@ def test_training_resumed_alone_keeps_its_devices(tmp_path, monkeypatch):
 
 
 def needed(config, devices):
-    """The gigabytes that a training needs on so many devices, by the account of its compiled step."""
+    """Return the memory in GB that XLA reports for a training step on a number of devices."""
     store, mesh = Store(config), device_mesh(jax.devices()[:devices])
     shapes = store.setup.shapes(config.width)
     return compile_training(store.apply, shapes, store.data.train, store.recipe, mesh).memory / 1e9
@@ -440,7 +440,7 @@ def test_network_trains_on_one_device_if_memory_is_small(tmp_path, monkeypatch, 
 
 @pytest.mark.parametrize(("width", "memory"), [(1, "0.0001"), (20_000, "8")])
 def test_network_exceeding_memory_is_rejected(width, memory, tmp_path, monkeypatch):
-    """Before anything is made: the weights of the wide one alone would take a terabyte."""
+    """Reject it before any allocation: the weights of the wide network alone would take a terabyte."""
     monkeypatch.setenv(MEMORY_VARIABLE, memory)
     store = Store(dataclasses.replace(CONFIG, width=width, out=tmp_path))
     with pytest.raises(UserError, match=r"seed-\d,epochs=4 needs .*B of memory, but only .* is free: reduce"):
@@ -458,7 +458,7 @@ def test_training_announces_long_duration(monkeypatch, capsys):
 
 
 def test_training_that_diverges_keeps_last_good_checkpoint(tmp_path, monkeypatch):
-    """The learning rate of the third epoch is absurd."""
+    """Diverge in the third epoch by an absurd learning rate."""
     real = training.learning_rate
 
     def schedule(recipe, steps_per_epoch):
@@ -490,7 +490,7 @@ def test_given_checkpoint_replaces_training(store, tmp_path, no_work):
 
 @pytest.fixture
 def pretrained(store, tmp_path, monkeypatch):
-    """A store whose networks come with the repository: A and B of this setup and width."""
+    """A store with pretrained networks A and B of this setup and width."""
     monkeypatch.setattr(stores, "PRETRAINED", tmp_path / "pretrained")
     for seed, letter in enumerate("AB"):
         path = stores.pretrained_path("mlp-digits", 1, seed)

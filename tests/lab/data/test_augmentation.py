@@ -11,7 +11,7 @@ augment = jax.jit(augmentation.augment, static_argnums=2)  # inside a compiled s
 
 SIZE = 9
 EPS = np.finfo(np.float32).eps
-# A pixel's place in the source is rounded in a few operations on numbers up to SIZE, and from one pixel to the next the
+# A few operations on numbers up to SIZE round a pixel's source position, and between neighbouring pixels the
 # value changes by at most 255.
 ROUNDING = 4 * SIZE * EPS * 255
 
@@ -56,7 +56,7 @@ PEAK = 200.0
 
 
 def blob(size=17, sigma=3.0, y=0.0, x=0.0):
-    """A round spot at (y, x) from the centre, which no rotation or mirror image about the spot can change."""
+    """Return an image of a round spot at (y, x) from the centre, which is symmetric about its own centre."""
     axis = np.arange(size) - (size - 1) / 2
     distance = (axis[:, None] - y) ** 2 + (axis - x) ** 2
     return jnp.asarray(PEAK * np.exp(-distance / (2 * sigma**2)))[None, :, :, None]
@@ -64,7 +64,7 @@ def blob(size=17, sigma=3.0, y=0.0, x=0.0):
 
 def test_rotation_turns_about_the_centre():
     how = Augmentation(rotation=90.0, flip=True)
-    # Bilinear resampling errs by an eighth of the two second derivatives; what turns in from outside is black.
+    # Bilinear resampling has an error of an eighth of the second derivatives. Pixels from outside are black.
     curvature = 2 * PEAK / 3.0**2 / 8
     border = float(blob()[0, 0, 8, 0])
     for i in range(5):
@@ -73,12 +73,12 @@ def test_rotation_turns_about_the_centre():
     before = blob(sigma=1.5, y=4.0)
     turned = augment(jax.random.key(0), before, how)
     assert np.abs(np.asarray(turned - before)).max() > PEAK / 10
-    cut = erfc(4 / 1.5 / sqrt(2)) / 2  # the part of the spot that is beyond the border, 8 from the centre
+    cut = erfc(4 / 1.5 / sqrt(2)) / 2  # the fraction of the spot beyond the border, 8 from the centre
     np.testing.assert_allclose(distance_from_centre(turned), 4.0, rtol=0, atol=8 * cut)
 
 
 def distance_from_centre(image):
-    """How far the centre of an image's mass is from that of the image."""
+    """Return the distance of the centre of mass from the centre of the image."""
     mass = np.asarray(image)[0, :, :, 0]
     axis = np.arange(len(mass)) - (len(mass) - 1) / 2
     return np.hypot((mass * axis[:, None]).sum(), (mass * axis).sum()) / mass.sum()
@@ -90,7 +90,7 @@ def test_scale_resizes_both_axes_by_one_factor_in_range():
     factors, crops = [], []
     for i in range(8):
         found = np.asarray(augment(jax.random.key(i), places, Augmentation(scale=(least, most))))[0]
-        inside = found[1:-1, 1:-1]  # resampling is exact where values are their places
+        inside = found[1:-1, 1:-1]  # resampling is exact for values that are linear in the position
         steps = np.concatenate([np.diff(inside[..., 0], axis=0).ravel(), np.diff(inside[..., 1], axis=1).ravel()])
         np.testing.assert_allclose(steps, steps.mean(), rtol=0, atol=8 * size * EPS)
         factors.append(1 / steps.mean())

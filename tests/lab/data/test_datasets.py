@@ -15,7 +15,7 @@ from mcomb.lab.data.datasets import datasets as data
 
 
 def statistics(images):
-    """The mean and the standard deviation of each channel, from sums of whole numbers."""
+    """Return the mean and standard deviation of each channel from integer sums."""
     count, first, second = images[..., 0].size, 0, 0
     for part in np.array_split(images, max(1, len(images) // 1000)):
         pixels = part.reshape(-1, part.shape[-1]).astype(np.int64)
@@ -81,12 +81,12 @@ def test_cifar10_constants_equal_loaded_data(cifar10):
     assert 1 + cifar10.train.labels.max() == CIFAR10.classes
     for known, found in zip((CIFAR10.mean, CIFAR10.std), statistics(cifar10.train.images), strict=True):
         assert [f"{value / 255:.4f}" for value in found] == [f"{value / 255:.4f}" for value in known]
-        np.testing.assert_allclose(known, found, rtol=0, atol=255 * 0.5e-4)  # four digits are all there is
+        np.testing.assert_allclose(known, found, rtol=0, atol=255 * 0.5e-4)  # the constants have four digits
 
 
 @pytest.fixture
 def small_cifar(monkeypatch):
-    """CIFAR-10's two layouts with three images a batch, and their checksums in place of the official ones."""
+    """Both layouts of CIFAR-10 with three images per batch, and their checksums instead of the official ones."""
     rng = np.random.default_rng(0)
     members = {}
     for i, (binary, python) in enumerate(zip(data.CIFAR10_BINARY, data.CIFAR10_PYTHON, strict=True)):
@@ -203,7 +203,7 @@ def test_missing_data_raises_user_error(small_cifar, tmp_path):
 
 
 def shuffled_examples(split, name, seed):
-    """A split as TFDS gives it: examples with ids, in an order of its own."""
+    """A split as TFDS returns it: shuffled examples with ids."""
     rows = enumerate(zip(split.images, split.labels, strict=True))
     examples = [{"id": b"%s_%05d" % (name, i), "image": image, "label": int(label)} for i, (image, label) in rows]
     return [examples[i] for i in np.random.default_rng(seed).permutation(len(examples))]
@@ -221,7 +221,7 @@ def test_tfds_examples_are_sorted_like_archive(digits, seed):
 
 @pytest.fixture
 def tfds(small_cifar, tmp_path, monkeypatch):
-    """A TFDS that can prepare CIFAR-10, no local copy, and what the archive has."""
+    """A TFDS that can prepare CIFAR-10, no local copy, and the data of the archive."""
     write_archive(tmp_path / "a.tar.gz", "x", small_cifar["cifar-10-batches-bin"])
     local = load_cifar10(tmp_path / "a.tar.gz")
     fake = SimpleNamespace(prepared=tmp_path / "prepared", local=local)

@@ -1,4 +1,4 @@
-"""CIFAR-10 comes by itself: from a server on the loopback address, good, broken, slow, wrong or not there at all."""
+"""Downloads of CIFAR-10 from local servers that are good, broken, slow, wrong or missing."""
 
 import gc
 import hashlib
@@ -16,13 +16,13 @@ import pytest
 from mcomb.errors import UserError
 from mcomb.lab.data.datasets import datasets as data
 
-# The downloader leaves the socket of a server that fell silent to the garbage collector.
+# The downloader leaves the socket of a silent server to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 
 
 @pytest.fixture
 def archive(monkeypatch):
-    """An archive in CIFAR-10's binary layout with two images a member, and their checksums for the official ones."""
+    """An archive in CIFAR-10's binary layout with two images per member, and its checksums as the official ones."""
     rng, buffer = np.random.default_rng(0), io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
         for name in data.CIFAR10_BINARY:
@@ -35,7 +35,7 @@ def archive(monkeypatch):
 
 
 class Server(ThreadingHTTPServer):
-    """A server whose every answer is written by `answer`, and that counts how often it is asked."""
+    """A server that answers by `answer` and counts requests."""
 
     def __init__(self, answer):
         self.asked = 0
@@ -50,7 +50,7 @@ class Server(ThreadingHTTPServer):
 
         super().__init__(("127.0.0.1", 0), Handler)
 
-    def handle_error(self, request, client_address):  # a client that hangs up is part of the test
+    def handle_error(self, request, client_address):  # clients hang up on purpose
         pass
 
 
@@ -63,7 +63,7 @@ def send(handler, content, length=None, status=200):
 
 @pytest.fixture
 def serve(monkeypatch, tmp_path):
-    """Starts a server that CIFAR-10 is then downloaded from, to an empty cache; no local copy, no TFDS."""
+    """Start a server for CIFAR-10, with an empty cache, no local copy and no TFDS."""
     monkeypatch.delenv(data.DATA_VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
@@ -113,7 +113,7 @@ def broken(handler, archive):
 
 
 def wrong_pixels(handler, archive):
-    """A whole archive of other images."""
+    """Return a complete archive of other images."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
         for name in data.CIFAR10_BINARY:
@@ -144,10 +144,10 @@ def test_download_of_other_file_is_rejected_and_removed(serve, archive, monkeypa
     for remedy in (data.URL_VARIABLE, data.DATA_VARIABLE, "--data-dir", "--setup mlp-digits"):
         assert remedy in text
     assert cached() == []
-    serve(lambda handler: send(handler, archive))  # the same command again, and all is well
+    serve(lambda handler: send(handler, archive))  # the same command succeeds later
     assert len(data.CIFAR10.load(None).test.labels) == 2
     del raised
-    gc.collect(1)  # here, and not in somebody else's test
+    gc.collect(1)  # collect here and not in another test
 
 
 def test_download_without_network_prints_remedy(serve, archive, monkeypatch):

@@ -45,5 +45,5 @@ def test_dirichlet_split_spreads_with_concentration():
         a, b = (np.bincount(LABELS[rows(subset, who)], minlength=10) for who in "AB")
         return np.std(a / (a + b))
 
-    assert spread(100.0) < 0.1  # that of the beta distribution is 0.035
+    assert spread(100.0) < 0.1  # 0.035 for the beta distribution
     assert spread(0.1) > 0.25  # 0.46

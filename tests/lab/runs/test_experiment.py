@@ -1,4 +1,4 @@
-"""What every experiment does alike, on one that needs no network."""
+"""Common behaviour of experiments, tested with one that needs no network."""
 
 import dataclasses
 import json
@@ -197,7 +197,7 @@ def test_read_results_ignores_unfinished_run(example, config, calls):
 
 
 def test_run_without_figure_leaves_no_results(example, config, calls):
-    """Results that are there have their figure."""
+    """Results exist only together with their figure."""
 
     def fail(results, folder):
         raise ZeroDivisionError

@@ -63,7 +63,7 @@ def test_command_roundtrips_through_parse(kind, data):
 
 
 def every_flag():
-    """Each flag of all experiments, once, with an experiment that has it; every third of them in the default tests."""
+    """Yield each flag once with an experiment that has it; the default tests use every third."""
     found = {}
     for module in listing.EXPERIMENTS:
         for name, flag in cli.flags(module.EXPERIMENT.config).items():

@@ -1,4 +1,4 @@
-"""A kept result is used only if everything that made it is the same."""
+"""Cached results are used only if their identity is unchanged."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ CONFIG = linear.LinearConfig(setup="mlp-digits", width=1, epochs=2, points=3, tr
 
 
 def draw(results, folder):
-    """A figure of no time."""
+    """Draw nothing, to save time."""
     for kind in ("png", "pdf"):
         (folder / f"linear.{kind}").write_text("a figure")
 
@@ -35,7 +35,7 @@ LINE = dataclasses.replace(linear.EXPERIMENT, draw=draw)
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run folder with the line's results, never changed."""
+    """A read-only run folder with results of `linear`."""
     out = tmp_path_factory.mktemp("finished")
     run(LINE, dataclasses.replace(CONFIG, out=out))
     return out
@@ -43,7 +43,7 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def config(finished, tmp_path):
-    """The flags of that run, with a copy of its folder."""
+    """The config of that run, on a copy of its folder."""
     shutil.copytree(finished, tmp_path / "runs")
     return dataclasses.replace(CONFIG, out=tmp_path / "runs")
 
@@ -53,7 +53,7 @@ def stored(config):
 
 
 def change_network(config, seed):
-    """Puts another network in the place of a trained one, as retraining elsewhere and copying it would."""
+    """Replace a trained network, as a copy of a network retrained elsewhere would."""
     store = Store(config)
     (folder,) = store.home.glob(f"networks/seed-{seed},*")
     made_from = json.loads((folder / "2" / "config" / "metadata").read_text())
@@ -124,7 +124,7 @@ def test_results_depend_on_matchings(config, capsys):
 def test_results_depend_on_number_of_devices(config, monkeypatch, capsys):
     before = stored(config)
     several = len(jax.devices()) > 1
-    # One device where there are several, and else what says of itself that it is another.
+    # Use one device if there are several, and otherwise a fake description of devices.
     if several:
         first = jax.devices()[:1]
         monkeypatch.setattr(jax, "devices", lambda: first)

@@ -17,7 +17,7 @@ from mcomb.lab.runs.measure import Run, Task, as_lists, cross_fit, guessing
 from mcomb.lab.runs.results import Rows
 from mcomb.matching.matching import objective
 
-IMAGES = 40  # of both splits: one compilation serves both
+IMAGES = 40  # equal for both splits, so that one compilation serves both
 CONFIG = SweepConfig(setup="mlp-digits", width=1, epochs=0, train_images=IMAGES, test_images=IMAGES, samples=2)
 
 
@@ -32,7 +32,7 @@ def parts(tmp_path_factory):
 @pytest.fixture
 def run(parts, tmp_path):
     store, networks, matchings = parts
-    store = copy.copy(store)  # its config may be changed
+    store = copy.copy(store)  # tests may change its config
     return Run("example", store, networks, matchings, {}, Rows(tmp_path, {}))
 
 

@@ -1,4 +1,4 @@
-"""A plan says what a run would do and what it takes, and does nothing of it."""
+"""Plans of runs."""
 
 import json
 
@@ -33,7 +33,7 @@ def test_plan_counts_two_operations_per_weight_and_image(tmp_path):
     matrices = 64 * 512 + 2 * 512**2 + 512 * 10
     assert work.parameters == matrices + 3 * 512 + 10
     assert 2 * matrices < work.flop < 2.1 * matrices
-    # Each hidden layer's permutation has one product with the weights before it, one with those after it, and biases.
+    # Each permutation has one product with the incoming weights, one with the outgoing weights, and biases.
     assert work.matching_flop == 2 * 512 * (64 * 512 + 4 * 512**2 + 512 * 10 + 3 * 512)
 
 

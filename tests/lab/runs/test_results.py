@@ -80,7 +80,7 @@ def test_rows_persist_between_processes(tmp_path):
 def test_rows_of_another_run_are_dropped(tmp_path):
     Rows(tmp_path, {"seed": 0}).add([row("a")])
     assert "a" not in Rows(tmp_path, {"seed": 1})
-    assert "a" not in Rows(tmp_path, {"seed": 0})  # for good: they are no longer on the disk
+    assert "a" not in Rows(tmp_path, {"seed": 0})  # permanently: the file no longer contains them
 
 
 def test_rows_added_again_replace_previous(tmp_path):
@@ -107,7 +107,7 @@ def test_rows_drop_torn_last_row(tmp_path, cut):
     path.write_text(path.read_text()[:-cut])
     rows = Rows(tmp_path, {})
     assert "a" in rows
-    assert ("b" in rows) == (cut == 1)  # only the end of its line is missing
+    assert ("b" in rows) == (cut == 1)  # only the newline is missing
     if "b" not in rows:
         rows.add([row("b")])
     assert [json.loads(line).get("name") for line in path.read_text().splitlines()] == [None, "a", "b"]
@@ -140,7 +140,7 @@ def test_read_finished_requires_equal_identity(tmp_path, capsys):
 
 
 def flipped(content):
-    """The content with each of its bytes changed, one at a time."""
+    """Yield the content with one byte changed, for each byte."""
     for at in range(len(content)):
         for change in (0x01, 0x04, 0x80):
             yield content[:at] + bytes([content[at] ^ change]) + content[at + 1 :]
@@ -155,7 +155,7 @@ def test_results_with_wrong_byte_are_never_misread(tmp_path, capsys):
         found = read_finished(tmp_path, IDENTITY)
         assert found in (None, stored)
         used, tried = used + (found is not None), tried + 1
-    assert used < tried / 5  # a space that has become another says nothing else
+    assert used < tried / 5  # whitespace may change without effect
     assert capsys.readouterr().err.count("is damaged or has no digest: measuring again\n") == tried - used
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a training in progress: what is saved is restored, and only if nothing else made it."""
+"""Checkpoints of a training in progress."""
 
 import dataclasses
 import errno
@@ -61,7 +61,7 @@ def test_restore_uses_state_within_epoch_until_next_save(tmp_path):
     TrainingCheckpoints(tmp_path, {}).save(5, state_at(50))
     TrainingCheckpoints(tmp_path, {}).save(None, state_at(57))
     stopped = TrainingCheckpoints(tmp_path, {})
-    assert stopped.epoch is None  # it is not trained to the end of any
+    assert stopped.epoch is None  # no epoch is complete
     assert_equal(stopped.restore(state_of()), state_at(57))
     stopped.save(6, state_at(60))
     assert names(tmp_path) == {"5", "6"}
@@ -75,11 +75,11 @@ def flip(path, at=None):
 
 
 def weights_file(folder):
-    """The largest file: it has the numbers themselves."""
+    """Return the largest file, which contains the parameters."""
     return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
 
 
-# Orbax leaves coroutines of the failed read behind, whose complaints are not ours to mend.
+# Orbax leaves coroutines of the failed read behind, which Python warns about.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
 @pytest.mark.parametrize(
     "item", ["params", *(pytest.param(it, marks=pytest.mark.slow) for it in ("optimizer", "config"))]
@@ -92,7 +92,7 @@ def test_restore_skips_damaged_newest_checkpoint(item, tmp_path, capsys):
     for at in range(0, len(whole), max(1, len(whole) // 6)):
         flip(path, at)
         state = TrainingCheckpoints(tmp_path, {}).restore(state_of())
-        if (tmp_path / "10").exists():  # that byte says nothing
+        if (tmp_path / "10").exists():  # this byte is not significant
             assert_equal(state, state_at(10))
             flip(path, at)
             continue

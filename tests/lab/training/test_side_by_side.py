@@ -51,7 +51,7 @@ def test_side_by_side_stops_all_after_interrupt(monkeypatch):
 
 @pytest.mark.parametrize(("size", "most"), [(10.0, 1), (13.0, 2), (24.0, 4)])
 def test_budget_holds_as_many_as_fit(size, most):
-    """Of four threads that want 6 each, as many as fit meet at a barrier; the others wait."""
+    """Four threads need 6 each: as many as fit meet at a barrier, and the others wait."""
     budget, here, counts, waits = Budget(size), [], [], []
     together = threading.Barrier(most, timeout=30)
 

@@ -31,7 +31,7 @@ RECIPE = Recipe(
     augmentation=Augmentation(shift=1),
     clip=1.0,
 )
-ROUNDINGS = 16  # of a parameter in one step: sums over a minibatch, grouped in one way or another
+ROUNDINGS = 16  # rounding errors of a parameter per step, because devices group sums differently
 
 
 def start(digits, recipe=RECIPE, model=None, images=100):
@@ -41,7 +41,7 @@ def start(digits, recipe=RECIPE, model=None, images=100):
 
 
 def run(digits, recipe=RECIPE, images=100, model=None, state=None, **options):
-    """The losses of the epochs and the last state."""
+    """Return the losses of the epochs and the last state."""
     apply, fresh = start(digits, recipe, model, images)
     states = train(apply, state or fresh, digits.train.first(images), recipe, 0, **options)
     history = [(float(progress.loss), jax.device_get(state)) for _, state, progress in states]
@@ -49,7 +49,7 @@ def run(digits, recipe=RECIPE, images=100, model=None, state=None, **options):
 
 
 def assert_same_training(one, other):
-    """Losses and parameters differ by no more than the rounding errors of all steps."""
+    """Assert that losses and parameters differ only by rounding errors of all steps."""
     roundings = ROUNDINGS * int(one[1].step)
     assert one[1].step == other[1].step
     assert_close(one[0], other[0], roundings=roundings)
@@ -58,7 +58,7 @@ def assert_same_training(one, other):
 
 @pytest.fixture(scope="module")
 def whole(digits):
-    """The training that others are compared with."""
+    """The reference training."""
     return run(digits)
 
 
@@ -74,7 +74,7 @@ def test_train_on_one_or_several_devices_agrees(digits, whole, one_device):
 
 @pytest.mark.slow
 def test_train_convolutions_on_one_or_several_devices_agrees(digits, request):
-    large = digits.train.images.repeat(2, axis=1).repeat(2, axis=2)  # what Tiny-10's strides need
+    large = digits.train.images.repeat(2, axis=1).repeat(2, axis=2)  # minimum size for the strides of Tiny-10
     digits, recipe = digits._replace(train=digits.train._replace(images=large)), dataclasses.replace(RECIPE, epochs=2)
     several = run(digits, recipe, model=Tiny10(1, 10), images=60)
     request.getfixturevalue("one_device")
@@ -107,7 +107,7 @@ def test_train_resumed_equals_uninterrupted(digits, whole):
 
 
 def test_step_compiled_from_shapes_is_reused(digits, caplog):
-    """A recipe of its own, so that no other test has compiled it."""
+    """Use a unique recipe that no other test has compiled."""
     recipe = dataclasses.replace(RECIPE, learning_rate=0.0123, epochs=2)
     (apply, state), data, mesh = start(digits, recipe), digits.train.first(100), device_mesh()
     with jax.log_compiles():
@@ -128,17 +128,17 @@ def test_needs_include_state_data_and_activations(digits):
         for size in (10, 100)
     )
     held = 2 * (2 * 4 * weights) + sum(array.nbytes for array in data)  # weights and momentum, twice
-    hidden = 3 * 16 * 8 * 4  # bytes of an image's hidden layers
+    hidden = 3 * 16 * 8 * 4  # bytes of hidden layers per image
     assert held < small.memory < large.memory < held + 20 * (4 * weights + 100 * hidden)
     assert large.memory - small.memory > 0.5 * 90 * hidden
-    assert 0.8 < large.flop / (6 * weights * 100) < 2  # two for each weight, forwards, and twice that backwards
+    assert 0.8 < large.flop / (6 * weights * 100) < 2  # two per weight forward, twice that backward
     assert 5 < large.flop / small.flop < 11
 
 
 def test_training_bar_starts_clock_at_first_step(digits):
     apply, state = start(digits)
     bar = training_bar(RECIPE, 100, 0, "training")
-    bar.start_t -= 3600  # an hour of compiling
+    bar.start_t -= 3600  # one hour of compilation
     bar.last_print_t -= 3600
     for _ in train(apply, state, digits.train.first(100), RECIPE, 0, bar=bar):
         assert bar.format_dict["elapsed"] < 600
@@ -165,7 +165,7 @@ def test_train_names_weight_decay_that_diverges(digits):
 
 
 def test_train_checks_weights_after_last_step(digits):
-    """The loss of a step is that before it, so that the last step's harm shows only in the weights."""
+    """A step reports the loss before its update, so that only the weights show that the last step diverged."""
     recipe = dataclasses.replace(RECIPE, epochs=1, batch_size=100, learning_rate=1e38, weight_decay=1e3, clip=None)
     with pytest.raises(Diverged, match="a weight became infinite or NaN in epoch 1"):
         run(digits, recipe)
@@ -207,7 +207,7 @@ def test_loss_barriers_on_cpu_keep_gradient(digits, monkeypatch):
     args = state.params, jnp.arange(10), tuple(map(jnp.asarray, digits.train.first(10))), jax.random.key(0)
 
     def barriers_and_gradient(options):
-        loss = training_loss.__wrapped__(apply, Augmentation())  # not what was traced before
+        loss = training_loss.__wrapped__(apply, Augmentation())  # without the cache of earlier traces
         gradient = jax.jit(jax.grad(loss, has_aux=True), compiler_options=options)(*args)
         return str(jax.make_jaxpr(loss)(*args)).count("optimization_barrier"), gradient
 
