@@ -1,4 +1,4 @@
-"""Measure the edge lengths of the box between A and B: |Θ_A − Θ_B| for every weight.
+"""Measure the edge lengths |Θ_A − Θ_B| of the box between A and B.
 
     python -m experiments.edges --setup mlp-digits
     python -m experiments.edges --setup tiny10-cifar10 --width 16     # the paper's, on an accelerator

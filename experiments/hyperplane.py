@@ -1,9 +1,9 @@
-"""Sample shares with mean α: the intersection of the cube and a hyperplane (the paper's "plane intersect").
+"""Sample shares with mean α, from a hyperplane through the cube.
 
     python -m experiments.hyperplane --setup mlp-digits
 
-The paper reports these aligned barriers at width 32: 0.037 in loss and 0.012 in accuracy for ResNet-20, 0.332 and 0.071
-for Tiny-10.
+The paper calls this "plane intersect". It reports these aligned barriers at width 32: 0.037 in loss and 0.012 in
+accuracy for ResNet-20, 0.332 and 0.071 for Tiny-10.
 """
 
 from mcomb.combination import hyperplane

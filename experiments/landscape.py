@@ -1,4 +1,4 @@
-"""Measure loss and accuracy on a slice of the cube through A, B and learned shares.
+"""Measure a slice of the cube through A, B and learned shares.
 
     python -m experiments.landscape --setup mlp-digits
     python -m experiments.landscape --setup mlp-digits --per unit

@@ -1,4 +1,4 @@
-"""Compare three matchers: by weights, by activations and by a straight-through estimator (ste).
+"""Compare matching by weights, activations and straight-through estimator.
 
     python -m experiments.matchers --setup mlp-digits    # two minutes on two CPU cores, networks included
     python -m experiments.matchers --width 32            # on an accelerator

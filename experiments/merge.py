@@ -8,8 +8,8 @@ The parents A and B see different images. With `--split biased`, A sees 80 % of 
 and 20 % of the other half, and B sees the rest. On digits these are 95 % and 5 %, because 80 % would be enough to learn
 all classes. `dirichlet` draws the fraction of each class, and with `none` both parents see the same images.
 
-A fifth of the train images is withheld from both parents. All merges and baselines use only these images, and the
-experiment scores them on the test images. The baselines are:
+A fifth of the train images is withheld from both parents. Merges and baselines, except for C, use only these images.
+The experiment scores them on the test images. The baselines are:
 
 - parents with a corrected output bias
 - a parent fine-tuned with the same data, steps and optimizer as the learned shares

@@ -1,9 +1,9 @@
-"""Interpolate from the 'Max' network, with the larger weight of each pair, to 'Min', with the smaller.
+"""Interpolate between the larger and the smaller weight of each pair.
 
     python -m experiments.minmax --setup mlp-digits
 
-Larger and smaller refer to absolute values. In the paper, 'Min' has low accuracy, so not every point of the cube is a
-good network.
+The network 'Max' takes the weight with the larger absolute value of each pair, and 'Min' takes the other. In the paper,
+'Min' has low accuracy, so not every point of the cube is a good network.
 """
 
 from mcomb.combination import minmax

@@ -1,4 +1,4 @@
-"""Re-match the k least important pairs of a layer at random, and measure the barrier.
+"""Re-match the k least important pairs of a layer at random.
 
     python -m experiments.robustness --setup mlp-digits
     python -m experiments.robustness --setup mlp-digits --by correlation norm fisher variance random

@@ -1,9 +1,9 @@
-"""Sample shares uniformly from a small cube that slides from A to B (the paper's "cube intersect").
+"""Sample shares uniformly from a small cube that slides from A to B.
 
     python -m experiments.subcube --setup mlp-digits
 
-The paper reports these aligned barriers at width 32: 0.041 in loss and 0.011 in accuracy for ResNet-20, 0.32 and 0.07
-for Tiny-10.
+The paper calls this "cube intersect". It reports these aligned barriers at width 32: 0.041 in loss and 0.011 in
+accuracy for ResNet-20, 0.32 and 0.07 for Tiny-10.
 """
 
 from mcomb.combination import subcube

@@ -1,4 +1,4 @@
-"""Combine three networks on a grid over the triangle of A, B and C, with B and C matched to A.
+"""Combine three networks on a triangular grid, with B and C matched to A.
 
     python -m experiments.triangle --setup mlp-digits
     python -m experiments.triangle --setup mlp-digits --pairs 5      # location of the best point for five seeds
