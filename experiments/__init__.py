@@ -11,6 +11,6 @@ if sys.argv[:1] == ["-m"]:
     _names = [module.name for module in pkgutil.iter_modules(__path__)]
     if _asked and _asked not in _names:
         _near = difflib.get_close_matches(_asked, _names, 1)
-        _remedy = f"did you mean python -m {__name__}.{_near[0]}?" if _near else f"list them with python -m {__name__}"
-        print(f"error: unknown experiment {_asked:.50}: {_remedy}", file=sys.stderr)
+        _remedy = f"did you mean python -m {__name__}.{_near[0]}?" if _near else f"list them with python -m {__name__}."
+        print(f"error: Unknown experiment {_asked:.50}: {_remedy}", file=sys.stderr)
         sys.exit(2)

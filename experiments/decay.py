@@ -40,10 +40,10 @@ class DecayConfig(LineConfig):
         super().__post_init__()
         for name, instead in (("epochs", "lengths"), ("weight_decay", "decays")):
             if (value := getattr(self, name)) is not None:
-                raise UserError(f"decay does not accept --{name.replace('_', '-')} {value:g}: use --{instead}")
+                raise UserError(f"decay does not accept --{name.replace('_', '-')} {value:g}: use --{instead}.")
         for name in (*CHECKPOINT_FLAGS, "pretrained"):
             if getattr(self, name):
-                raise UserError(f"decay trains its own networks: remove --{name.replace('_', '-')}")
+                raise UserError(f"decay trains its own networks: remove --{name.replace('_', '-')}.")
 
 
 def lines(config: DecayConfig) -> Parts:

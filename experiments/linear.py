@@ -32,7 +32,7 @@ class LinearConfig(LineConfig):
         super().__post_init__()
         first, last = self.range
         if not (first <= 0 and last >= 1):  # also true for NaN
-            raise UserError(f"--range {first:g} {last:g} must contain [0, 1]: start at most at 0, end at least at 1")
+            raise UserError(f"--range {first:g} {last:g} must contain [0, 1]: start at most at 0, end at least at 1.")
 
 
 def judge(results: Results) -> Verdict:

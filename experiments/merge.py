@@ -80,14 +80,14 @@ class MergeConfig(Config):
         for name in (*CHECKPOINT_FLAGS, "pretrained"):
             if getattr(self, name):
                 flag = name.replace("_", "-")
-                raise UserError(f"merge trains its own networks: remove --{flag}")
+                raise UserError(f"merge trains its own networks: remove --{flag}.")
         if self.skew is not None and (self.split == "none" or (self.split == "biased" and self.skew > 1)):
             range_ = "remove it" if self.split == "none" else "use a fraction from 0 to 1"
-            raise UserError(f"--skew {self.skew:g} is invalid with --split {self.split}: {range_}")
+            raise UserError(f"--skew {self.skew:g} is invalid with --split {self.split}: {range_}.")
         if (self.withheld or 0) >= (images := SETUPS[self.setup].dataset.images[0]):
-            raise UserError(f"--withheld {self.withheld} leaves none of {images:,} train images: withhold fewer")
+            raise UserError(f"--withheld {self.withheld} leaves none of {images:,} train images: withhold fewer.")
         if self.split == "dirichlet" and self.skew == 0:
-            raise UserError("--skew 0 is invalid with --split dirichlet: use a concentration above 0")
+            raise UserError("--skew 0 is invalid with --split dirichlet: use a concentration above 0.")
 
     def subset(self, who: str) -> Subset:
         """Return the train images of A or B, or the withheld images."""

@@ -121,7 +121,7 @@ def settings(config: Mapping[str, Any]) -> str:
 def size(png: bytes, name: str) -> tuple[int, int]:
     """Return width and height from a PNG's header, so that browsers can lay out the page before decoding."""
     if not png.startswith(PNG) or len(png) < 24:
-        raise UserError(f"the figure of {name} is not a PNG file: run the experiment again")
+        raise UserError(f"The figure of {name} is not a PNG file: run the experiment again.")
     return int.from_bytes(png[16:20]), int.from_bytes(png[20:24])
 
 

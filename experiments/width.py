@@ -42,7 +42,7 @@ class WidthConfig(SweepConfig):
 def sweeps(config: WidthConfig) -> Parts:
     """Return every sweep at every width, narrowest first."""
     if given := next(filter(None, (getattr(config, name) for name in CHECKPOINT_FLAGS)), None):
-        raise UserError(f"width does not accept checkpoint {given}, which has one width: remove it")
+        raise UserError(f"width does not accept checkpoint {given}, which has one width: remove it.")
     return {
         f"{name}, width {width}": (sweep, convert_config(config, sweep.config, width=width))
         for width in sorted(set(config.widths))

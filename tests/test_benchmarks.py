@@ -94,7 +94,7 @@ def test_benchmark_evaluation_compares_ways(capsys, tmp_path):
 
 @pytest.mark.parametrize("name", ["mlp-digits", "mlp-digits:²", "mlp-digits:0", "mlp-digits:100001", "other:1"])
 def test_benchmark_evaluation_rejects_unknown_network(name):
-    with pytest.raises(UserError, match=r"is no setup with a width: give|width 100001 exceeds"):
+    with pytest.raises(UserError, match=r"is no setup with a width: give|Width 100001 exceeds"):
         evaluation.main(evaluation.EvaluationConfig(networks=(name,)))
 
 

@@ -256,7 +256,7 @@ def test_command_runs_experiments(capsys):
         (["align", "A", "B", "C", "--model", "mlp-digits"], "is not a model"),
         (["align", "A", "B", "C", "--model", "mlp-digits:x"], "has no width"),
         (["align", "A", "B", "C", "--model", "mlp-digits:²"], "has no width"),
-        (["align", "A", "B", "C", "--model", "mlp-digits:100001"], "width 100001 exceeds 100000: use a smaller width"),
+        (["align", "A", "B", "C", "--model", "mlp-digits:100001"], "Width 100001 exceeds 100000: use a smaller width"),
         (["align", "A", "B", "C", "--model", "mlp-digits:3"], "does not fit"),
         (["combine", "A", "B", "C"], "--share"),
         (["combine", "A", "B", "C", "--share", "0.5", "--p", "0.5"], "--share"),

@@ -339,7 +339,7 @@ def assert_survives(name, out, expected):
     assert HOME / "networks" in [*name.parents], (name, refused)
     folder = out / HOME.joinpath("networks", name.parts[3])
     assert str(folder) in refused
-    assert refused.endswith("move it away") or "move it away or use" in refused
+    assert refused.endswith("move it away.") or "move it away or use" in refused
     folder.rename(folder.with_name("away"))
     run(uniform.EXPERIMENT, config(out))
     assert found_in(out) == expected, name

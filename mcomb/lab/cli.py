@@ -194,7 +194,7 @@ def _end(error: Exception | KeyboardInterrupt) -> None:
     if isinstance(error, UserError):
         sys.exit(_fail(str(error), error.exit_code))
     if reason := _lacking(error):
-        sys.exit(_fail(f"{reason}, then run the same command to resume", 1))
+        sys.exit(_fail(f"{reason}, then run the same command to resume.", 1))
     if not processes.are_several():
         raise error
     _fail(processes.explain(error), 1)
@@ -242,7 +242,7 @@ def _lacking(error: Exception) -> str | None:
         place = f" ({error.filename})" if error.filename else ""
         return f"{error.strerror or error}{place}: fix this"
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
-        return "out of memory: free some, or reduce --vmap-size, --batch-size or --width"
+        return "Out of memory: free some, or reduce --vmap-size, --batch-size or --width"
     return None
 
 

@@ -34,7 +34,7 @@ class Setup:
     def module(self, width: int, dtype: str = "float32") -> Classifier:
         """The Flax module at a width, which computes in a dtype."""
         if width > WIDEST:
-            raise UserError(f"width {width} exceeds {WIDEST}: use a smaller width")
+            raise UserError(f"Width {width} exceeds {WIDEST}: use a smaller width.")
         return self.model(width=width, classes=self.dataset.classes, dtype=dtype)
 
     def apply(self, width: int, dtype: str = "float32") -> Apply:

@@ -29,14 +29,14 @@ def listed(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("name", "remedy"),
-    [("unifrom", "did you mean python -m experiments.uniform?"), ("xyzzyx", "list them with python -m experiments")],
+    [("unifrom", "did you mean python -m experiments.uniform?"), ("xyzzyx", "list them with python -m experiments.")],
 )
 def test_unknown_experiment_suggests_nearest_name(name, remedy):
     root = Path(experiments.__path__[0]).parent
     command = [sys.executable, "-m", f"experiments.{name}", "--setup", "mlp-digits"]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"error: unknown experiment {name}: {remedy}\n"
+    assert done.stderr == f"error: Unknown experiment {name}: {remedy}\n"
 
 
 def test_list_has_every_experiment_and_program(listed, tmp_path):

@@ -148,10 +148,10 @@ def test_uniform_uses_given_checkpoints(finished, tmp_path):
         (["--points", "1"], ["--points", "1 is less than 2"]),
         (["--learning-rate", "-1"], ["--learning-rate", "-1 is less than 0"]),
         (["--setup", "tiny10-cifar10", "--data-dir", "nowhere"], ["nowhere", "cifar-10-binary.tar.gz"]),
-        (["--setup", "mlp-digits", "--checkpoint-a", "nowhere"], ["nowhere", "no orbax checkpoint"]),
+        (["--setup", "mlp-digits", "--checkpoint-a", "nowhere"], ["nowhere", "not an orbax checkpoint"]),
         (["--seed-c", "9"], ["--seed-c 9 has no effect because uniform uses no network C: remove it"]),
         (["--checkpoint-c", "x"], ["--checkpoint-c x has no effect because uniform uses no network C"]),
-        (["--seed-b", "1", "--seed-a", "1"], ["networks A and B both have seed 1: use different seeds"]),
+        (["--seed-b", "1", "--seed-a", "1"], ["Networks A and B both have seed 1: use different seeds"]),
         (
             ["--setup", "mlp-digits", "--train-images", "1000000"],
             ["--train-images 1000000 exceeds the 1,400 train images: use fewer"],
@@ -178,7 +178,7 @@ def test_uniform_rejects_unwritable_folder_in_one_line(tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         run(out=tmp_path / "file")
     assert stopped.value.code == 2
-    assert "give another --out" in capsys.readouterr().err
+    assert "pass another --out" in capsys.readouterr().err
 
 
 def test_uniform_rejects_checkpoint_of_other_width(finished, tmp_path, capsys):

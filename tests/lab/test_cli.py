@@ -158,8 +158,8 @@ def test_run_prints_user_error_in_one_line(error, code, said, capsys):
     [
         (OSError(28, "No space left on device", "runs/x"), "No space left on device (runs/x): fix this, then"),
         (PermissionError(13, "Permission denied"), "Permission denied: fix this, then"),
-        (MemoryError(), "out of memory: free some, or reduce --vmap-size, --batch-size or --width, then"),
-        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GB"), "out of memory: free some, or reduce"),
+        (MemoryError(), "Out of memory: free some, or reduce --vmap-size, --batch-size or --width, then"),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 9 GB"), "Out of memory: free some, or reduce"),
     ],
 )
 def test_run_prints_missing_resource_in_one_line(error, said, capsys):
@@ -168,7 +168,7 @@ def test_run_prints_missing_resource_in_one_line(error, said, capsys):
     assert stopped.value.code == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {said}")
-    assert line.endswith("then run the same command to resume")
+    assert line.endswith("then run the same command to resume.")
 
 
 @pytest.fixture(autouse=True)
@@ -222,7 +222,7 @@ def test_run_detects_interrupt_behind_other_error(number, tmp_path, capsys):
         cli.run(read)
     assert stopped.value.code == 128 + number
     assert capsys.readouterr().err == 2 * "Interrupted; run the same command to resume.\n"
-    with pytest.raises(UserError, match="cannot be read"):  # the earlier interrupt is forgotten
+    with pytest.raises(UserError, match="Cannot read checkpoint"):  # the earlier interrupt is forgotten
         reading(tmp_path, lambda: 1 / 0)
 
 

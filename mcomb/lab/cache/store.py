@@ -172,7 +172,7 @@ class Store:
         seeded = {x: self.training(x) for x in letters if getattr(self.config, f"checkpoint_{x.lower()}") is None}
         for one, other in itertools.combinations(seeded, 2):
             if seeded[one] == seeded[other]:
-                raise UserError(f"networks {one} and {other} both have seed {seeded[one].seed}: use different seeds")
+                raise UserError(f"Networks {one} and {other} both have seed {seeded[one].seed}: use different seeds.")
         return {} if self.config.pretrained else seeded
 
     def network_name(self, letter: str) -> str:
@@ -187,12 +187,12 @@ class Store:
     def _pretrained(self, letter: str) -> Path:
         """The file of a network that comes with the repository."""
         if changed := [name for name in RECIPE_FLAGS if getattr(self.config, name) is not None]:
-            raise UserError(f"--pretrained networks have a fixed recipe: remove --{changed[0].replace('_', '-')}")
+            raise UserError(f"--pretrained networks have a fixed recipe: remove --{changed[0].replace('_', '-')}.")
         path = pretrained_path(self.config.setup, self.config.width, self.seed(letter))
         if not path.is_file():
             raise UserError(
-                f"no pretrained network {path.relative_to(PRETRAINED)}: remove --pretrained, or use "
-                f"{_there(path.parent)}"
+                f"No pretrained network {path.relative_to(PRETRAINED)}: remove --pretrained, or use "
+                f"{_there(path.parent)}."
             )
         return path
 
@@ -312,7 +312,7 @@ class Store:
                 return candidate, needs
         raise UserError(
             f"{describe} needs {readable_bytes(needs.memory)} of memory, but only {readable_bytes(free)} is free: "
-            f"reduce --width or --batch-size, use --setup {EMBEDDED}, or set {MEMORY_VARIABLE}"
+            f"reduce --width or --batch-size, use --setup {EMBEDDED}, or set {MEMORY_VARIABLE}."
         )
 
     def _say_if_long(self, flop: float, mesh: Mesh, describe: str) -> None:
@@ -336,7 +336,7 @@ class Store:
         """A network that is trained already."""
         network = self._read_trained(training)
         if network is None:
-            raise UserError(f"{self.home / 'networks' / self._name(training)} changed during the run: run it again")
+            raise UserError(f"{self.home / 'networks' / self._name(training)} changed during the run: run it again.")
         return network
 
     def _read_trained(self, training: Training) -> Network | None:

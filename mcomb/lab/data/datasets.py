@@ -28,7 +28,7 @@ CIFAR10_BYTES = 170_052_171  # of the archive, until the server says how many it
 TIMEOUT = 60  # seconds without a byte
 REMEDY = (
     f"run it again, set {URL_VARIABLE} to a mirror, pass the official archive as --data-dir or {DATA_VARIABLE}, "
-    "or use the embedded data with --setup mlp-digits"
+    "or use the embedded data with --setup mlp-digits."
 )
 
 # SHA-256 of the binary archive's members, MD5 of the pickled ones (the only checksum published for those).
@@ -141,7 +141,7 @@ def _read_archive(path: Path) -> Splits:
         checksum = (hashlib.sha256 if name.endswith(".bin") else hashlib.md5)(content).hexdigest()
         if checksum != CIFAR10_MEMBERS[name]:
             raise UserError(
-                f"{name} in {source} is damaged (checksum {checksum}, not {CIFAR10_MEMBERS[name]}): download it again"
+                f"{name} in {source} is damaged (checksum {checksum}, not {CIFAR10_MEMBERS[name]}): download it again."
             )
         batches[name] = _parse(name, content)
     for layout in (CIFAR10_BINARY, CIFAR10_PYTHON):
@@ -151,7 +151,7 @@ def _read_archive(path: Path) -> Splits:
     found = f"only {', '.join(sorted(batches))}" if batches else "no file of it"
     raise UserError(
         f"{path} is not a complete CIFAR-10 ({found} was found): use the official cifar-10-binary.tar.gz or "
-        "cifar-10-python.tar.gz, or the folder unpacked from it"
+        "cifar-10-python.tar.gz, or the folder unpacked from it."
     )
 
 
@@ -170,7 +170,7 @@ def _archive_members(archive: Path) -> Iterator[tuple[str, bytes]]:
                 if name in CIFAR10_MEMBERS and member.isfile() and (content := tar.extractfile(member)):
                     yield name, content.read()
     except (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError) as error:
-        raise UserError(f"cannot read {archive} ({_reason(error)}): download it again") from error
+        raise UserError(f"Cannot read {archive} ({_reason(error)}): download it again.") from error
 
 
 def _parse(name: str, content: bytes) -> Split:
@@ -216,7 +216,7 @@ def _download_archive() -> Splits:
             try:
                 return _read_archive(archive)
             except UserError as error:
-                warn(f"{error}: downloading it again")
+                warn(f"{str(error).rpartition(': ')[0]}: downloading it again")
                 archive.unlink()
         say(f"downloading CIFAR-10 from {url} to {archive}")
         pooch.get_logger().setLevel("ERROR")  # it would tell us to record a checksum: each member has one
@@ -225,13 +225,13 @@ def _download_archive() -> Splits:
                 download = pooch.HTTPDownloader(progressbar=bar, chunk_size=2**16, timeout=TIMEOUT)
                 pooch.retrieve(url, known_hash=None, fname=archive.name, path=archive.parent, downloader=download)
         except Exception as error:
-            raise UserError(f"cannot download CIFAR-10 from {url} ({_reason(error)}): {REMEDY}") from error
+            raise UserError(f"Cannot download CIFAR-10 from {url} ({_reason(error)}): {REMEDY}") from error
         try:
             return _read_archive(archive)
         except UserError as error:
             archive.unlink()
             problem = str(error).rpartition(": ")[0]
-            raise UserError(f"the download from {url} is not CIFAR-10 ({problem}): {REMEDY}") from error
+            raise UserError(f"The download from {url} is not CIFAR-10 ({problem}): {REMEDY}") from error
 
 
 def _reason(error: Exception) -> str:

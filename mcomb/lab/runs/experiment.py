@@ -98,7 +98,7 @@ def over_pairs(experiment: Experiment) -> Experiment:
             value = getattr(config, name)
             if value is not None and value is not False:
                 given = " ".join(flag_words(config, name))
-                raise UserError(f"--pairs {config.pairs} trains its own networks: remove --pairs or {given}")
+                raise UserError(f"--pairs {config.pairs} trains its own networks: remove --pairs or {given}.")
         seeds = range(config.seed, config.seed + config.pairs)
         return {f"seed {seed}": (experiment, replace(config, seed=seed, pairs=1)) for seed in seeds}
 
@@ -258,7 +258,7 @@ def count_combinations(experiment: Experiment, config: Config) -> int:
     count = experiment.combinations(config)
     if count > MOST:
         named = (name.replace("_", "-") for name in COUNTS if hasattr(config, name))
-        raise UserError(f"{count:,} combinations exceed the limit of {MOST:,}: reduce --{', --'.join(named)}")
+        raise UserError(f"{count:,} combinations exceed the limit of {MOST:,}: reduce --{', --'.join(named)}.")
     return count
 
 
@@ -396,7 +396,7 @@ def main(experiment: Experiment, description: str | None, argv: list[str] | None
     def plan_or_run() -> None:
         config = parse_and_join(experiment.config, description, argv)
         for name, why in idle_flags(experiment, config).items():
-            raise UserError(f"{' '.join(flag_words(config, name))} {why}")
+            raise UserError(f"{' '.join(flag_words(config, name))} {why}.")
         if config.plan:
             print_plan(list_jobs(experiment, config))
         else:

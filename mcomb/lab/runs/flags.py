@@ -95,7 +95,7 @@ class CurveConfig(CombinationConfig):
 
     def __post_init__(self) -> None:
         if self.temperatures and self.test_images == 1:
-            raise UserError("--temperatures fits on one half of the test images: use --test-images 2 or more")
+            raise UserError("--temperatures fits on one half of the test images: use --test-images 2 or more.")
 
 
 @dataclass(frozen=True)

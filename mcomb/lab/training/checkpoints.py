@@ -70,13 +70,13 @@ class TrainingCheckpoints:
         if version != versions.TRAINING:
             raise UserError(
                 f"{self.folder} was trained by version {version} of the training code, not the current version "
-                f"{versions.TRAINING}: move it away or use another --out"
+                f"{versions.TRAINING}: move it away or use another --out."
             )
         for name, value in self.made_from.items():
             if record.get(name) != value:
                 raise UserError(
                     f"{self.folder} was trained with {name} = {record.get(name)}, not {value}: "
-                    "move it away or use another --out"
+                    "move it away or use another --out."
                 )
 
     def save(self, epoch: int | None, state: TrainState, mesh: Mesh | None = None) -> None:
@@ -110,9 +110,9 @@ class TrainingCheckpoints:
         except Exception as error:  # orbax has many kinds of them
             if are_several():  # another process may be the reason
                 raise
-            problem = f"cannot write checkpoint {folder / str(number)} ({first_words(error)})"
+            problem = f"Cannot write checkpoint {folder / str(number)} ({first_words(error)})"
             remedy = "free disk space" if system_error(error) in (errno.ENOSPC, errno.EDQUOT) else "fix this"
-            raise UserError(f"{problem}: {remedy}, then run the same command to resume") from error
+            raise UserError(f"{problem}: {remedy}, then run the same command to resume.") from error
         if epoch is not None and is_first():
             remove_folder(self.folder / "stopped")
 
@@ -153,7 +153,7 @@ class TrainingCheckpoints:
         params = read_checkpoint(place, target.params)
         optimizer = reading(place, lambda: restore_tree(place / "optimizer", target.optimizer))
         if record.get("optimizer", found := fingerprint(optimizer)) != found:
-            raise UserError(f"the optimizer state of checkpoint {place} is damaged: move the checkpoint away")
+            raise UserError(f"Checkpoint {place} has a damaged optimizer state: move it away.")
         return TrainState(params, optimizer, jnp.array(record["step"], jnp.int32))
 
 

@@ -123,7 +123,7 @@ def count_steps(data: Split, recipe: Recipe) -> int:
     """Return the number of whole batches in the data; an error if there is none."""
     count, size = len(data.labels), recipe.batch_size
     if count < size:
-        raise UserError(f"--batch-size {size} exceeds the {count} training images: use a smaller batch size")
+        raise UserError(f"--batch-size {size} exceeds the {count} training images: use a smaller batch size.")
     return count // size
 
 
@@ -222,7 +222,7 @@ def train(
                 what = str(error).partition(":")[0]
                 raise Diverged(
                     f"{describe}: {what} in epoch {epoch} (earlier checkpoints are intact): "
-                    f"use a --{remedy.format_map(vars(recipe))}"
+                    f"use a --{remedy.format_map(vars(recipe))}."
                 ) from error
             losses, accuracies = map(np.concatenate, zip(*history, strict=True))
             yield epoch, state, Progress(float(losses.mean()), float(accuracies.mean()))

@@ -512,13 +512,13 @@ def test_pretrained_networks_are_used_and_named(pretrained, store, no_work):
 
 def test_pretrained_error_lists_available_networks(pretrained):
     with pytest.raises(
-        UserError, match=r"no pretrained network mlp-digits/width-1/seed-2\.safetensors: .* the seeds 0, 1$"
+        UserError, match=r"no pretrained network mlp-digits/width-1/seed-2\.safetensors: .* the seeds 0, 1\.$"
     ):
         pretrained.networks("C")
     for name in ("tiny10/width-2", "tiny10/width-10"):
         (stores.PRETRAINED / name).mkdir(parents=True)
     wider = Store(dataclasses.replace(pretrained.config, width=8))
-    with pytest.raises(UserError, match=r"or use mlp-digits --width 1, tiny10 --width 2 or 10$"):
+    with pytest.raises(UserError, match=r"or use mlp-digits --width 1, tiny10 --width 2 or 10\.$"):
         wider.networks("A")
     retrained = Store(dataclasses.replace(pretrained.config, learning_rate=0.5))
     with pytest.raises(UserError, match="fixed recipe: remove --learning-rate"):
@@ -536,7 +536,7 @@ def test_pretrained_error_lists_available_networks(pretrained):
 )
 def test_networks_with_equal_seeds_are_rejected(changes, said, tmp_path):
     config = Config(setup="mlp-digits", width=1, out=tmp_path / "runs", **changes)
-    with pytest.raises(UserError, match=f"networks {said}: use different seeds"):
+    with pytest.raises(UserError, match=f"Networks {said}: use different seeds"):
         Store(config).networks("ABC")
     given = dataclasses.replace(config, **{f"checkpoint_{letter}": tmp_path for letter in "ab"})
     assert list(Store(given).trainings("ABC")) == ([] if config.pretrained else ["C"])

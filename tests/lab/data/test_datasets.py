@@ -165,7 +165,7 @@ def test_archive_truncated_raises_user_error(small_cifar, tmp_path):
     path = tmp_path / "a.tar.gz"
     write_archive(path, "x", small_cifar["cifar-10-batches-bin"])
     path.write_bytes(path.read_bytes()[:-2000])
-    with pytest.raises(UserError, match="cannot read"):
+    with pytest.raises(UserError, match="Cannot read"):
         load_cifar10(path)
 
 
@@ -189,7 +189,7 @@ def test_archive_damaged_xz_raises_user_error(small_cifar, tmp_path):
     content = bytearray((tmp_path / "a.tar.xz").read_bytes())
     content[len(content) // 2] ^= 0xFF
     (tmp_path / "a.tar.xz").write_bytes(content)
-    with pytest.raises(UserError, match="cannot read"):
+    with pytest.raises(UserError, match="Cannot read"):
         load_cifar10(tmp_path / "a.tar.xz")
 
 

@@ -126,7 +126,7 @@ def wrong_pixels(handler, archive):
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        (broken, "cannot download"),
+        (broken, "Cannot download"),
         (lambda handler, archive: send(handler, b"<html>Please log in.</html>"), "is not CIFAR-10"),
         (wrong_pixels, "is damaged"),
         (lambda handler, archive: send(handler, b"", status=404), "404"),
@@ -153,7 +153,7 @@ def test_download_of_other_file_is_rejected_and_removed(serve, archive, monkeypa
 def test_download_without_network_prints_remedy(serve, archive, monkeypatch):
     serve(lambda handler: None)
     monkeypatch.setenv(data.URL_VARIABLE, "http://127.0.0.1:9/cifar-10-binary.tar.gz")  # nothing listens there
-    with pytest.raises(UserError, match=r"cannot download CIFAR-10 from http://127\.0\.0\.1:9/"):
+    with pytest.raises(UserError, match=r"Cannot download CIFAR-10 from http://127\.0\.0\.1:9/"):
         data.CIFAR10.load(None)
     assert cached() == []
 

@@ -113,7 +113,7 @@ def test_restore_skips_damaged_newest_checkpoint(item, tmp_path, capsys):
 def test_restore_rejects_only_checkpoint_if_damaged(tmp_path):
     TrainingCheckpoints(tmp_path, {}).save(5, state_at(5))
     flip(weights_file(tmp_path / "5" / "params"))
-    with pytest.raises(UserError, match=r"Cannot read .*5 .*: replace it, or move it away"):
+    with pytest.raises(UserError, match=r"Cannot read checkpoint .*5 .*: replace it, or move it away"):
         TrainingCheckpoints(tmp_path, {}).restore(state_of())
     assert names(tmp_path) == {"5"}
     gc.collect()
@@ -143,14 +143,14 @@ def test_save_failure_keeps_previous_checkpoint(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(ocp.CheckpointManager, "save", fail)
-        with pytest.raises(UserError, match=r"cannot write checkpoint .*10 \(.*No space left on device\): free disk"):
+        with pytest.raises(UserError, match=r"Cannot write checkpoint .*10 \(.*No space left on device\): free disk"):
             TrainingCheckpoints(tmp_path, {}).save(10, state_at(10))
     assert_equal(TrainingCheckpoints(tmp_path, {}).restore(state_of()), state_at(5))
 
 
 def test_save_reports_folder_that_is_file(tmp_path):
     (tmp_path / "run").write_text("no folder")
-    with pytest.raises(UserError, match=r"cannot write checkpoint .*5 \(.*\): fix this, then run the same command"):
+    with pytest.raises(UserError, match=r"Cannot write checkpoint .*5 \(.*\): fix this, then run the same command"):
         TrainingCheckpoints(tmp_path / "run", {}).save(5, state_at(5))
 
 
@@ -178,5 +178,5 @@ def test_checkpoint_records_devices_of_all_sessions(tmp_path, monkeypatch):
 def test_checkpoint_without_record_raises_user_error(tmp_path, content):
     TrainingCheckpoints(tmp_path, {}).save(1, state_of())
     (tmp_path / "1" / "config" / "metadata").write_text(content)
-    with pytest.raises(UserError, match="Cannot read"):
+    with pytest.raises(UserError, match="Cannot read checkpoint"):
         TrainingCheckpoints(tmp_path, {})
