@@ -14,7 +14,7 @@ class BuildWithExperiments(build_py):
     """Copies experiments/ into the wheel; an editable install has the clone's own."""
 
     def run(self) -> None:
-        """Builds the packages, and adds the experiments."""
+        """Build the packages and add the experiments."""
         super().run()
         if not self.editable_mode:
             folder = Path(self.build_lib, "mcomb", "experiments")
