@@ -1,7 +1,6 @@
 """Run the recipes of the documentation, and compare pages, changelog and citation with the repository."""
 
 import re
-import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ from mcomb.symmetry.rules import RULES
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+VERSION = mcomb.__version__
 KINDS = ("setup", "dataset", "distribution", "experiment", "matcher", "rule")
 
 
