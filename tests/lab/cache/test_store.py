@@ -512,7 +512,7 @@ def test_pretrained_networks_are_used_and_named(pretrained, store, no_work):
 
 def test_pretrained_error_lists_available_networks(pretrained):
     with pytest.raises(
-        UserError, match=r"no pretrained network mlp-digits/width-1/seed-2\.safetensors: .* the seeds 0, 1\.$"
+        UserError, match=r"No pretrained network mlp-digits/width-1/seed-2\.safetensors: .* the seeds 0, 1\.$"
     ):
         pretrained.networks("C")
     for name in ("tiny10/width-2", "tiny10/width-10"):
