@@ -74,7 +74,10 @@ class Distribution:
         if isinstance(points, jax.core.Tracer):
             return
         low, high = self.limits
-        values = np.ravel(np.asarray(points, np.float64))
+        try:
+            values = np.ravel(np.asarray(points, np.float64))
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{self.parameter} = {brief(points)} is not a number: pass {self.bounds}.") from error
         wrong = values[~(np.isfinite(values) & (values >= low) & (values <= high))]
         if wrong.size:
             raise UserError(f"{self.parameter} = {wrong[0]:g} is out of range for {self.name}: pass {self.bounds}.")
@@ -294,6 +297,8 @@ def sample(a: Params, b: Params, distribution: Distribution, point: float, *, se
     if not isinstance(distribution, Distribution):
         raise UserError(f"{brief(distribution)} is no distribution: pass one such as mcomb.uniform.")
     distribution.check(point)
+    if np.ndim(point):
+        raise UserError(f"Cannot sample at {np.size(point)} values of {distribution.parameter}: pass one number.")
     return mix(distribution)(stream(seed, "sample"), jnp.float32(point), a, b)
 
 

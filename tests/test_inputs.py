@@ -116,20 +116,8 @@ PERMS = st.one_of(
 )
 SPECS = st.sampled_from([SPEC, SPEC, SPEC, FOREIGN, mcomb.PermutationSpec({}, {})])
 OPTIONAL_SPEC = (SPEC, st.one_of(SPECS, st.sampled_from([None, None, "spec", A])))
-KEYS = st.one_of(
-    st.sampled_from([0, 1, 3]).map(lambda count: jax.random.split(jax.random.key(0), count)),
-    st.sampled_from([None, 0, jax.random.key(0), np.arange(3), [jax.random.key(0)] * 3]),
-)
-PARAMETERS = st.one_of(
-    st.sampled_from(
-        [np.zeros(1), np.full(3, 0.5), np.array([0, np.nan, 1]), np.full(3, 1e30), -np.ones(3), np.zeros(4)]
-    ),
-    NUMBERS,
-)
 DISTRIBUTIONS = (mcomb.linear, mcomb.uniform, mcomb.subcube, mcomb.hyperplane, mcomb.bernoulli, mcomb.centered)
 DRAWS = st.sampled_from(DISTRIBUTIONS)
-KEY = (jax.random.key(0), st.integers(0, 9).map(jax.random.key))
-SHARES = NUMBERS.map(np.float32)
 
 
 def is_finite(tree):
@@ -274,7 +262,12 @@ METHODS = st.one_of(
     st.builds(mcomb.refit, ridge=st.one_of(NUMBERS, st.just("1"))),
     st.builds(mcomb.learned, per=st.sampled_from(["network", "unit"]), steps=STEPS, batch_size=SIZES, keep=KEEP[1]),
 )
-POINTS = st.one_of(PARAMETERS, st.sampled_from([2, 1, 0, "2", None, [0.5], [], [[0.5]], ["x"]]))
+POINTS = st.sampled_from(
+    [
+        *(np.zeros(1), np.full(3, 0.5), np.array([0, np.nan, 1]), np.full(3, 1e30), -np.ones(3)),
+        *(2, 1, 0, 0.5, float("inf"), "2", None, [0.5], [], [[0.5]], ["x"]),
+    ]
+)
 
 # For each function: the check of its result, and for each argument a correct value and others, correct or wrong.
 CALLS = {
@@ -477,6 +470,25 @@ def test_evaluate_names_wrong_arguments(args, problem):
 def test_sweep_number_of_points_must_be_whole(points):
     with pytest.raises(UserError, match=r"points is .*: give a whole number, 2 or more"):
         mcomb.sweep(*SWEEP, points=points)
+
+
+@pytest.mark.parametrize("points", [["x"], [[0.5], [0.5, 0.6]], ["0.5", None]], ids=str)
+def test_sweep_points_must_be_numbers(points):
+    with pytest.raises(UserError, match=r"share = .* is not a number: pass a finite number"):
+        mcomb.sweep(*SWEEP, points=points)
+    with pytest.raises(UserError, match=r"The points are .*: pass an array of numbers"):
+        mcomb.sweep(apply, (A, B), X, Y, lambda key, point, a, b: a, points=points)
+
+
+@pytest.mark.parametrize("point", ["x", [0.1, 0.2], {}], ids=str)
+def test_sample_point_must_be_one_number(point):
+    with pytest.raises(UserError, match=r"(s = .* is not a number|Cannot sample at 2 values of s): pass "):
+        mcomb.sample(A, B, mcomb.uniform, point)
+
+
+def test_sweep_needs_networks():
+    with pytest.raises(UserError, match="There are no networks to sweep: pass a tuple"):
+        mcomb.sweep(apply, (), X, Y, lambda key, point: A, points=[0.5])
 
 
 @pytest.mark.parametrize("networks", [None, A, A["down"]], ids=["none", "dict", "array"])

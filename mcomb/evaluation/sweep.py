@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float
 
 from mcomb.combination import Distribution, Draw, as_draw
-from mcomb.errors import UserError, require_whole
+from mcomb.errors import UserError, brief, require_whole
 from mcomb.evaluation.evaluate import Metrics, evaluate, list_objectives, measure_examples, require_tuple, score
 from mcomb.evaluation.objectives import Objective, accuracy, agreement, cross_entropy, on_label, predicted
 from mcomb.evaluation.plotting import plot_sweeps
@@ -160,6 +160,8 @@ def sweep(
         >>> sweep.barrier.accuracy
     """
     require_tuple(networks)
+    if not networks:
+        raise UserError("There are no networks to sweep: pass a tuple of parameter trees.")
     values, labels = _points(draw, points), from_lists(labels)
     as_draw(draw, len(networks))
     is_random = not isinstance(draw, Distribution) or draw.is_random
@@ -207,7 +209,9 @@ def _points(draw: Distribution | Draw, points: Any) -> Float[np.ndarray, "p ..."
         if not isinstance(draw, Distribution):
             raise UserError(f"A function has no range for {points} points: pass an array of values as points.")
         return np.linspace(draw.low, draw.high, points, dtype=np.float32)
-    values = np.asarray(points, np.float32)
     if isinstance(draw, Distribution):
-        draw.check(values)
-    return values
+        draw.check(points)
+    try:
+        return np.asarray(points, np.float32)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"The points are {brief(points)}: pass an array of numbers.") from error
