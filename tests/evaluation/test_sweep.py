@@ -222,7 +222,7 @@ def test_sweep_plot_writes_file(tmp_path, ending):
 
 
 def test_sweep_plot_rejects_unknown_ending(tmp_path):
-    with pytest.raises(UserError, match=r"Cannot draw .*sweep\.docx: end its name in one of \.png, \.pdf, \.svg"):
+    with pytest.raises(UserError, match=r"Cannot draw .*sweep\.docx: use a name that ends in one of \.png, \.pdf, \.svg"):
         linear_sweep().plot(tmp_path / "sweep.docx")
     assert not list(tmp_path.iterdir())
 
@@ -230,12 +230,12 @@ def test_sweep_plot_rejects_unknown_ending(tmp_path):
 @pytest.mark.parametrize(
     ("draw", "options", "words"),
     [
-        (mcomb.linear, {"points": 1}, "points is 1: give a whole number, 2 or more"),
+        (mcomb.linear, {"points": 1}, "points is 1: pass an integer of at least 2"),
         (mcomb.uniform, {"points": [0.1, -0.1]}, "s = -0.1 is out of range for uniform: pass 0 or more"),
         (mcomb.hyperplane, {"points": [1.25], "repair": True}, "share = 1.25 is out of range for hyperplane: pass a"),
         (lambda key, point, a, b: a, {"points": 5}, "A function has no range for 5 points: pass an array"),
         (lambda key, point: point, {"points": [0.0]}, "cannot draw combinations of 2 networks"),
-        (mcomb.uniform, {"samples": 0}, "samples is 0: give a whole number, 1 or more"),
+        (mcomb.uniform, {"samples": 0}, "samples is 0: pass an integer of at least 1"),
     ],
 )
 def test_sweep_rejects_misuse(draw, options, words):
