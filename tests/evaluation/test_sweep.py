@@ -222,7 +222,9 @@ def test_sweep_plot_writes_file(tmp_path, ending):
 
 
 def test_sweep_plot_rejects_unknown_ending(tmp_path):
-    with pytest.raises(UserError, match=r"Cannot draw .*sweep\.docx: use a name that ends in one of \.png, \.pdf, \.svg"):
+    with pytest.raises(
+        UserError, match=r"Cannot draw .*sweep\.docx: use a name that ends in one of \.png, \.pdf, \.svg"
+    ):
         linear_sweep().plot(tmp_path / "sweep.docx")
     assert not list(tmp_path.iterdir())
 

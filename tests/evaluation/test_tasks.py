@@ -194,15 +194,15 @@ def test_score_equals_direct_computation_bit_for_bit():
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"labels": np.zeros((13, 4), int)}, r"returns \(5, 7\) for an example, whose labels are of .* shape \(4,\)"),
-        ({"labels": np.zeros((13, 5))}, "whose labels are of dtype float"),
-        ({"labels": np.full((13, 5), 7)}, "labels from 7 to 7 and 7 logits"),
+        ({"labels": np.zeros((13, 4), int)}, r"returns \(5, 7\) for an example whose labels .* shape \(4,\)"),
+        ({"labels": np.zeros((13, 5))}, "whose labels .* float"),
+        ({"labels": np.full((13, 5), 7)}, "Labels range from 7 to 7 for 7 logits"),
         ({"labels": np.full((13, 5), -1)}, "The loss counts no example"),
         ({"labels": np.zeros((12, 5), int)}, "tokens 13, the labels 12"),
         ({"labels": {"tokens": np.zeros((13, 5), int)}}, "are a dict|raised TypeCheckError on these"),
         ({"labels": [1] * 13}, r"returns \(5, 7\) for an example whose labels have dtype int32 and shape \(\)"),
         ({"labels": [[1] * i for i in range(1, 14)]}, "the labels 0/0 none"),
-        ({"loss": squared_error}, r"returns \(5, 7\) for an example, whose label is \(5,\)"),
+        ({"loss": squared_error}, r"returns \(5, 7\) for an example whose label is \(5,\)"),
         ({"loss": lambda output, label: output.sum()}, "The loss returns float32 .* two numbers, a sum and a count"),
         ({"loss": lambda output, label: (output.sum(-1), 1)}, r"float32 of shape \(5,\), int32 of shape \(\) for an"),
         ({"loss": lambda output, label: (output.sum() * 1j, 1)}, "The loss returns complex64"),
@@ -226,7 +226,7 @@ def test_score_and_evaluate_name_misfits(options, problem):
 
 @pytest.mark.parametrize("wrong", [0.0, -1.0, np.nan, np.inf])
 def test_tempered_cross_entropy_rejects_temperature(wrong):
-    with pytest.raises(UserError, match=f"temperature 1 is {wrong}: give more than 0"):
+    with pytest.raises(UserError, match=f"temperature 1 is {wrong}: pass a finite number above 0"):
         tempered_cross_entropy((1.0, wrong))
 
 

@@ -242,7 +242,7 @@ def test_add_units_sums_values_of_connected_units():
         ({"labels": None}, "Cannot merge by learned without labels: pass them, or merge by refit or average"),
         ({"labels": None, "method": "fisher"}, "Cannot merge by fisher without labels"),
         ({"networks": (A,)}, "Merging needs two or more networks"),
-        ({"networks": (A, {"first": A["first"]})}, "the networks to merge differ"),
+        ({"networks": (A, {"first": A["first"]})}, "The networks to merge differ"),
         ({"labels": LABELS[:5]}, "the labels 5"),
         ({"inputs": INPUTS[:1], "labels": LABELS[:1]}, "1 examples are too few"),
     ],

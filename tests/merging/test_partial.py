@@ -236,12 +236,12 @@ def test_partial_merge_without_permutations():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"budget": 0.9}, r"the budget is 0\.9: give one from 1 to 2, the number of networks"),
-        ({"budget": 2.5}, r"the budget is 2\.5"),
-        ({"budget": np.nan}, "the budget is nan"),
-        ({"per": "weight"}, "there is no merging per 'weight': choose from unit, layer"),
+        ({"budget": 0.9}, r"budget is 0\.9: pass a number from 1 to 2, the number of networks"),
+        ({"budget": 2.5}, r"budget is 2\.5"),
+        ({"budget": np.nan}, "budget is nan"),
+        ({"per": "weight"}, "Cannot keep each 'weight' apart: choose from unit, layer"),
         ({"networks": (A,)}, "Merging needs two or more networks"),
-        ({"apply": lambda params, x: apply(params, x).argmax(1)}, "no floats, which have no mean"),
+        ({"apply": lambda params, x: apply(params, x).argmax(1)}, "not floats and have no mean"),
     ],
 )
 def test_partial_merge_rejects_misuse(change, words):
