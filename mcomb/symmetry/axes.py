@@ -97,7 +97,7 @@ def product(axes: Sequence[Axis]) -> Axis:
 
 
 def concatenation(axes: Sequence[Axis]) -> Axis:
-    """The axis in which these follow one another."""
+    """Return the axis in which these follow one another."""
     if len(axes) == 1:
         return axes[0]
     ends = list(itertools.accumulate(axis.size for axis in axes))
@@ -105,7 +105,7 @@ def concatenation(axes: Sequence[Axis]) -> Axis:
 
 
 def flat_parts(axis: Axis, kind: str, keep: Collection[Axis] = ()) -> list[Axis]:
-    """The factors ("blocks") or segments of an axis, nested ones flattened but for those to keep.
+    """Return the factors ("blocks") or segments of an axis, nested ones flattened except for those to keep.
 
     It is the axis itself if it is of another kind.
     """
@@ -120,7 +120,7 @@ def flat_parts(axis: Axis, kind: str, keep: Collection[Axis] = ()) -> list[Axis]
 
 
 def atoms(axis: Axis) -> Iterator[Axis]:
-    """The indivisible axes that make up an axis, in order."""
+    """Yield the indivisible axes that make up an axis, in order."""
     stack = [axis]
     while stack:
         part = find(stack.pop())
@@ -131,7 +131,7 @@ def atoms(axis: Axis) -> Iterator[Axis]:
 
 
 def freeze(axis: Axis, reason: str) -> None:
-    """Forbids any permutation of an axis; what is frozen already keeps its first reason."""
+    """Forbid any permutation of an axis; parts that are frozen already keep their first reason."""
     stack = [axis]
     while stack:
         part = find(stack.pop())
@@ -141,7 +141,7 @@ def freeze(axis: Axis, reason: str) -> None:
 
 
 def unite(a: Axis, b: Axis, reason: str) -> None:
-    """Makes two axes of one size move together; freezes both, for `reason`, where their parts do not fit."""
+    """Make two axes of one size move together; freeze both, for `reason`, where their parts do not fit."""
     pairs = [(a, b)]
     while pairs:
         a, b = map(find, pairs.pop())
@@ -196,7 +196,7 @@ def _split_like(axis: Axis, other: Axis, reason: str) -> tuple[list[Axis], list[
 
 
 def split_product(axis: Axis, sizes: Sequence[int], reason: str) -> list[Axis] | None:
-    """Splits an axis into factors of these sizes, of which it is the row-major product; None if that is impossible."""
+    """Split an axis into factors of these sizes, of which it is the row-major product; None if that is impossible."""
     queue = flat_parts(axis, "blocks")
     factors = []
     for size in sizes:
@@ -222,7 +222,7 @@ def split_product(axis: Axis, sizes: Sequence[int], reason: str) -> list[Axis] |
 
 
 def _split_outer(axis: Axis, outer: int, reason: str) -> tuple[Axis, Axis] | None:
-    """Splits an axis into two factors, the first of size `outer`; None if that is impossible."""
+    """Split an axis into two factors, the first of size `outer`; None if that is impossible."""
     if axis.size % outer:
         return None
     inner = axis.size // outer
@@ -253,7 +253,7 @@ def _split_across_segments(axis: Axis, inner: int, reason: str) -> tuple[Axis, A
 
 
 def split_segments(axis: Axis, sizes: Sequence[int], reason: str) -> list[Axis] | None:
-    """Splits an axis into segments of these sizes, which follow one another in it; None if that is impossible."""
+    """Split an axis into segments of these sizes, which follow one another in it; None if that is impossible."""
     if len(sizes) == 1:
         return [find(axis)]
     axis = merge_cells(axis, reason)
@@ -280,7 +280,7 @@ def _cut_blocks(axis: Axis, sizes: Sequence[int], reason: str) -> list[Axis] | N
     if not rest:
         return split_segments(first, sizes, reason)
     inner = axis.size // first.size
-    if len(rest) == 1 and not rest[0].parts:
+    if len(rest) == 1 and not rest[0].parts and rest[0] not in atoms(first):
         cuts = _cuts(sizes, inner)
         counts = [(stop - start) // inner or 1 for start, stop in itertools.pairwise(cuts) if start % inner == 0]
         if split_segments(first, counts, reason) is None:
@@ -302,7 +302,7 @@ def _cuts(sizes: Iterable[int], inner: int) -> list[int]:
 
 
 def _cut(axis: Axis, position: int, reason: str) -> int | None:
-    """How many segments of an axis end at a position or before, after the one across it was cut in two.
+    """Cut the segment across a position in two, and return how many segments end there or before.
 
     None if that one cannot be cut.
     """

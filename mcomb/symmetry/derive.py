@@ -17,13 +17,16 @@ import numpy as np
 from jax.extend import core
 
 from mcomb.symmetry.arrays import Array, ArrayAxes
-from mcomb.symmetry.axes import Axis, atoms, cells, find, flat_parts, groups_of, merge_cells, write_cells
-from mcomb.symmetry.interpreter import Interpreter, LabelledAxes, Rules
+from mcomb.symmetry.axes import Axis, atoms, cells, find, flat_parts, freeze, groups_of, merge_cells, write_cells
+from mcomb.symmetry.constraints import LabelledAxes
+from mcomb.symmetry.interpreter import Interpreter, Rules
 from mcomb.symmetry.rules import FACT_RULES, RULES
 from mcomb.symmetry.rules.common import EXPLANATIONS, freeze_everything
 from mcomb.symmetry.rules.distinct import distinct_axes
 from mcomb.symmetry.spec import Blocks, Frozen, Layout, PermutationSpec, Segments
 from mcomb.trees import Apply, Inputs, Params, leaf_name, named_leaves, output_shapes
+
+BY_NUMBER = "entries that are read one by one"
 
 BatchAxes = dict[Axis, set[Axis]]
 """For each axis, the axes that its permutation is batched over."""
@@ -41,7 +44,8 @@ def derive_spec(apply: Apply, params: Params, inputs: Inputs) -> PermutationSpec
         inputs: Example inputs: an array or a tree of arrays.
 
     Returns:
-        The spec. `print(spec)` shows what each permutation acts on, and what is frozen by which operation.
+        The spec. `print(spec)` shows what each permutation acts on, how many arrangements it has, and which operation
+        froze the other axes.
 
     Raises:
         UserError: The function cannot be traced with these arguments.
@@ -61,7 +65,7 @@ def derive_from(function: Callable[..., Any], params: Params, *inputs: Any) -> P
 
 
 def infer_axes(traced: core.ClosedJaxpr, params: Params, *inputs: Any) -> tuple[Mapping[str, ArrayAxes], Interpreter]:
-    """The axes of each parameter after a function of these arguments was interpreted, and the interpreter."""
+    """Interpret a function of these arguments, and return the axes of each parameter and the interpreter."""
     interp = Interpreter(Rules(RULES, FACT_RULES, freeze_everything, EXPLANATIONS, distinct_axes))
     leaves = {name: interp.new_axes(np.shape(leaf)) for name, leaf in named_leaves(params).items()}
     weights = [Array(axes, frozenset(range(len(axes)))) for axes in leaves.values()]  # of floats: see `rules.distinct`
@@ -72,69 +76,66 @@ def infer_axes(traced: core.ClosedJaxpr, params: Params, *inputs: Any) -> tuple[
     interp.freeze(itertools.chain.from_iterable(results))
     _merge_loose_cells(interp.operations, itertools.chain.from_iterable(leaves.values()))
     interp.break_up_groupings(atom for axes in leaves.values() for axis in axes if axis for atom in atoms(axis))
+    interp.hide_sorted_rows()
     used = _atoms_in_use(interp.operations)
-    interp.reason = "no use: the function does without it"
-    for axis in itertools.chain.from_iterable(leaves.values()):
-        interp.freeze(atom for atom in (atoms(axis) if axis is not None else ()) if atom not in used)
+    for atom in (atom for axes in leaves.values() for axis in axes if axis is not None for atom in atoms(axis)):
+        if atom not in used:
+            freeze(atom, BY_NUMBER if atom.size == 1 else "no use: the function does without it")
     return leaves, interp
 
 
 def _merge_loose_cells(operations: Sequence[Sequence[LabelledAxes]], leaf_axes: Iterable[Axis | None]) -> None:
     """Give all groups one order of their entries, where an array has the entries without the groups.
 
-    A parameter may only have cells right after their groups: no other layout describes them. Cells that turn out to be
-    one axis are that axis.
+    Groups times their cells are segments, which are fine anywhere; cells apart from their groups are no layout of a
+    parameter. Cells that turn out to be one axis are that axis.
     """
     of_leaves = [axis for axis in leaf_axes if axis is not None]
     every_axis = [axis for arrays in operations for array in arrays for _, axis in array]
-    if not any(axis.kind == "cells" for axis in _parts([*of_leaves, *every_axis])):
-        return
-    loose = {Axis(1)}
-    while loose:
-        for axis in loose:
-            merge_cells(axis, "reshape")
-        written = [factor for axis in of_leaves for factor in write_cells(flat_parts(axis, "blocks"))]
-        composites = [part for axis in every_axis for factor in flat_parts(axis, "blocks") for part in factor.parts]
-        loose = {axis for axis in _parts([*written, *composites]) if axis.kind == "cells"}
-        loose |= {
-            axis
-            for axis in _parts(every_axis)
-            if axis.kind == "cells" and len({find(part) for part in axis.parts}) == 1
-        }
+    cells_in_use = {axis for axis in _parts([*of_leaves, *every_axis]) if axis.kind == "cells"}
+    while cells_in_use:
+        segments = [axis for axis in _parts([*every_axis]) if axis.kind == "segments"]
+        loose = {axis for axis in _parts([*of_leaves, *segments]) if axis.kind == "cells"}
+        loose |= {axis for axis in cells_in_use if len({find(part) for part in axis.parts}) == 1}
         for arrays in operations:
             groups: dict[Hashable, list[Hashable]] = {}
-            for array in map(_factors, arrays):
-                for index, inner in array:
+            for factors in ([(i, find(axis)) for i, axis in _factors(array, write_cells)] for array in arrays):
+                for index, inner in factors:
                     if inner.kind == "cells":
-                        found = [other for other, outer in array if outer is groups_of(inner)]
+                        found = [other for other, outer in factors if outer is groups_of(inner)]
                         if len(found) != 1 or groups.setdefault(index, found) != found:
                             loose.add(inner)
+        if not loose:
+            return
+        for axis in loose:
+            merge_cells(axis, "reshape")
+        cells_in_use = {axis for axis in _parts([*of_leaves, *every_axis]) if axis.kind == "cells"}
 
 
-def _factors(array: LabelledAxes) -> list[tuple[Hashable, Axis]]:
-    """Return the factors of the axes of an array, each with its label and stride."""
+def _factors(array: LabelledAxes, write: Callable[[list[Axis]], list[Axis]] = list) -> list[tuple[Hashable, Axis]]:
+    """Return the factors of the axes of an array, perhaps written in another way, each with its label and stride."""
     found: list[tuple[Hashable, Axis]] = []
     for label, axis in array:
         stride = 1
-        for factor in reversed(flat_parts(axis, "blocks")):
+        for factor in reversed(write(flat_parts(axis, "blocks"))):
             found.append(((label, stride), factor))
             stride *= factor.size
     return found
 
 
 def _parts(todo: list[Axis]) -> set[Axis]:
-    """Return axes and all that they consist of; but not what is in cells."""
+    """Return axes and all that they consist of, groups times their cells written as segments."""
     seen: set[Axis] = set()
     while todo:
         axis = find(todo.pop())
         if axis not in seen:
             seen.add(axis)
-            todo += axis.parts if axis.kind != "cells" else []
+            todo += write_cells(flat_parts(axis, "blocks")) if axis.kind == "blocks" else axis.parts
     return seen
 
 
 def _atoms_in_use(operations: Iterable[Iterable[LabelledAxes]]) -> set[Axis]:
-    """All atoms of the axes in the operations, after concatenations of fixed entries became frozen atoms."""
+    """Return all atoms of the axes in the operations, after making concatenations of fixed entries frozen atoms."""
     seen: set[Axis] = set()
     todo = [axis for arrays in operations for array in arrays for _, axis in array]
     while todo:
@@ -144,14 +145,14 @@ def _atoms_in_use(operations: Iterable[Iterable[LabelledAxes]]) -> set[Axis]:
         seen.add(axis)
         parts = [find(part) for part in axis.parts]
         if axis.kind == "segments" and all(not part.parts and (part.size == 1 or part.frozen) for part in parts):
-            reason = next((part.frozen for part in parts if part.frozen), "entries that are read one by one")
+            reason = next((part.frozen for part in parts if part.frozen), BY_NUMBER)
             axis.kind, axis.parts, axis.frozen = "", [], reason
         todo += axis.parts
     return {axis for axis in seen if not axis.parts}
 
 
 def spec_of_trace(traced: core.ClosedJaxpr, params: Params, *inputs: Any) -> PermutationSpec:
-    """The spec of a function that was traced with these arguments: that of the axes that are still free."""
+    """Derive the spec of a function that was traced with these arguments."""
     leaves, interp = infer_axes(traced, params, *inputs)
     first = _first_places(leaves, interp.first_use)
     order = {atom: i for i, atom in enumerate(first)}
@@ -170,7 +171,7 @@ def spec_of_trace(traced: core.ClosedJaxpr, params: Params, *inputs: Any) -> Per
 
 
 def _first_places(leaves: Mapping[str, ArrayAxes], first_use: Mapping[Axis, int]) -> dict[Axis, tuple[str, int]]:
-    """The leaf and the axis of it where each atom is used first, in the order of use."""
+    """Return the leaf and the axis of it where each atom is used first, in the order of use."""
 
     def use(axes: ArrayAxes) -> int:
         never = len(first_use)
@@ -187,7 +188,7 @@ def _first_places(leaves: Mapping[str, ArrayAxes], first_use: Mapping[Axis, int]
 def _write_spec(
     leaves: Mapping[str, ArrayAxes], first: Mapping[Axis, tuple[str, int]], batch_axes: BatchAxes
 ) -> tuple[PermutationSpec, dict[str, Axis]]:
-    """The spec in which the atoms of `batch_axes` are free, and the atom of each name in it."""
+    """Return the spec in which the atoms of `batch_axes` are free, and the atom of each name in it."""
     order = {atom: i for i, atom in enumerate(first)}
     outer = set().union(*batch_axes.values())
     fixed = [atom for atom in first if atom in outer and atom not in batch_axes]
@@ -216,12 +217,12 @@ def _write_spec(
 
 
 def _module(leaf: str) -> str:
-    """The name of the module that has a leaf, or the leaf's own; an NNX leaf is the value of a variable."""
+    """Return the name of the module that has a leaf, or the leaf's own; an NNX leaf is the value of a variable."""
     return leaf.removesuffix("/value").rpartition("/")[0] or leaf
 
 
 def _distinct(stems: Mapping[Axis, str]) -> dict[Axis, str]:
-    """Names that are all different: of those with one stem, the second has .2 added, and so on."""
+    """Return names that are all different: of those with one stem, the second has .2 added, and so on."""
     names: dict[Axis, str] = {}
     taken: set[str] = set()
     for atom, stem in stems.items():
@@ -232,7 +233,7 @@ def _distinct(stems: Mapping[Axis, str]) -> dict[Axis, str]:
 
 
 def _batch_axes(operations: Sequence[Sequence[LabelledAxes]]) -> BatchAxes:
-    """For each free atom, the atoms that its permutation can be batched over.
+    """Return for each free atom the atoms that its permutation can be batched over.
 
     Every array that has the first must have the other, once. And if several arrays of an operation share an index,
     they must agree on the index that it is batched over:
@@ -274,13 +275,13 @@ def _batch_axes(operations: Sequence[Sequence[LabelledAxes]]) -> BatchAxes:
 
 
 def _having(label: Hashable, arrays: Iterable[LabelledAxes]) -> list[LabelledAxes]:
-    """The arrays that have an index, which comes first in each."""
+    """Return the arrays that have an index, which comes first in each."""
     having = (sorted(array, key=lambda entry: entry[0] != label) for array in arrays)
     return [array for array in having if array and array[0][0] == label]
 
 
 def _key(arrays: list[LabelledAxes]) -> Hashable:
-    """What is the same for arrays of the same axes, whatever the labels are."""
+    """Return a label-independent key for deduplication."""
     numbers: dict[Hashable, int] = {}
     return tuple(
         tuple((numbers.setdefault(label, len(numbers)), id(find(axis))) for label, axis in array) for array in arrays
@@ -288,7 +289,7 @@ def _key(arrays: list[LabelledAxes]) -> Hashable:
 
 
 def _outer_indices(axis: Axis, others: LabelledAxes) -> dict[Axis, list[Hashable]]:
-    """For each atom with an index wherever the axis has one, not just in some segment, its indices in an array."""
+    """Return the indices of each atom that has one wherever the axis has one, and not just in some segment."""
     indices: dict[Axis, list[Hashable]] = {}
     for index, factor in _factors(others):
         if not factor.parts and factor.size > 1 and factor is not axis:
@@ -297,7 +298,7 @@ def _outer_indices(axis: Axis, others: LabelledAxes) -> dict[Axis, list[Hashable
 
 
 def _agreed(arrays: list[dict[Axis, list[Hashable]]]) -> set[Axis]:
-    """The atoms that have one index, the same in all arrays."""
+    """Return the atoms that have one index, the same in all arrays."""
     first, *rest = arrays
     return {
         atom
@@ -307,7 +308,7 @@ def _agreed(arrays: list[dict[Axis, list[Hashable]]]) -> set[Axis]:
 
 
 def _ordered(batch_axes: BatchAxes, order: Mapping[Axis, int]) -> BatchAxes:
-    """The same without cycles, and transitive: d batched over h is batched over all that h is batched over."""
+    """Remove cycles, and make it transitive: d batched over h is batched over all that h is batched over."""
     changed = True
     while changed:
         changed = False
@@ -322,7 +323,7 @@ def _ordered(batch_axes: BatchAxes, order: Mapping[Axis, int]) -> BatchAxes:
 
 
 def axis_layout(axis: Axis | None, names: Mapping[Axis, str]) -> Layout:
-    """The layout of an axis, given the names of those that have one."""
+    """Return the layout of an axis, given the names of the axes that have one."""
     layout = None if axis is None else _part_layout(axis, names)
     return None if isinstance(layout, int) else layout
 

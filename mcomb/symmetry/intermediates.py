@@ -123,7 +123,7 @@ class Intermediates:
     def tap(
         self, wanted: Collection[ArrayId], edits: Mapping[ArrayId, Callable[[Any], Any]] = MappingProxyType({})
     ) -> Callable[..., tuple[Any, dict[ArrayId, Any]]]:
-        """The function that returns what the traced one does, and the wanted arrays inside of it.
+        """Return a function that returns the results of the traced one, and the wanted arrays inside of it.
 
         An edit replaces an array before anything reads it, inside a scan at every step alike. The function takes
         arguments of the traced shapes and dtypes; compiled, it computes only what is used of it.
@@ -141,7 +141,7 @@ class Intermediates:
         edits: Mapping[ArrayId, Callable[[tuple[Any, ...]], tuple[Any, ...]]],
         instead: Mapping[EqnPath, Callable[..., list[tuple[Any, ...]]]] = MappingProxyType({}),
     ) -> Callable[..., list[Any]]:
-        """The function of several tuples of arguments that returns what the traced one does for each of them.
+        """Return a function of several tuples of arguments that returns the results of the traced one for each of them.
 
         They are evaluated in lockstep: an edit is given an array of all of them, in their order, and may mix them. What
         is the same array for all is computed once. `instead` has functions to call in place of equations; they take
@@ -159,7 +159,7 @@ class Intermediates:
         return run
 
     def _leaves(self, args: tuple[Any, ...]) -> list[Any]:
-        """The leaves of arguments; an error unless they are such as were traced."""
+        """Return the leaves of arguments; raise an error unless their shapes and dtypes were traced."""
         leaves = jax.tree.leaves(args)
         for leaf, aval in zip(leaves, self.traced.in_avals, strict=True):
             if (jnp.shape(leaf), jnp.result_type(leaf)) != (aval.shape, aval.dtype):
@@ -169,7 +169,7 @@ class Intermediates:
 
 
 def list_intermediates(spec: PermutationSpec, fn: Callable[..., Any], params: Params, *inputs: Any) -> Intermediates:
-    """The arrays inside `fn(params, *inputs)`, in the names of the spec; from arrays or their shapes."""
+    """List the arrays inside `fn(params, *inputs)`, in the names of the spec; from arrays or their shapes."""
     # Traced from shapes alone, the function is the same wherever it is listed: inside `jit`, `vmap` or `shard_map`.
     traced, result_shapes = jax.make_jaxpr(fn, return_shape=True)(*jax.tree.map(_shape, (params, *inputs)))
     leaves, interp = infer_axes(traced, params, *inputs)
@@ -189,7 +189,7 @@ def list_intermediates(spec: PermutationSpec, fn: Callable[..., Any], params: Pa
 
 
 def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
-    """The shape of an argument, with nothing of where it is or what traces it."""
+    """Return the shape of an argument, without its sharding or tracer."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     aval = jax.typeof(leaf)
@@ -197,7 +197,7 @@ def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def unit_activations(spec: PermutationSpec, intermediates: Intermediates) -> dict[str, list[Intermediate]]:
-    """For each permutation the arrays in which its units are active, each once, in the order of use.
+    """Return for each permutation the arrays in which its units are active, each once, in the order of use.
 
     They are what the next layer's weights see: the arrays that depend on the inputs and that a contraction sums over
     the permutation's axis. If there is none, they are those of which any operation drops the axis; or else any that
@@ -233,7 +233,7 @@ class LinearMap(NamedTuple):
 
 
 def list_linear_maps(intermediates: Intermediates) -> Iterator[LinearMap]:
-    """The linear maps outside of scans, in the order of use."""
+    """Yield the linear maps outside of scans, in the order of use."""
     uses: dict[ArrayId, list[Equation]] = {}
     for equation in intermediates.equations:
         for operand in filter(None, equation.operands):
@@ -250,7 +250,7 @@ def list_linear_maps(intermediates: Intermediates) -> Iterator[LinearMap]:
 
 
 def is_linear_map(equation: Equation) -> bool:
-    """Whether it is a matrix product or convolution of what depends on the inputs with weights that do not."""
+    """Return whether it is a matrix product or convolution of an array that depends on the inputs with weights."""
     product = equation.eqn.primitive.name in PRODUCTS and equation.results[0].depends_on_inputs
     return product and bool(equation.params_only)
 
@@ -266,7 +266,7 @@ class _Evaluator:
     def evaluate(
         self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], path: EqnPath
     ) -> tuple[list[Any], dict[ArrayId, Any]]:
-        """The results of the jaxpr at a path, and the wanted arrays inside of it."""
+        """Return the results of the jaxpr at a path, and the wanted arrays inside of it."""
         found: dict[ArrayId, Any] = {}
 
         def edit(path: EqnPath, values: Sequence[Any]) -> list[Any]:
@@ -310,11 +310,11 @@ class _Evaluator:
         return jaxpr, list(map(self.constant, consts))
 
     def constant(self, value: Any) -> Any:
-        """What stands for a constant of the jaxpr."""
+        """Return the value that stands for a constant of the jaxpr."""
         return value
 
     def equation(self, jaxpr: core.Jaxpr, eqn: core.JaxprEqn, operands: Sequence[Any], path: EqnPath) -> list[Any]:
-        """The results of one equation of a jaxpr."""
+        """Return the results of one equation of a jaxpr."""
         return _evaluate_equation(jaxpr, eqn, operands)
 
 
@@ -329,13 +329,13 @@ class _Lockstep(_Evaluator):
         self.entered |= {path[:depth] for path in instead for depth in range(len(path))}
 
     def constant(self, value: Any) -> tuple[Any, ...]:
-        """The constant, for each of them."""
+        """Return the constant once for each list of arguments."""
         return (value,) * self.count
 
     def equation(
         self, jaxpr: core.Jaxpr, eqn: core.JaxprEqn, operands: Sequence[tuple[Any, ...]], path: EqnPath
     ) -> list[Any]:
-        """The results of one equation of a jaxpr, of each of them."""
+        """Return the results of one equation of a jaxpr for each list of arguments."""
         if path in self.instead:
             return self.instead[path](*operands)
         if all(value is values[0] for values in operands for value in values):
@@ -345,14 +345,14 @@ class _Lockstep(_Evaluator):
 
 
 def _evaluate_equation(jaxpr: core.Jaxpr, eqn: core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-    """The results of one equation of a jaxpr."""
+    """Return the results of one equation of a jaxpr."""
     args = {atom: value for atom, value in zip(eqn.invars, operands, strict=True) if isinstance(atom, core.Var)}
     alone = jaxpr.replace(constvars=[], invars=list(args), outvars=eqn.outvars, eqns=[eqn])
     return core.jaxpr_as_fun(core.ClosedJaxpr(alone, []))(*args.values())
 
 
 def _add_names(spec: PermutationSpec, axis: Axis, layout: Layout, names: dict[Axis, str]) -> None:
-    """Adds to `names` the parts of an axis that its layout in the spec names."""
+    """Add to `names` the parts of an axis that its layout in the spec names."""
     if isinstance(layout, str):
         names[find(axis)] = layout
     elif isinstance(layout, Blocks | Segments):
@@ -371,7 +371,7 @@ class _Lister:
         self.equations: list[Equation] = []
 
     def visit(self, jaxpr: core.Jaxpr, path: EqnPath, args: Sequence[Intermediate | None]) -> list[Intermediate | None]:
-        """The results of a jaxpr, whose equations are added to the list."""
+        """List the equations of a jaxpr, and return its results."""
         env: dict[Any, Intermediate | None] = dict(zip(jaxpr.invars, args, strict=True))
 
         def read(atom: Any) -> Intermediate | None:
@@ -391,7 +391,7 @@ class _Lister:
         return list(map(read, jaxpr.outvars))
 
     def layouts(self, path: EqnPath, index: int) -> tuple[Layout, ...]:
-        """The layouts of an array's axes.
+        """Return the layouts of an array's axes.
 
         An entry of a stack has no axis of entries: what is batched over that has no name in it.
         """
@@ -406,7 +406,7 @@ class _Lister:
         return tuple(axis_layout(axis, names) for axis in axes)
 
     def _scan(self, eqn: core.JaxprEqn, path: EqnPath, operands: Sequence[Intermediate | None]) -> list[Intermediate]:
-        """The results of a scan, of which the carry is taken to depend on everything that goes in."""
+        """Return the results of a scan, whose carry counts as depending on all operands."""
         consts, carry, xs = split_scan(eqn, operands)
         sources = [*([const] for const in consts), *[operands] * len(carry), *([x] for x in xs)]
         body = inner_jaxpr(eqn)[0]
@@ -422,7 +422,7 @@ class _Lister:
         eqn: core.JaxprEqn,
         sources: Sequence[Sequence[Intermediate | None]],
     ) -> list[Intermediate]:
-        """The arrays that an equation makes, given those that each of them depends on."""
+        """Return the arrays that an equation makes, given the arrays that each of them depends on."""
         results = []
         for index, (var, arrays) in enumerate(zip(variables, sources, strict=True)):
             known = [array for array in arrays if array is not None]
@@ -436,6 +436,6 @@ class _Lister:
     def intermediate(
         self, array: ArrayId, var: Any, made_by: str, on_inputs: bool, *params: frozenset[str]
     ) -> Intermediate:
-        """What is known of an array, from what made it and what it depends on."""
+        """Return the description of an array, from the operation that made it and the arrays that it depends on."""
         layouts, shape = self.layouts(*array), tuple(var.aval.shape)
         return Intermediate(array, layouts, shape, made_by, on_inputs, frozenset().union(*params))

@@ -80,7 +80,7 @@ class PermutationSpec:
 
     @classmethod
     def from_axes(cls, params: Params, axes: Axes) -> "PermutationSpec":
-        """The spec that `axes` describes, each permutation's size taken from an axis whose layout is its name.
+        """Return the spec that `axes` describes, each permutation's size taken from an axis whose layout is its name.
 
         PermutationSpec.from_axes(params, {"up": (None, "P"), "bias": ("P",), "down": ("P", None)})
         """
@@ -98,7 +98,7 @@ class PermutationSpec:
         return hash(frozenset(self.sizes.items()))
 
     def validate(self, params: Params) -> None:
-        """Raises an error that names the leaf unless every axis of every leaf has a layout of its size."""
+        """Raise an error that names the leaf unless every axis of every leaf has a layout of its size."""
         leaves = named_leaves(params)
         for name in sorted(leaves.keys() | self.axes.keys()):
             if name not in self.axes:
@@ -126,7 +126,7 @@ class PermutationSpec:
                 )
 
     def unclear_batch_axes(self, leaf: str) -> Iterator[tuple[tuple[str, str], int]]:
-        """Pairs of a permutation and an axis that it is batched over but that a part of the leaf has not just once.
+        """Yield a permutation and an axis that it is batched over, if a part of the leaf does not have it just once.
 
         With each pair comes the number of times.
         """
@@ -137,7 +137,7 @@ class PermutationSpec:
                         yield (perm, outer), count
 
     def axes_of(self, perm: str) -> list[tuple[str, int]]:
-        """The (leaf, axis) pairs that a permutation acts on."""
+        """Return the (leaf, axis) pairs that a permutation acts on."""
         return [
             (name, axis)
             for name, layouts in self.axes.items()
@@ -146,7 +146,7 @@ class PermutationSpec:
         ]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a permutation's index array."""
+        """Return the shape of a permutation's index array."""
         return (*(self.length(outer) for outer in self.batched_over.get(name, ())), self.sizes[name])
 
     def log10_arrangements(self, *names: str) -> float:
@@ -158,12 +158,12 @@ class PermutationSpec:
         return sum(count * math.lgamma(size + 1) for count, size in rows) / math.log(10)
 
     def nested_in(self, name: str) -> list[str]:
-        """The permutations of what is inside a permutation's units: nested_in("heads") is ["dims"]."""
+        """Return the permutations inside of a permutation's units: nested_in("heads") is ["dims"]."""
         outer = self.batched_over.get(name, ())
         return [other for other, batch_axes in self.batched_over.items() if batch_axes == (*outer, name)]
 
     def length(self, layout: str | int | Blocks | Segments) -> int:
-        """The size of an axis of this layout."""
+        """Return the size of an axis of this layout."""
         if isinstance(layout, str):
             return self.sizes[layout] if layout in self.sizes else self.fixed[layout]
         if isinstance(layout, int):
@@ -173,7 +173,7 @@ class PermutationSpec:
         return sum(self.length(part) for part in layout.parts)
 
     def simple_parts(self, layouts: tuple[Layout, ...], value: Any) -> Iterator[tuple[tuple[Layout, ...], Any]]:
-        """The parts of an array in which every axis has one name or none, each with these names.
+        """Yield the parts of an array in which every axis has one name or none, each with these names.
 
         An array of layout (Segments(("P", 3)), Blocks((2, "Q"))) has two parts, (P, 2, Q) and (3, 2, Q). The value may
         be None, if only the names are wanted.
@@ -196,7 +196,7 @@ class PermutationSpec:
         yield layouts, value
 
     def check_perms(self, perms: Perms) -> None:
-        """Raises an error that names the first of `perms` that is no permutation of the spec, as far as it is known.
+        """Raise an error that names the first of `perms` that is no permutation of the spec, as far as it is known.
 
         Arrays that JAX is tracing are known by their shapes alone.
         """
@@ -225,7 +225,7 @@ class PermutationSpec:
                 raise UserError(f"permutation {name} does not have each index from 0 to {self.sizes[name] - 1} once")
 
     def apply(self, perms: Perms, params: Params) -> Params:
-        """The permuted parameters: the same function, its hidden units in another order."""
+        """Return the permuted parameters: the same function, its hidden units in another order."""
         self.check_perms(perms)
         self.validate(params)
         return map_named(lambda name, leaf: self.permute_array(perms, self.axes[name], leaf), params)
@@ -254,16 +254,16 @@ class PermutationSpec:
         check_spec(self, apply, params, inputs, perms=perms, draws=draws)
 
     def identity(self) -> Perms:
-        """The permutations that change nothing."""
+        """Return the permutations that change nothing."""
         return {name: np.broadcast_to(np.arange(self.sizes[name]), self.shape(name)).copy() for name in self.sizes}
 
     def random(self, key: PRNGKeyArray) -> Perms:
-        """Uniformly random permutations."""
+        """Return uniformly random permutations."""
         rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))  # compiles nothing
         return {name: rng.permuted(rows, axis=-1) for name, rows in self.identity().items()}
 
     def invert(self, perms: Perms) -> Perms:
-        """The permutations that undo `perms`."""
+        """Return the permutations that undo `perms`."""
         self.check_perms(perms)
         undo: Perms = {}
         # Outer permutations first: whatever "heads" is batched over, "dims" is batched over as well.
@@ -272,7 +272,7 @@ class PermutationSpec:
         return {name: undo[name] for name in self.sizes}
 
     def compose(self, p: Perms, q: Perms) -> Perms:
-        """`p` after `q`: apply(compose(p, q), x) is apply(p, apply(q, x))."""
+        """Return `p` after `q`: apply(compose(p, q), x) is apply(p, apply(q, x))."""
         self.check_perms(p)
         self.check_perms(q)
         p = {name: np.asarray(perm) for name, perm in p.items()}
@@ -303,7 +303,7 @@ class PermutationSpec:
         return "\n\n".join(tables if reasons else tables[:1])
 
     def _sketch(self, leaf: str, axis: int, name: str) -> str:
-        """Where in an axis a permutation is, if it is not all of it: `: 49×·`, or `: ·+12`."""
+        """Return where in an axis a permutation is, if it is not all of it: `: 49×·`, or `: ·+12`."""
 
         def sketch(layout: Layout) -> str:
             if isinstance(layout, Blocks):
@@ -317,11 +317,11 @@ class PermutationSpec:
         return "" if isinstance(layout, str) else f": {sketch(layout)}"
 
     def _permute_rows(self, perms: Perms, name: str, rows: Array) -> Any:
-        """A permutation's index array, its rows permuted as the axes that it is batched over."""
+        """Permute the rows of a permutation's index array as the axes that it is batched over."""
         return self.permute_array(perms, (*self.batched_over.get(name, ()), None), np.asarray(rows))
 
     def permute_array(self, perms: Perms, layouts: tuple[Layout, ...], leaf: Any) -> Any:
-        """An array, its axes permuted as the layouts say; a NumPy array stays one."""
+        """Permute the axes of an array as the layouts say; a NumPy array stays one."""
         moving = [axis for axis, layout in enumerate(layouts) if any(n in self.sizes for n in axis_names(layout))]
         if not moving:
             return leaf
@@ -341,7 +341,7 @@ class PermutationSpec:
     def units_of(
         self, layouts: tuple[Layout, ...], shape: tuple[int, ...]
     ) -> Iterator[tuple[str, tuple[Any, ...], Any]]:
-        """The units at each position of an array, axis by axis.
+        """Yield the units at each position of an array, axis by axis.
 
         Each is a permutation's name, the indices into its index array, and at which positions there is a unit at all.
         """
@@ -353,7 +353,7 @@ class PermutationSpec:
                     yield perm, index, stride > 0
 
     def add_units(self, values: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Any:
-        """For each weight of a leaf, the sum of the values of the units that it connects; 0 where there are none.
+        """Sum for each weight of a leaf the values of the units that it connects; 0 where there are none.
 
         `values` has an array of the shape of each permutation that is named by the leaf's axes.
         """
@@ -363,7 +363,7 @@ class PermutationSpec:
         return jnp.broadcast_to(total, shape)
 
     def sum_weights(self, values: Params) -> dict[str, Float[np.ndarray, "..."]]:
-        """For each unit of each permutation, the sum of the values of all weights that come into it or go out of it.
+        """Sum for each unit of each permutation the values of all weights that come into it or go out of it.
 
         `values` is a tree like the parameters. A weight that connects two units counts for both.
         """
@@ -379,14 +379,14 @@ class PermutationSpec:
         return sums
 
     def _source(self, perms: Perms, layout: Layout, position: np.ndarray, coordinates: dict[str, np.ndarray]) -> Any:
-        """Where along an axis the entries at `position` come from; `coordinates` are the positions on named axes."""
+        """Return where along an axis the entries at `position` come from; `coordinates` are positions on named axes."""
         terms = self._terms(layout, position, coordinates)
         return sum((index if perm is None else perms[perm][index]) * stride for perm, index, stride in terms)
 
     def _terms(
         self, layout: Layout, position: np.ndarray, coordinates: dict[str, np.ndarray], stride: Any = 1
     ) -> Iterator[tuple[str | None, Any, Any]]:
-        """What the positions on an axis are the sum of: permutations with the indices into them, and other positions.
+        """Yield the terms whose sum is the positions on an axis: permutations with indices into them, and offsets.
 
         With each comes what it is multiplied by: the stride in a product, and zero outside of its segment.
         """
@@ -408,7 +408,7 @@ class PermutationSpec:
             yield None, position, stride
 
     def _coordinates(self, layout: Layout, position: np.ndarray) -> dict[str, np.ndarray]:
-        """The position along each named part of an axis, -1 where it is none, for each position on the axis."""
+        """Return the position along each named part of an axis, -1 where it is none, for each position on the axis."""
         if isinstance(layout, str):
             return {layout: position}
         if isinstance(layout, Blocks):
@@ -424,7 +424,7 @@ class PermutationSpec:
         return coordinates
 
     def _unravel(self, blocks: Blocks, position: np.ndarray) -> Iterator[tuple[Layout, np.ndarray, int]]:
-        """Each factor of a product with the position along it and its stride, as in `np.unravel_index`."""
+        """Yield each factor of a product with the position along it and its stride, as in `np.unravel_index`."""
         stride = self.length(blocks)
         for factor in blocks.factors:
             size = self.length(factor)
@@ -433,7 +433,7 @@ class PermutationSpec:
 
 
 def _overlay(each: Iterable[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """The last of several coordinates of each name; where that is none (-1), the one before."""
+    """Return the last of several coordinates of each name; where that is none (-1), the one before."""
     result: dict[str, np.ndarray] = {}
     for coordinates in each:
         for name, position in coordinates.items():
@@ -450,7 +450,7 @@ def require_spec(spec: Any) -> None:
 
 
 def axis_names(layout: Layout) -> list[str]:
-    """The names in a layout, in order."""
+    """Return the names in a layout, in order."""
     if isinstance(layout, str):
         return [layout]
     inner = layout.factors if isinstance(layout, Blocks) else layout.parts if isinstance(layout, Segments) else ()
@@ -463,7 +463,7 @@ def _power_of_ten(exponent: float) -> str:
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    """Aligned columns, of which the last is wrapped."""
+    """Align columns, and wrap the last."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)][:-1]
     indent = sum(widths) + 2 * len(widths)
     lines = []

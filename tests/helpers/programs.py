@@ -532,7 +532,7 @@ def use_positions(rng: Rng, param: Any, values: Values) -> Result:
     if width < 2:
         return None
     rows = value.reshape(-1, width)
-    rows = rows @ param(width, width) if rng.random() < 0.7 else distinct(param, rows, 1)
+    rows = distinct(param, rows @ param(width, width) if rng.random() < 0.7 else rows, 1)  # rows may be zeros
     with_equal: list[Any] = [
         lambda: jnp.concatenate([jnp.zeros((1, width), value.dtype), rows[:-1]]),
         lambda: rows.at[0].set(0.0),

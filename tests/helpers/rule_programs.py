@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from zoo import Shape, random_arrays
 
-from mcomb import derive_spec
 from mcomb.symmetry import rules
+from mcomb.symmetry.derive import derive_from
 
 ROWS, FEATURES, UNITS = 4, 5, 6
 WHOLE = [(UNITS,)]
@@ -58,19 +58,19 @@ def check_freedom(program: Program) -> None:
     """Fail unless a program has the freedom that it claims, and computes the same when its parameters are permuted."""
     params, x = program.arguments
     with jax.numpy_rank_promotion("allow"):
-        spec = derive_spec(program.fn, params, x)
+        spec = derive_from(program.fn, params, x)
         assert sorted(map(spec.shape, spec.sizes)) == sorted(program.free), str(spec)
         spec.check(program.fn, random_arrays(params), random_arrays(x), draws=3)
 
 
 def unused_rules(module: ModuleType, programs: Mapping[str, Program], monkeypatch: Any) -> set[str]:
-    """Return the rules of a module that none of the programs needs."""
+    """Return a primitive for each rule of a module that none of the programs needs."""
     tables = (rules.RULES, rules.FACT_RULES)
-    unused = {rule for table in tables for rule in table.values() if rule.__module__ == module.__name__}
+    unused = {rule: name for table in tables for name, rule in table.items() if rule.__module__ == module.__name__}
 
     def spy(rule):
         def run(*args):
-            unused.discard(rule)
+            unused.pop(rule, None)
             return rule(*args)
 
         return run
@@ -80,5 +80,5 @@ def unused_rules(module: ModuleType, programs: Mapping[str, Program], monkeypatc
             monkeypatch.setitem(table, name, spy(rule))
     with jax.numpy_rank_promotion("allow"):
         for program in programs.values():
-            derive_spec(program.fn, *program.arguments)
-    return {rule.__name__ for rule in unused}
+            derive_from(program.fn, *program.arguments)
+    return {*unused.values()}

@@ -266,19 +266,21 @@ def test_partial_merge_names_unsupported_units():
         hidden = jnp.tanh(x @ params["up"])
         return jax.lax.cond(x.sum() > 0, lambda h: h @ params["down"], lambda h: -h @ params["down"], hidden)
 
+    a, b = ({"up": normal(RNG, 5, 4), "down": normal(RNG, 4, 3)} for _ in range(2))
+    spec = mcomb.derive_spec(branched, a, X)
+    with pytest.raises(UserError, match="Cannot merge units of up inside a cond"):
+        merge_partly(branched, (a, b), X, spec=spec, budget=1.5)
+
+
+def test_partial_merge_of_stacked_layers_keeps_units_apart():
     def stacked(params, x):
         for i in range(2):
             x = x + jnp.tanh(x @ params["up"][i]) @ params["down"][i]
         return x
 
-    for fn, shapes, words in (
-        (branched, ((5, 4), (4, 3)), "Cannot merge units of up inside a cond"),
-        (stacked, ((2, 5, 4), (2, 4, 5)), "Cannot merge units of up in entries of a stack"),
-    ):
-        a, b = ({"up": normal(RNG, *shapes[0]), "down": normal(RNG, *shapes[1])} for _ in range(2))
-        spec = mcomb.derive_spec(fn, a, X)
-        with pytest.raises(UserError, match=words):
-            merge_partly(fn, (a, b), X, spec=spec, budget=1.5)
+    a, b = ({"up": normal(RNG, 2, 5, 4), "down": normal(RNG, 2, 4, 5)} for _ in range(2))
+    merged = merge_partly(stacked, (a, b), X, spec=mcomb.derive_spec(stacked, a, X), budget=2.0)
+    assert_close(merged.apply(merged.params, X), mean_output(stacked, (a, b), X), roundings=64)
 
 
 def test_partial_merge_of_float16_does_not_overflow():

@@ -143,3 +143,32 @@ def test_groups_that_meet_one_of_their_parts_share_one_order():
     params = {"a": Shape((3, 6), jnp.float32), "b": Shape((3, 6), jnp.float32), "out": Shape((2, 2), jnp.float32)}
     spec = derive_spec(fn, params, Shape((4, 3), jnp.float32))
     assert sorted(map(spec.shape, spec.sizes)) == [(6,)]
+
+
+def test_square_cut_into_segments_is_frozen():
+    """Rows and columns of a symmetric matrix are one axis, which cannot have cells of its own groups."""
+
+    def fn(params, x):
+        pairs = (params["w"] + params["w"].T).reshape(9)
+        return (pairs * jnp.concatenate([jnp.tanh(params["a"]), params["b"]])).sum() * x
+
+    shapes = {"w": (3, 3), "a": (4,), "b": (5,)}
+    params = {name: Shape(shape, jnp.float32) for name, shape in shapes.items()}
+    assert not derive_spec(fn, params, Shape((2,), jnp.float32)).sizes
+
+
+def test_normed_parts_may_be_concatenated_again():
+    """A dense block of group norms: cells keep their freedom inside of another concatenation."""
+
+    def fn(params, x):
+        h = jnp.concatenate([x @ params["a"], x @ params["b"]], -1)
+        groups = h.reshape(-1, 2, 6)
+        normed = jnp.tanh((groups - groups.mean(-1, keepdims=True)).reshape(-1, 12))
+        return jnp.concatenate([normed, x @ params["c"]], -1) @ params["out"]
+
+    shapes = {"a": (3, 8), "b": (3, 4), "c": (3, 5), "out": (17, 2)}
+    params = {name: Shape(shape, jnp.float32) for name, shape in shapes.items()}
+    x = Shape((4, 3), jnp.float32)
+    spec = derive_spec(fn, params, x)
+    assert sorted(map(spec.shape, spec.sizes)) == [(2,), (4,), (5,), (6,)]
+    spec.check(fn, random_arrays(params), random_arrays(x))

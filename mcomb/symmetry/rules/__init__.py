@@ -1,7 +1,7 @@
 """For each primitive, a rule that gives the axes of its results.
 
 Most primitives are elementwise, products or reductions. Their rules write them like an einsum, with a label for each
-axis of each operand and result, and `Interpreter.relate` unites the axes with the same label.
+axis of each operand and result, and `Constraints.relate` unites the axes with the same label.
 """
 
 from mcomb.symmetry.interpreter import FactRule, Rule
@@ -97,6 +97,8 @@ RULES: dict[str, Rule] = {
 }
 """The rule of each primitive that the axes of its operands are enough for."""
 
+MOVES = ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "stop_gradient", "transpose")
+
 CALLS = for_all(
     call,
     """
@@ -108,7 +110,7 @@ CALLS = for_all(
 FACT_RULES: dict[str, FactRule] = {
     **CALLS,
     **for_all(arg_reduction, "argmax argmin"),
-    **for_all(move_positions, "broadcast_in_dim convert_element_type copy reshape squeeze stop_gradient transpose"),
+    **{name: move_positions(RULES[name]) for name in MOVES},
     **for_all(scatter_at, SCATTERS),
     **for_all(slice_reshape, "split unstack"),
     "add": shift_positions,
@@ -123,7 +125,7 @@ FACT_RULES: dict[str, FactRule] = {
     "scan": scan,
     "select_n": choose_positions,
     "shard_map": shard_map,
-    "slice": lambda *args: slice_reshape(*args) or move_positions(*args),
+    "slice": lambda *args: slice_reshape(*args) or move_positions(slice_)(*args),
     "sort": sort_positions,
     "top_k": top_k,
     "while": while_,

@@ -8,56 +8,56 @@ from jax.extend import core
 
 from mcomb.symmetry.arrays import ArrayAxes, shape_of
 from mcomb.symmetry.axes import Axis
-from mcomb.symmetry.interpreter import Interpreter, Labels
+from mcomb.symmetry.constraints import Constraints, Labels
 
 T = TypeVar("T")
 
 
-def freeze_everything(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
-    """The rule of an unknown primitive, which may depend on the order of everything."""
-    interp.explain(
+def freeze_everything(constraints: Constraints, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
+    """Freeze all axes, because an unknown primitive may depend on the order of everything."""
+    constraints.explain(
         eqn.primitive.name, FROZEN_ON_PURPOSE.get(eqn.primitive.name, "how it depends on the order is not known")
     )
     for operand in operands:
-        interp.freeze(operand)
-    interp.record((operand, [(i, axis) for axis in range(len(operand))]) for i, operand in enumerate(operands))
-    return [interp.new_axes(shape_of(var), interp.reason) for var in eqn.outvars]
+        constraints.freeze(operand)
+    constraints.record((operand, [(i, axis) for axis in range(len(operand))]) for i, operand in enumerate(operands))
+    return [constraints.new_axes(shape_of(var), constraints.reason) for var in eqn.outvars]
 
 
-def elementwise(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
-    """One label for each axis; scalars have none."""
+def elementwise(constraints: Constraints, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
+    """Unite the axes of all operands, one by one; scalars have none."""
     rank = len(shape_of(eqn.outvars[0]))
-    return interp.relate([(axes, range(len(axes))) for axes in operands], [range(rank)] * len(eqn.outvars))
+    return constraints.relate([(axes, range(len(axes))) for axes in operands], [range(rank)] * len(eqn.outvars))
 
 
-def pass_through(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
-    """The operands themselves."""
+def pass_through(constraints: Constraints, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
+    """Return the operands themselves."""
     return list(operands)
 
 
 def positional(
-    interp: Interpreter,
+    constraints: Constraints,
     eqn: core.JaxprEqn,
     operands: Sequence[ArrayAxes],
     ordered: Iterable[int],
     order_blind: bool = False,
 ) -> list[ArrayAxes]:
-    """Freezes the ordered axes, along which the order of entries matters; elementwise over all others.
+    """Freeze the ordered axes, along which the order of entries matters; elementwise over all others.
 
     An operation that is blind to the order of its operands only freezes these axes of its results.
     """
     shape, ordered = shape_of(eqn.outvars[0]), set(ordered)
     for operand in [] if order_blind else operands:
-        interp.freeze(operand[axis] for axis in ordered)
+        constraints.freeze(operand[axis] for axis in ordered)
 
     # An ordered axis has other labels in operand and result: so no permutation is batched over it.
     def labels(*array: Hashable) -> Labels:
         return [(*array, axis) if axis in ordered else axis for axis in range(len(shape))]
 
-    return interp.relate(
+    return constraints.relate(
         [(operand, labels("operand", 0 if order_blind else i)) for i, operand in enumerate(operands)],
         [labels("result")] * len(eqn.outvars),
-        {("result", axis): Axis(shape[axis], interp.reason) for axis in ordered},
+        {("result", axis): Axis(shape[axis], constraints.reason) for axis in ordered},
     )
 
 
@@ -66,18 +66,18 @@ def other_axes(rank: int, axes: Collection[SupportsIndex]) -> list[int]:
 
 
 def resized_axes(a: Any, b: Any) -> list[int]:
-    """The axes along which two arrays have different sizes."""
+    """Return the axes along which two arrays have different sizes."""
     return [axis for axis, (n, m) in enumerate(zip(shape_of(a), shape_of(b), strict=True)) if n != m]
 
 
 def split_list(values: Sequence[T], *counts: int) -> list[list[T]]:
-    """Consecutive lists of so many values, and a last one of the rest."""
+    """Return consecutive lists of so many values, and a last one of the rest."""
     ends = [*itertools.accumulate(counts), len(values)]
     return [list(values[start:stop]) for start, stop in zip([0, *ends], ends, strict=False)]
 
 
 def split_scan(eqn: core.JaxprEqn, operands: Sequence[T]) -> list[list[T]]:
-    """The constants, the carry and what is scanned over, of the operands of a scan."""
+    """Return the constants, the carry and the scanned arrays among the operands of a scan."""
     p = eqn.params
     if "ft_in" in p:  # from JAX 0.12 on
         return split_list(operands, *(len(list(part)) for part in p["ft_in"].unpack()[:2]))
@@ -85,7 +85,7 @@ def split_scan(eqn: core.JaxprEqn, operands: Sequence[T]) -> list[list[T]]:
 
 
 def for_all(value: T, names: str) -> dict[str, T]:
-    """The same value for all of the names."""
+    """Return a table with the same value for all names."""
     return dict.fromkeys(names.split(), value)
 
 

@@ -7,6 +7,7 @@ from jax.extend import core
 
 from mcomb.symmetry.arrays import Array, ArrayAxes, shape_of
 from mcomb.symmetry.axes import Axis, unite
+from mcomb.symmetry.constraints import Constraints
 from mcomb.symmetry.interpreter import Interpreter
 from mcomb.symmetry.rules.common import BY_POSITION, other_axes, split_list, split_scan
 
@@ -95,10 +96,10 @@ def _loop_carry(
         carry = united
 
 
-def unite_arrays(interp: Interpreter, arrays: Sequence[ArrayAxes]) -> ArrayAxes:
+def unite_arrays(constraints: Constraints, arrays: Sequence[ArrayAxes]) -> ArrayAxes:
     """Return one array that may be any of these: their axes are united."""
     labels = range(len(arrays[0]))
-    return interp.relate([(axes, labels) for axes in arrays], [labels])[0]
+    return constraints.relate([(axes, labels) for axes in arrays], [labels])[0]
 
 
 def shard_map(interp: Interpreter, eqn: core.JaxprEqn, *operands: Array) -> list[Array]:
@@ -121,12 +122,12 @@ def shard_map(interp: Interpreter, eqn: core.JaxprEqn, *operands: Array) -> list
     return [Array(convert(axes, spec, shape_of(var))) for axes, spec, var in outer]
 
 
-def collective(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
-    """Elementwise: combine or exchange what devices have at the same position.
+def collective(constraints: Constraints, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
+    """Combine or exchange the entries that devices have at the same position: elementwise.
 
     An axis by number, as `vmap` makes it of a named one, is dropped: it is reduced by a sum, maximum or minimum, for
     which the order does not matter.
     """
     reduced = [axis for axis in eqn.params.get("axes", ()) if isinstance(axis, int)]
-    results = [interp.relate([(axes, range(len(axes)))], [other_axes(len(axes), reduced)]) for axes in operands]
+    results = [constraints.relate([(axes, range(len(axes)))], [other_axes(len(axes), reduced)]) for axes in operands]
     return [result for (result,) in results]

@@ -15,35 +15,36 @@ from jax.extend import core
 
 from mcomb.symmetry.arrays import Array, ArrayAxes, Positions, shape_of
 from mcomb.symmetry.axes import Axis
-from mcomb.symmetry.interpreter import Interpreter, Labels
+from mcomb.symmetry.constraints import Constraints, Labels
+from mcomb.symmetry.interpreter import FactRule, Rule
 from mcomb.symmetry.known import counts_up
 from mcomb.symmetry.rules.common import elementwise, other_axes, positional, resized_axes
 from mcomb.symmetry.rules.distinct import is_float
 from mcomb.symmetry.rules.reductions import reduction
 
 
-def arg_reduction(interp: Interpreter, eqn: core.JaxprEqn, operand: Array) -> list[Array]:
+def arg_reduction(constraints: Constraints, eqn: core.JaxprEqn, operand: Array) -> list[Array]:
     """Return positions along the reduced axis: the code word that is nearest (VQ-VAE), or the best expert (Switch)."""
-    (axes,), (reduced,) = reduction(interp, eqn, interp.plain(operand)), eqn.params["axes"]
-    return [_chosen(interp, eqn, operand, axes, reduced)]
+    (axes,), (reduced,) = reduction(constraints, eqn, constraints.plain(operand)), eqn.params["axes"]
+    return [_chosen(constraints, eqn, operand, axes, reduced)]
 
 
-def top_k(interp: Interpreter, eqn: core.JaxprEqn, operand: Array) -> list[Array]:
+def top_k(constraints: Constraints, eqn: core.JaxprEqn, operand: Array) -> list[Array]:
     """Return the largest entries, and positions along their axis: the best experts of a token (Mixtral)."""
     axis = eqn.params.get("axis", -1) % len(operand.axes)
-    values, ranked = positional(interp, eqn, [interp.plain(operand)], [axis], order_blind=True)
-    return [Array(values), _chosen(interp, eqn, operand, ranked, axis)]
+    values, ranked = positional(constraints, eqn, [constraints.plain(operand)], [axis], order_blind=True)
+    return [Array(values), _chosen(constraints, eqn, operand, ranked, axis)]
 
 
-def _chosen(interp: Interpreter, eqn: core.JaxprEqn, operand: Array, axes: ArrayAxes, axis: int) -> Array:
+def _chosen(constraints: Constraints, eqn: core.JaxprEqn, operand: Array, axes: ArrayAxes, axis: int) -> Array:
     """Return positions, chosen by the size of entries along an axis, which freezes unless no two of them are equal."""
     along = operand.axes[axis]
     if along is None:
         return Array(axes)
     if axis in operand.distinct and is_float(eqn.invars[0]) and _holds(eqn.outvars[-1], along.size - 1):
-        return Array(axes, positions=Positions(along, interp.reason))
-    interp.explain(eqn.primitive.name, "of equal entries it takes the first")
-    interp.freeze([along])
+        return Array(axes, positions=Positions(along, constraints.reason))
+    constraints.explain(eqn.primitive.name, "of equal entries it takes the first")
+    constraints.freeze([along])
     return Array(axes)
 
 
@@ -55,16 +56,16 @@ def _holds(atom: Any, number: int) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.integer) and number <= jnp.iinfo(dtype).max)
 
 
-def sort(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
+def sort(constraints: Constraints, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
     """Freeze the axis of the result, and that of operands only if more is sorted than the keys.
 
     The sorted keys are the same in whatever order they come, as for a median (zeros of both signs count as the same).
     """
     keys_alone = eqn.params["num_keys"] == len(operands)
-    return positional(interp, eqn, operands, [eqn.params["dimension"]], order_blind=keys_alone)
+    return positional(constraints, eqn, operands, [eqn.params["dimension"]], order_blind=keys_alone)
 
 
-def sort_positions(interp: Interpreter, eqn: core.JaxprEqn, *operands: Array) -> list[Array] | None:
+def sort_positions(constraints: Constraints, eqn: core.JaxprEqn, *operands: Array) -> list[Array] | None:
     """Return the order that sorts a vector of positions, as `argsort` does.
 
     Dropless mixtures of experts sort rows by expert, and put them back by the `argsort` of that order (MaxText).
@@ -76,19 +77,19 @@ def sort_positions(interp: Interpreter, eqn: core.JaxprEqn, *operands: Array) ->
     if axis is None or not counts_up(numbers, 0) or not (found.once or eqn.params["is_stable"]):
         return None
     if found.once:  # where each position is
-        (values, where) = interp.relate(
+        (values, where) = constraints.relate(
             [((axis, found.along), ["before", "along"])],
             [["rank"], ["along"]],
-            {"rank": Axis(found.along.size, interp.reason)},
+            {"rank": Axis(found.along.size, constraints.reason)},
         )
-        return [Array(values), Array(where, positions=Positions(axis, interp.reason, once=True))]
-    rows = interp.group(axis, found.along, found.source)
-    order = Positions(axis, interp.reason, once=True)
+        return [Array(values), Array(where, positions=Positions(axis, constraints.reason, once=True))]
+    rows = constraints.group(axis, found.along, found.source)
+    order = Positions(axis, constraints.reason, once=True)
     return [Array((rows,), positions=found), Array((rows,), positions=order)]
 
 
-def gather(interp: Interpreter, eqn: core.JaxprEqn, operand: Array, indices: Array) -> list[Array]:
-    """Elementwise over the axes that every slice covers; the others, whose entries are looked up, are frozen.
+def gather(constraints: Constraints, eqn: core.JaxprEqn, operand: Array, indices: Array) -> list[Array]:
+    """Freeze the axes whose entries are looked up; elementwise over the axes that every slice covers.
 
     But an axis of which the indices are positions is that axis: the weights of an expert, or a code word.
     """
@@ -97,22 +98,22 @@ def gather(interp: Interpreter, eqn: core.JaxprEqn, operand: Array, indices: Arr
     indexed = [a for a, size in enumerate(shape) if a not in batched and (a in collapsed or sizes[a] != size)]
     in_order = _in_order(eqn, dims.start_indices_batching_dims)
     found = _found_by(indices, dims.start_index_map, shape, {axis: sizes[axis] for axis in indexed}, in_order)
-    axes = interp.plain(operand)
+    axes = constraints.plain(operand)
     if not found:
-        interp.plain(indices)
-    interp.freeze([*(axes[axis] for axis in indexed if axis not in found), *indices.axes[-1:]])
+        constraints.plain(indices)
+    constraints.freeze([*(axes[axis] for axis in indexed if axis not in found), *indices.axes[-1:]])
     labels: dict[int, Hashable] = {axis: ("operand", axis) for axis in indexed}
     labels |= {a: ("index", i) for a, i in zip(batched, dims.start_indices_batching_dims, strict=True)}
     kept = other_axes(len(shape), [*collapsed, *batched])
     windows = {i: ("result", a) if a in indexed else a for i, a in zip(dims.offset_dims, kept, strict=True)}
     of_index = iter([("index", i) for i in range(len(indices.axes))])
-    (result,) = interp.relate(
+    (result,) = constraints.relate(
         [
             (axes, [labels.get(axis, axis) for axis in range(len(shape))]),
             *_indices(indices, {labels[axis]: column for axis, column in found.items()}),
         ],
         [[windows[i] if i in windows else next(of_index) for i in range(len(shape_of(eqn.outvars[0])))]],
-        {("result", axis): Axis(sizes[axis], interp.reason) for axis in indexed},
+        {("result", axis): Axis(sizes[axis], constraints.reason) for axis in indexed},
     )
     return [Array(result)]
 
@@ -155,7 +156,7 @@ def _found_by(
     return found
 
 
-def join_columns(interp: Interpreter, eqn: core.JaxprEqn, *operands: Array) -> list[Array] | None:
+def join_columns(constraints: Constraints, eqn: core.JaxprEqn, *operands: Array) -> list[Array] | None:
     """Return indices into several axes, as gates are written to pairs of token and expert (MaxText)."""
     last = len(shape_of(eqn.outvars[0])) - 1
     if eqn.params["dimension"] != last or any(shape_of(atom)[last] != 1 for atom in eqn.invars):
@@ -163,13 +164,13 @@ def join_columns(interp: Interpreter, eqn: core.JaxprEqn, *operands: Array) -> l
     if all(operand.positions is None for operand in operands):
         return None
     labels = [*range(last), "column"]
-    new = {"column": Axis(len(operands), interp.reason)}
-    (axes,) = interp.relate([(operand.axes, labels) for operand in operands], [labels], new)
+    new = {"column": Axis(len(operands), constraints.reason)}
+    (axes,) = constraints.relate([(operand.axes, labels) for operand in operands], [labels], new)
     return [Array(axes, columns=operands)]
 
 
 def scatter_at(
-    interp: Interpreter, eqn: core.JaxprEqn, operand: Array, indices: Array, updates: Array
+    constraints: Constraints, eqn: core.JaxprEqn, operand: Array, indices: Array, updates: Array
 ) -> list[Array] | None:
     """Write to positions along an axis, which is that axis: the entries move with what they are chosen by.
 
@@ -184,26 +185,28 @@ def scatter_at(
     found = _found_by(indices, dims.scatter_dims_to_operand_dims, shape, dict.fromkeys(inserted, 1), in_order)
     if not found or windows != [shape[axis] for axis in kept]:
         return None
-    axes, update_axes = interp.plain(operand), interp.plain(updates)
+    axes, update_axes = constraints.plain(operand), constraints.plain(updates)
     labels = _update_labels(eqn, dict(zip(dims.update_window_dims, kept, strict=True)))
     once = indices.positions is not None and indices.positions.once
     apart = [i for i, n in enumerate(shape_of(eqn.invars[1])[:-1]) if n > 1 and i not in together]
     if eqn.primitive.name == "scatter" and apart and not once:
-        interp.freeze(indices.axes[i] for i in apart)
-        interp.freeze(a for a, label in zip(update_axes, labels, strict=True) if label in [("index", i) for i in apart])
+        constraints.freeze(indices.axes[i] for i in apart)
+        constraints.freeze(
+            a for a, label in zip(update_axes, labels, strict=True) if label in [("index", i) for i in apart]
+        )
     by_number = [axis for axis in inserted if axis not in found]
-    interp.freeze(axes[axis] for axis in by_number)
+    constraints.freeze(axes[axis] for axis in by_number)
     of_batch = {axis: ("index", i) for axis, i in zip(dims.operand_batching_dims, together, strict=True)}
 
     def of(array: str) -> Labels:
         return [(array, axis) if axis in by_number else of_batch.get(axis, axis) for axis in range(len(shape))]
 
-    (result,) = interp.relate(
+    (result,) = constraints.relate(
         [(axes, of("operand")), (update_axes, labels), *_indices(indices, found)],
         [of("result")],
         {
             **{axis: column.positions.along for axis, column in found.items() if column.positions},
-            **{("result", axis): Axis(shape[axis], interp.reason) for axis in by_number},
+            **{("result", axis): Axis(shape[axis], constraints.reason) for axis in by_number},
         },
     )
     return [Array(result, counts=_counted(eqn, operand, indices, updates))]
@@ -226,9 +229,9 @@ def _update_labels(eqn: core.JaxprEqn, windows: Mapping[int, Hashable]) -> list[
 
 
 def scatter(
-    interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes, indices: ArrayAxes, updates: ArrayAxes
+    constraints: Constraints, eqn: core.JaxprEqn, operand: ArrayAxes, indices: ArrayAxes, updates: ArrayAxes
 ) -> list[ArrayAxes]:
-    """Elementwise over the axes that every update covers; all others are frozen.
+    """Freeze the axes that updates do not cover; elementwise over the others.
 
     Updates that are added up may come in any order, as the messages to a node do (graph networks).
     """
@@ -243,52 +246,58 @@ def scatter(
     added = eqn.primitive.name != "scatter" and not _in_order(eqn, batched)
     free = {*covered.values(), *(label for i, label in enumerate(of_index[:-1]) if added and i not in batched)}
     for array, own in ((indices, of_index), (updates, labels)):
-        interp.freeze(axis for axis, label in zip(array, own, strict=True) if label not in free)
-    interp.freeze(axis for i, axis in enumerate(operand) if i not in covered.values())
+        constraints.freeze(axis for axis, label in zip(array, own, strict=True) if label not in free)
+    constraints.freeze(axis for i, axis in enumerate(operand) if i not in covered.values())
 
     def of(array: str) -> Labels:
         return [axis if axis in covered.values() else (array, axis) for axis in range(len(shape))]
 
-    return interp.relate(
+    return constraints.relate(
         [(operand, of("operand")), (updates, labels), (indices, of_index)],
         [of("result")],
-        {("result", axis): Axis(size, interp.reason) for axis, size in enumerate(shape)},
+        {("result", axis): Axis(size, constraints.reason) for axis, size in enumerate(shape)},
     )
 
 
-def dynamic_slice(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes, *starts: ArrayAxes) -> list[ArrayAxes]:
+def dynamic_slice(
+    constraints: Constraints, eqn: core.JaxprEqn, operand: ArrayAxes, *starts: ArrayAxes
+) -> list[ArrayAxes]:
     """Freeze the axes of which it takes a part."""
-    return positional(interp, eqn, [operand], resized_axes(eqn.invars[0], eqn.outvars[0]))
+    return positional(constraints, eqn, [operand], resized_axes(eqn.invars[0], eqn.outvars[0]))
 
 
 def dynamic_update_slice(
-    interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes, update: ArrayAxes, *starts: ArrayAxes
+    constraints: Constraints, eqn: core.JaxprEqn, operand: ArrayAxes, update: ArrayAxes, *starts: ArrayAxes
 ) -> list[ArrayAxes]:
     """Freeze the axes of which it replaces a part."""
-    return positional(interp, eqn, [operand, update], resized_axes(*eqn.invars[:2]))
+    return positional(constraints, eqn, [operand, update], resized_axes(*eqn.invars[:2]))
 
 
-def move_positions(interp: Interpreter, eqn: core.JaxprEqn, operand: Array, *rest: Array) -> list[Array] | None:
-    """Return the same positions in another shape or type, or some of them, or copies."""
-    found = operand.positions
-    if found is None or not _holds(eqn.outvars[0], found.along.size - 1):
-        return None
-    (axes,) = interp.rules.plain[eqn.primitive.name](interp, eqn, operand.axes, *map(interp.plain, rest))
-    sizes = [math.prod(shape_of(atom)) for atom in (eqn.invars[0], eqn.outvars[0])]
-    if sizes[0] != sizes[1]:
-        return [Array(axes, positions=Positions(found.along, found.reason, found.shifted))]
-    return [Array(axes, positions=replace(found, once=found.once and len(axes) == 1))]
+def move_positions(rule: Rule) -> FactRule:
+    """Return a rule for the same positions in another shape or type, or some of them, or copies."""
+
+    def move(constraints: Constraints, eqn: core.JaxprEqn, operand: Array, *rest: Array) -> list[Array] | None:
+        found = operand.positions
+        if found is None or not _holds(eqn.outvars[0], found.along.size - 1):
+            return None
+        (axes,) = rule(constraints, eqn, operand.axes, *map(constraints.plain, rest))
+        sizes = [math.prod(shape_of(atom)) for atom in (eqn.invars[0], eqn.outvars[0])]
+        if sizes[0] != sizes[1]:
+            return [Array(axes, positions=Positions(found.along, found.reason, found.shifted))]
+        return [Array(axes, positions=replace(found, once=found.once and len(axes) == 1))]
+
+    return move
 
 
-def shift_positions(interp: Interpreter, eqn: core.JaxprEqn, operand: Array, by: Array) -> list[Array] | None:
+def shift_positions(constraints: Constraints, eqn: core.JaxprEqn, operand: Array, by: Array) -> list[Array] | None:
     """Return positions counted from the end, as indexing computes them for negative indices."""
     if operand.positions is None or by.value is None:
         return None
-    (axes,) = elementwise(interp, eqn, operand.axes, by.axes)
+    (axes,) = elementwise(constraints, eqn, operand.axes, by.axes)
     return [Array(axes, positions=Positions(operand.positions.along, operand.positions.reason, shifted=True))]
 
 
-def is_negative(interp: Interpreter, eqn: core.JaxprEqn, operand: Array, bound: Array) -> list[Array] | None:
+def is_negative(constraints: Constraints, eqn: core.JaxprEqn, operand: Array, bound: Array) -> list[Array] | None:
     """Return that no position is negative."""
     if operand.positions is None or operand.positions.shifted or bound.value is None or bound.value.any():
         return None
@@ -296,14 +305,14 @@ def is_negative(interp: Interpreter, eqn: core.JaxprEqn, operand: Array, bound: 
     return [Array((None,) * len(shape), value=np.broadcast_to(False, shape))]
 
 
-def choose_positions(interp: Interpreter, eqn: core.JaxprEqn, which: Array, *cases: Array) -> list[Array] | None:
+def choose_positions(constraints: Constraints, eqn: core.JaxprEqn, which: Array, *cases: Array) -> list[Array] | None:
     """Return one of the cases, if it is known which."""
     numbers = set() if which.value is None else set(which.value.ravel().tolist())
     chosen = [case for i, case in enumerate(cases) if i in numbers]
     return chosen if len(numbers) == len(chosen) == 1 else None
 
 
-def clip_positions(interp: Interpreter, eqn: core.JaxprEqn, left: Array, right: Array) -> list[Array] | None:
+def clip_positions(constraints: Constraints, eqn: core.JaxprEqn, left: Array, right: Array) -> list[Array] | None:
     """Return the same positions, if they are only made zero where they are less, as `bincount` does."""
     (found, bound), atom = ((left, right), eqn.invars[0]) if left.positions else ((right, left), eqn.invars[1])
     if found.positions is None or found.positions.shifted or bound.value is None or not (bound.value <= 0).all():
@@ -311,7 +320,7 @@ def clip_positions(interp: Interpreter, eqn: core.JaxprEqn, left: Array, right: 
     return [found] if shape_of(atom) == shape_of(eqn.outvars[0]) else None
 
 
-def compare_positions(interp: Interpreter, eqn: core.JaxprEqn, left: Array, right: Array) -> list[Array] | None:
+def compare_positions(constraints: Constraints, eqn: core.JaxprEqn, left: Array, right: Array) -> list[Array] | None:
     """Return one-hot vectors: positions that are compared with all positions of their axis, along a new axis."""
     found, known = (left, right) if left.positions else (right, left)
     varying = [axis for axis, one in enumerate(known.axes) if one is not None]
@@ -321,4 +330,4 @@ def compare_positions(interp: Interpreter, eqn: core.JaxprEqn, left: Array, righ
     if shape[axis] != along.size or (found.axes and found.axes[axis] is not None):
         return None
     positions = ((*found.axes, along), [*range(len(found.axes)), axis])
-    return [*map(Array, interp.relate([positions], [range(len(shape))]))]
+    return [*map(Array, constraints.relate([positions], [range(len(shape))]))]

@@ -6,12 +6,12 @@ from jax.extend import core
 
 from mcomb.symmetry.arrays import Array, ArrayAxes, shape_of
 from mcomb.symmetry.axes import Axis, find, split_product, unite
-from mcomb.symmetry.interpreter import Interpreter, Labels
+from mcomb.symmetry.constraints import Constraints, Labels
 from mcomb.symmetry.rules.common import freeze_everything
 
 
-def dot_general(interp: Interpreter, eqn: core.JaxprEqn, left: ArrayAxes, right: ArrayAxes) -> list[ArrayAxes]:
-    """A sum over pairs of entries, in any order: what is contracted is one axis of both sides, and so is a batch."""
+def dot_general(constraints: Constraints, eqn: core.JaxprEqn, left: ArrayAxes, right: ArrayAxes) -> list[ArrayAxes]:
+    """Unite the contracted axes of both sides, because sums may be in any order, and the batch axes."""
     contracted, batch = eqn.params["dimension_numbers"]
     labels = []
     for side, operand in enumerate((left, right)):
@@ -20,50 +20,53 @@ def dot_general(interp: Interpreter, eqn: core.JaxprEqn, left: ArrayAxes, right:
         labels.append([shared.get(axis, (side, axis)) for axis in range(len(operand))])
     kept = [label for side in (0, 1) for label in labels[side] if label[0] == side]
     batches = [("batch", i) for i in range(len(batch[0]))]
-    return interp.relate([(left, labels[0]), (right, labels[1])], [[*batches, *kept]])
+    return constraints.relate([(left, labels[0]), (right, labels[1])], [[*batches, *kept]])
 
 
-def convolution(interp: Interpreter, eqn: core.JaxprEqn, image: ArrayAxes, kernel: ArrayAxes) -> list[ArrayAxes]:
-    """A product over the channels of each group; positions in space are frozen.
+def convolution(constraints: Constraints, eqn: core.JaxprEqn, image: ArrayAxes, kernel: ArrayAxes) -> list[ArrayAxes]:
+    """Multiply the channels of each group; freeze positions in space.
 
     In the derivative of a grouped convolution it is the images that are in groups, one for each group of filters.
     """
     groups, of_images = eqn.params["feature_group_count"], eqn.params["batch_group_count"]
     dims, (image_shape, kernel_shape) = eqn.params["dimension_numbers"], map(shape_of, eqn.invars)
-    interp.freeze(image[axis] for axis in dims.lhs_spec[2:])
-    interp.freeze(kernel[axis] for axis in dims.rhs_spec[2:])
+    constraints.freeze(image[axis] for axis in dims.lhs_spec[2:])
+    constraints.freeze(kernel[axis] for axis in dims.rhs_spec[2:])
     batch, channels = (image[axis] for axis in dims.lhs_spec[:2])
     filters, depth = (kernel[axis] for axis in dims.rhs_spec[:2])
     images, outputs, inputs = image_shape[dims.lhs_spec[0]], *(kernel_shape[axis] for axis in dims.rhs_spec[:2])
     inner = (groups * of_images, outputs // (groups * of_images))
-    batches = interp.split(batch, (of_images, images // of_images), split_product)
-    (result,) = interp.relate(
+    batches = constraints.split(batch, (of_images, images // of_images), split_product)
+    (result,) = constraints.relate(
         [
-            ((*batches, *interp.split(channels, (groups, inputs), split_product)), ("group", "batch", "group", "in")),
-            ((*interp.split(filters, inner, split_product), depth), ("group", "out", "in")),
+            (
+                (*batches, *constraints.split(channels, (groups, inputs), split_product)),
+                ("group", "batch", "group", "in"),
+            ),
+            ((*constraints.split(filters, inner, split_product), depth), ("group", "out", "in")),
         ],
         [("batch", "group", "out")],
     )
     shape = shape_of(eqn.outvars[0])
-    axes = dict(zip(dims.out_spec, (result[0], interp.join(result[1:], inner)), strict=False))
-    return [tuple(axes.get(axis, Axis(size, interp.reason)) for axis, size in enumerate(shape))]
+    axes = dict(zip(dims.out_spec, (result[0], constraints.join(result[1:], inner)), strict=False))
+    return [tuple(axes.get(axis, Axis(size, constraints.reason)) for axis, size in enumerate(shape))]
 
 
 def ragged_dot(
-    interp: Interpreter, eqn: core.JaxprEqn, rows: ArrayAxes, matrices: ArrayAxes, sizes: ArrayAxes
+    constraints: Constraints, eqn: core.JaxprEqn, rows: ArrayAxes, matrices: ArrayAxes, sizes: ArrayAxes
 ) -> list[ArrayAxes]:
-    """A product of each group of rows with a matrix of its own; the order of rows and of groups matters."""
-    interp.explain(eqn.primitive.name, "groups take the rows in turn")
+    """Multiply each group of rows with a matrix of its own; freeze rows and groups."""
+    constraints.explain(eqn.primitive.name, "groups take the rows in turn")
     axes = _ragged_axes(eqn)
     if axes is None:
-        return freeze_everything(interp, eqn, rows, matrices, sizes)
+        return freeze_everything(constraints, eqn, rows, matrices, sizes)
     ragged, group = axes
-    interp.freeze([rows[ragged], matrices[group], *sizes])
-    return _ragged_product(interp, eqn, rows, matrices, Axis(shape_of(eqn.invars[0])[ragged], interp.reason))
+    constraints.freeze([rows[ragged], matrices[group], *sizes])
+    return _ragged_product(constraints, eqn, rows, matrices, Axis(shape_of(eqn.invars[0])[ragged], constraints.reason))
 
 
 def ragged_dot_of_groups(
-    interp: Interpreter, eqn: core.JaxprEqn, rows: Array, matrices: Array, sizes: Array
+    constraints: Constraints, eqn: core.JaxprEqn, rows: Array, matrices: Array, sizes: Array
 ) -> list[Array] | None:
     """Leave the groups free if rows were sorted by the very groups that are counted, as in MaxText's experts.
 
@@ -72,18 +75,22 @@ def ragged_dot_of_groups(
     axes = _ragged_axes(eqn)
     if axes is None or sizes.counts is None or (row_axis := rows.axes[axes[0]]) is None:
         return None
-    sorts = [sort for sort in interp.groupings if find(sort.rows) is find(row_axis) and sort.source is sizes.counts]
+    sorts = [
+        sort for sort in constraints.groupings if find(sort.rows) is find(row_axis) and sort.source is sizes.counts
+    ]
     if not sorts:
         return None
     for axis in (matrices.axes[axes[1]], *sizes.axes):
         if axis is not None:
-            unite(sorts[0].groups, axis, interp.reason)
-    interp.record([((sorts[0].groups,), ["groups"])])
-    return [*map(Array, _ragged_product(interp, eqn, interp.plain(rows), interp.plain(matrices), row_axis))]
+            unite(sorts[0].groups, axis, constraints.reason)
+    constraints.record([((sorts[0].groups,), ["groups"])])
+    return [
+        *map(Array, _ragged_product(constraints, eqn, constraints.plain(rows), constraints.plain(matrices), row_axis))
+    ]
 
 
 def _ragged_axes(eqn: core.JaxprEqn) -> tuple[int, int] | None:
-    """The axis of rows on the left and that of groups on the right; None for products of another kind."""
+    """Return the axis of rows on the left and that of groups on the right; None for products of another kind."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (contracted, batch), (ragged,) = numbers.dot_dimension_numbers, numbers.lhs_ragged_dimensions
     groups = list(numbers.rhs_group_dimensions)
@@ -91,9 +98,9 @@ def _ragged_axes(eqn: core.JaxprEqn) -> tuple[int, int] | None:
 
 
 def _ragged_product(
-    interp: Interpreter, eqn: core.JaxprEqn, rows: ArrayAxes, matrices: ArrayAxes, result_rows: Axis
+    constraints: Constraints, eqn: core.JaxprEqn, rows: ArrayAxes, matrices: ArrayAxes, result_rows: Axis
 ) -> list[ArrayAxes]:
-    """Rows times matrices, with these rows in the result, and without the groups."""
+    """Return the product of rows and matrices, with these rows in the result, and without the groups."""
     ragged, group = _ragged_axes(eqn) or (0, 0)
     contracted = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0]
     shared = [{axis: ("contracted", i) for i, axis in enumerate(side)} for side in contracted]
@@ -101,24 +108,24 @@ def _ragged_product(
     right = [shared[1].get(axis, ("right", axis)) for axis in range(len(matrices))]
     kept = [label for label in left if label[0] == "left"]
     kept += [label for axis, label in enumerate(right) if label[0] == "right" and axis != group]
-    return interp.relate([(rows, left), (matrices, right)], [kept], {("left", ragged): result_rows})
+    return constraints.relate([(rows, left), (matrices, right)], [kept], {("left", ragged): result_rows})
 
 
-def factorisation(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
+def factorisation(constraints: Constraints, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
     """Freeze the rows and columns of matrices, which are the last two axes; elementwise over a batch of them."""
     batch = len(operands[0]) - 2
     for operand in operands:
-        interp.freeze(operand[batch:])
+        constraints.freeze(operand[batch:])
 
     def labels(rank: int, *array: Hashable) -> Labels:
         return [*range(batch), *((*array, axis) for axis in range(rank - batch))]
 
     shapes = [shape_of(var) for var in eqn.outvars]
-    return interp.relate(
+    return constraints.relate(
         [(operand, labels(len(operand), "operand", i)) for i, operand in enumerate(operands)],
         [labels(len(shape), "result", i) for i, shape in enumerate(shapes)],
         {
-            ("result", i, axis): Axis(size, interp.reason)
+            ("result", i, axis): Axis(size, constraints.reason)
             for i, shape in enumerate(shapes)
             for axis, size in enumerate(shape[batch:])
         },

@@ -3,49 +3,49 @@
 from jax.extend import core
 
 from mcomb.symmetry.arrays import ArrayAxes
-from mcomb.symmetry.interpreter import Interpreter
+from mcomb.symmetry.constraints import Constraints
 from mcomb.symmetry.rules.common import other_axes, positional
 
 
-def reduction(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
-    """Drops the reduced axes, which stay free: the order of the entries does not matter."""
-    return interp.relate([(operand, range(len(operand)))], [other_axes(len(operand), eqn.params["axes"])])
+def reduction(constraints: Constraints, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
+    """Drop the reduced axes, which stay free: the order of the entries does not matter."""
+    return constraints.relate([(operand, range(len(operand)))], [other_axes(len(operand), eqn.params["axes"])])
 
 
-def general_reduction(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
-    """Freezes the reduced axes, for the function that reduces them may depend on the order."""
+def general_reduction(constraints: Constraints, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
+    """Freeze the reduced axes, because the function that reduces them may depend on the order."""
     reduced, rank = eqn.params["dimensions"], len(operands[0])
     for operand in operands:
-        interp.freeze(operand[axis] for axis in reduced if operand)
+        constraints.freeze(operand[axis] for axis in reduced if operand)
     labelled = [(operand, [("reduced", i, j) if j in reduced else j for j in range(rank)])
                 for i, operand in enumerate(operands) if operand]  # fmt: skip
-    return interp.relate(labelled, [other_axes(rank, reduced)] * len(eqn.outvars))
+    return constraints.relate(labelled, [other_axes(rank, reduced)] * len(eqn.outvars))
 
 
-def cumulative(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
-    """Freezes the axis along which each entry depends on those before it; elementwise over the others."""
-    return positional(interp, eqn, [operand], [eqn.params["axis"]])
+def cumulative(constraints: Constraints, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
+    """Freeze the axis along which each entry depends on those before it; elementwise over the others."""
+    return positional(constraints, eqn, [operand], [eqn.params["axis"]])
 
 
-def reverse(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
+def reverse(constraints: Constraints, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
     """Freeze the axes that are turned round."""
-    return positional(interp, eqn, [operand], eqn.params["dimensions"])
+    return positional(constraints, eqn, [operand], eqn.params["dimensions"])
 
 
-def fft(interp: Interpreter, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
-    """Freezes the transformed axes, the last ones; elementwise over the others."""
+def fft(constraints: Constraints, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
+    """Freeze the transformed axes, the last ones; elementwise over the others."""
     rank = len(operand)
-    return positional(interp, eqn, [operand], range(rank - len(eqn.params["fft_lengths"]), rank))
+    return positional(constraints, eqn, [operand], range(rank - len(eqn.params["fft_lengths"]), rank))
 
 
-def reduce_window(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
-    """Pooling: elementwise over the axes along which the window has one entry, without padding or stride."""
-    return positional(interp, eqn, operands[: len(eqn.outvars)], _pooled_axes(eqn))
+def reduce_window(constraints: Constraints, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
+    """Freeze the axes that are pooled; elementwise over those along which the window has one entry."""
+    return positional(constraints, eqn, operands[: len(eqn.outvars)], _pooled_axes(eqn))
 
 
-def select_in_window(interp: Interpreter, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
-    """Derivatives of pooling by the maximum: elementwise as that is, frozen where it takes one of several entries."""
-    return positional(interp, eqn, operands, _pooled_axes(eqn))
+def select_in_window(constraints: Constraints, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
+    """Freeze the axes that are pooled: these are derivatives of pooling by the maximum."""
+    return positional(constraints, eqn, operands, _pooled_axes(eqn))
 
 
 def _pooled_axes(eqn: core.JaxprEqn) -> list[int]:
