@@ -22,7 +22,7 @@ from mcomb.combination import mix, uniform
 from mcomb.evaluation import evaluate
 from mcomb.evaluation.objectives import accuracy, cross_entropy
 from mcomb.lab import cli
-from mcomb.lab.cache.store import MATCHING_IMAGES
+from mcomb.lab.cache.matchings import MATCHING_IMAGES
 from mcomb.lab.cli import Flag
 from mcomb.lab.setups import SETUPS
 from mcomb.matching import activations, straight_through

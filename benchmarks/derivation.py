@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from mcomb.lab import cli
 from mcomb.lab.cli import Flag
-from mcomb.lab.runs.results import columns
+from mcomb.lab.tables import columns
 from mcomb.symmetry.derive import spec_of_trace
 
 Shape = jax.ShapeDtypeStruct

@@ -37,7 +37,7 @@ from mcomb.io.checkpoints import read_checkpoint, write_checkpoint
 from mcomb.lab import cli
 from mcomb.lab.cache.store import Store
 from mcomb.lab.cli import Flag
-from mcomb.lab.runs.flags import Config
+from mcomb.lab.flags import Config
 from mcomb.lab.setups import SETUPS
 from mcomb.lab.training.train import initial_state, train
 from mcomb.matching.matching import Matching, objective
@@ -133,16 +133,16 @@ def peak_memory() -> Iterator[list[float]]:
 def networks(config: MatchingConfig, store: Store) -> list[Params]:
     """Two networks, new or trained on a few images; those that are trained already are read."""
     if config.pretrained:
-        return [network.params for network in store.networks("AB").values()]
+        return [network.params for network in store.networks.get("AB").values()]
     found, width = [], store.config.width
     for seed in (0, 1):
         params = store.setup.init(width, seed)
         if config.images:
             flags = (config.images, config.epochs, config.batch_size, config.learning_rate)
-            folder = store.home / "benchmark" / "-".join(map(str, (seed, *flags)))
+            folder = store.folders.home / "benchmark" / "-".join(map(str, (seed, *flags)))
             if not folder.is_dir():
                 chosen = {name: getattr(config, name) for name in ("epochs", "batch_size", "learning_rate")}
-                recipe = dataclasses.replace(store.recipe, **chosen)
+                recipe = dataclasses.replace(store.networks.recipe, **chosen)
                 data, state = store.data.train.first(config.images), initial_state(params, recipe, config.images)
                 describe = f"training {store.config.setup} width {width} seed {seed}"
                 for _, trained, _ in train(store.apply, state, data, recipe, seed, describe=describe):

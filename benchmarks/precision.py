@@ -22,8 +22,8 @@ from mcomb.keys import stream
 from mcomb.lab import cli
 from mcomb.lab.cache.store import Store
 from mcomb.lab.cli import Flag
+from mcomb.lab.flags import DTYPES, Config
 from mcomb.lab.runs.barriers import barrier
-from mcomb.lab.runs.flags import DTYPES, Config
 from mcomb.lab.runs.results import METRICS
 from mcomb.lab.setups import SETUPS
 
@@ -50,9 +50,9 @@ def compare(name: str, config: PrecisionConfig) -> list[Row]:
     """The rows of one setup."""
     chosen: dict[str, Any] = {key: getattr(config, key) for key in ("width", "epochs", "pretrained", "data_dir", "out")}
     store = Store(Config(setup=name, **chosen))
-    network_a, network_b = store.networks("AB").values()
-    aligned = store.permute(network_b, store.matching(network_a, network_b, "weights").matching)
-    a, data = network_a.params, store.data.train.first(config.images)
+    networks = store.networks.get("AB")
+    aligned = store.permute(networks["B"], store.matchings.get(networks).matching)
+    a, data = networks["A"].params, store.data.train.first(config.images)
     sweeps: dict[str, tuple[Draw, np.ndarray]] = {
         "linear": (linear, np.linspace(0, 1, config.points, dtype=np.float32)),
         "uniform": (uniform, np.full(config.samples, 0.5, np.float32)),
@@ -60,7 +60,7 @@ def compare(name: str, config: PrecisionConfig) -> list[Row]:
     rows: list[Row] = []
     for sweep, (draw, values) in sweeps.items():
         keys = jax.random.split(stream(0, sweep), len(values))
-        for variant, b in {"naive": network_b.params, "aligned": aligned}.items():
+        for variant, b in {"naive": networks["B"].params, "aligned": aligned}.items():
             found = {}
             for dtype in DTYPES:
                 apply = store.setup.apply(config.width, dtype)

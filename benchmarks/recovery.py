@@ -22,8 +22,8 @@ from benchmarks import derivation, fuzz
 from mcomb import PermutationSpec, derive_spec
 from mcomb.lab import cli
 from mcomb.lab.cli import Flag
-from mcomb.lab.runs.results import columns
 from mcomb.lab.setups import SETUPS
+from mcomb.lab.tables import columns
 from mcomb.matching.activations import correlations, match_activations
 from mcomb.matching.matching import Matching, objective
 from mcomb.matching.weights import match_weights

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from mcomb.io.paths import write_json
-from mcomb.lab.runs.results import columns, environment
+from mcomb.lab.environment import environment
+from mcomb.lab.tables import columns
 from mcomb.runtime.devices import describe_devices
 
 Row = Mapping[str, Any]

@@ -26,8 +26,8 @@ import optax
 from mcomb.keys import stream
 from mcomb.lab import cli
 from mcomb.lab.cli import Flag
-from mcomb.lab.runs.results import columns
 from mcomb.lab.setups import SETUPS, Setup
+from mcomb.lab.tables import columns
 from mcomb.lab.training.side_by_side import run_side_by_side
 from mcomb.lab.training.train import hold_input
 from mcomb.runtime import training_loop as gradient_descent

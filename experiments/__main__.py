@@ -16,12 +16,12 @@ from typing import Any
 
 from mcomb.errors import UserError
 from mcomb.lab import cli
+from mcomb.lab.flags import command, convert_config
 from mcomb.lab.runs.experiment import config_of, setups_help
-from mcomb.lab.runs.flags import command, convert_config
-from mcomb.lab.runs.results import TABLE_WIDTH
 from mcomb.lab.runs.state import State, find_other_runs, read_state
 from mcomb.lab.runs.verdicts import verdict_colour
 from mcomb.lab.setups import SETUPS
+from mcomb.lab.tables import TABLE_WIDTH
 from mcomb.runtime.progress import coloured, show, show_json
 
 from . import decay, pretrained, report, train

@@ -19,12 +19,13 @@ from mcomb.errors import UserError
 from mcomb.io.paths import AnyPath
 from mcomb.lab.cli import Flag
 from mcomb.lab.figures import COLOURS, STYLE, save
+from mcomb.lab.flags import CHECKPOINT_FLAGS, LineConfig, convert_config
 from mcomb.lab.runs.experiment import Experiment, Parts, main
-from mcomb.lab.runs.flags import CHECKPOINT_FLAGS, LineConfig, convert_config
 from mcomb.lab.runs.measure import Run
 from mcomb.lab.runs.pairs import pool, spread
-from mcomb.lab.runs.results import METRICS, VARIANTS, Results, columns, with_range
+from mcomb.lab.runs.results import METRICS, VARIANTS, Results
 from mcomb.lab.runs.verdicts import Verdict
+from mcomb.lab.tables import columns, with_range
 
 from . import linear
 

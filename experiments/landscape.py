@@ -37,13 +37,14 @@ from mcomb.io.paths import AnyPath
 from mcomb.keys import fold_name, unrolled
 from mcomb.lab.cli import Flag
 from mcomb.lab.figures import COLOURS, LEVELS, LINES, STYLE, save
+from mcomb.lab.flags import CombinationConfig
 from mcomb.lab.runs.barriers import barrier
 from mcomb.lab.runs.experiment import Experiment, main
-from mcomb.lab.runs.flags import CombinationConfig
 from mcomb.lab.runs.measure import Run, Task
 from mcomb.lab.runs.pairs import spread
-from mcomb.lab.runs.results import METRICS, SPLITS, VARIANTS, Results, columns, with_range
+from mcomb.lab.runs.results import METRICS, SPLITS, VARIANTS, Results
 from mcomb.lab.runs.verdicts import Verdict, clearly_less, works
+from mcomb.lab.tables import columns, with_range
 from mcomb.merging.learned import GRANULARITIES, LearnedShares, learn_shares
 from mcomb.trees import Array, Params, map_named
 
@@ -149,7 +150,7 @@ def project(shares: Callable[..., Params], keys: Array, places: np.ndarray, lear
 def learn(run: Run, b: Params) -> LearnedShares:
     """Learn shares of B on the train images."""
     store, per, networks = run.store, run.config.per, (run.networks["A"].params, b)
-    with store.timed("learning"):
+    with store.durations.timed("learning"):
         return learn_shares(store.apply, networks, *store.data.train, per=per, spec=store.spec, seed=run.config.seed)
 
 

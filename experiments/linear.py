@@ -15,9 +15,9 @@ import numpy as np
 from mcomb.combination import linear
 from mcomb.errors import UserError
 from mcomb.lab.cli import Flag
+from mcomb.lab.flags import LineConfig
 from mcomb.lab.runs.barriers import barrier
 from mcomb.lab.runs.experiment import main, sweep
-from mcomb.lab.runs.flags import LineConfig
 from mcomb.lab.runs.results import METRICS, Results
 from mcomb.lab.runs.verdicts import Verdict, clearly_less, judge_sweep, works
 

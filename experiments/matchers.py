@@ -19,14 +19,16 @@ from matplotlib.figure import Figure
 
 from mcomb.combination import linear, uniform
 from mcomb.io.paths import AnyPath
+from mcomb.lab.cache.matchings import MatchingKey
 from mcomb.lab.cli import Flag
 from mcomb.lab.figures import STYLE, save
+from mcomb.lab.flags import SweepConfig
 from mcomb.lab.runs.experiment import Experiment, main
-from mcomb.lab.runs.flags import SweepConfig
 from mcomb.lab.runs.measure import Run, Task
 from mcomb.lab.runs.pairs import spread
-from mcomb.lab.runs.results import METRICS, SPLITS, Results, columns, table
+from mcomb.lab.runs.results import METRICS, SPLITS, Results, table
 from mcomb.lab.runs.verdicts import Verdict, clearly_less
+from mcomb.lab.tables import columns
 from mcomb.matching.matchers import MATCHERS
 
 SWEEPS = {"linear": (linear, 1.0), "uniform": (uniform, 0.5)}  # the distribution and the last value
@@ -40,29 +42,29 @@ class MatchersConfig(SweepConfig):
     restarts: Annotated[int, Flag("restarts of weight matching, of which the best is kept", at_least=2)] = 8
 
 
-def matchings(config: Any) -> dict[str, tuple[str, int]]:
-    """Return the matchings of B to A: one for each matcher, and weight matching with several restarts."""
-    methods = {matcher: (matcher, 1) for matcher in MATCHERS} | {best_of(config.restarts): ("weights", config.restarts)}
-    return {f"B to A, {name}": method for name, method in methods.items()}
+def matchings(config: Any) -> list[MatchingKey]:
+    """Return each matcher's matching of B to A, and the best of several restarts of weight matching."""
+    return [*(MatchingKey("B", "A", matcher) for matcher in MATCHERS), best_of_several(config)]
 
 
-def best_of(restarts: int) -> str:
-    """Return the name of weight matching with several restarts."""
-    return f"weights best of {restarts}"
+def best_of_several(config: Any) -> MatchingKey:
+    """Return the matching of B to A that is the best of several restarts of weight matching."""
+    return MatchingKey("B", "A", "weights", config.restarts)
 
 
 def measure(run: Run) -> Results:
     """Measure each matcher's inner product, time and barriers."""
     config, a, b = run.config, *(run.networks[letter].params for letter in "AB")
-    names = ["weights", best_of(config.restarts), *(name for name in MATCHERS if name != "weights")]
-    kept = {name: run.matchings[f"B to A, {name}"] for name in names}
-    pairs = {"naive": (a, b)} | {name: (a, run.align(f"B to A, {name}")) for name in names}
+    by_weights, *others, best_of = matchings(config)
+    keys = {key.method: key for key in (by_weights, best_of, *others)}
+    kept = {name: run.matchings[key] for name, key in keys.items()}
+    pairs = {"naive": (a, b)} | {name: (a, run.align(key)) for name, key in keys.items()}
     tasks: dict[str, Task] = {}
     for sweep, (combine, last) in SWEEPS.items():
         samples = 1 if sweep == "linear" else config.samples
         values = np.repeat(np.linspace(0, last, config.points, dtype=np.float32), samples)
         tasks |= {f"{sweep}, {name}": Task(combine, pair, values, rng_name=sweep) for name, pair in pairs.items()}
-    best = kept[best_of(config.restarts)].matching
+    best = run.matchings[best_of].matching
     reached = {name: {"objective": it.matching.objective, "seconds": it.seconds} for name, it in kept.items()}
     return {
         "reached": {"naive": {"objective": kept["weights"].matching.trace[0], "seconds": 0.0}} | reached,

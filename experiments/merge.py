@@ -42,13 +42,14 @@ from mcomb.lab.cli import Flag
 from mcomb.lab.data.datasets import Split
 from mcomb.lab.data.splits import SPLITS, Subset
 from mcomb.lab.figures import COLOURS, STYLE, save
+from mcomb.lab.flags import CHECKPOINT_FLAGS, Config
 from mcomb.lab.runs.experiment import Experiment, main
-from mcomb.lab.runs.flags import CHECKPOINT_FLAGS, Config
 from mcomb.lab.runs.measure import REPAIR_IMAGES, Run
 from mcomb.lab.runs.pairs import pool, spread
-from mcomb.lab.runs.results import METRICS, Results, columns, with_range
+from mcomb.lab.runs.results import METRICS, Results
 from mcomb.lab.runs.verdicts import Verdict
 from mcomb.lab.setups import SETUPS
+from mcomb.lab.tables import columns, with_range
 from mcomb.merging.fine_tuning import descend, fine_tune
 from mcomb.merging.learned import GRANULARITIES
 from mcomb.merging.merge import Method as MergeMethod
@@ -252,9 +253,9 @@ def measure(run: Run) -> Results:
     for name, method in METHODS.items():
         if name not in run.rows:
             say(f"{name} …")
-            with run.store.timed("merging"):
+            with run.store.durations.timed("merging"):
                 merged = method(pair)
-            with run.store.timed("evaluation"):
+            with run.store.durations.timed("evaluation"):
                 found = {split: score(*merged, *images[split]) for split in MEASURED}
             scores = {split: {m: getattr(one, m) for m in METRICS} for split, one in found.items()}
             run.rows.add([{"name": name, **scores}])

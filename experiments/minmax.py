@@ -7,9 +7,9 @@ The network 'Max' takes the weight with the larger absolute value of each pair, 
 """
 
 from mcomb.combination import minmax
+from mcomb.lab.flags import LineConfig
 from mcomb.lab.runs.barriers import barrier
 from mcomb.lab.runs.experiment import main, sweep
-from mcomb.lab.runs.flags import LineConfig
 from mcomb.lab.runs.results import METRICS, Results
 from mcomb.lab.runs.verdicts import LIMITS, Verdict, cost
 

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from mcomb import read_checkpoint, score, write_checkpoint
 from mcomb.io.fingerprints import fingerprint
 from mcomb.lab import cli
-from mcomb.lab.cache.store import Store, pretrained_path
+from mcomb.lab.cache.store import Store
+from mcomb.lab.flags import RECIPE_FLAGS, Config, command, recipe_dict
+from mcomb.lab.run_folders import pretrained_path
 from mcomb.lab.runs.experiment import parse_and_join, print_plan
-from mcomb.lab.runs.flags import RECIPE_FLAGS, Config, command, recipe_dict
 from mcomb.lab.runs.plan import Job
 from mcomb.runtime.processes import from_first
 from mcomb.runtime.progress import show, show_json
@@ -43,13 +44,13 @@ def main(argv: list[str] | None = None) -> None:
     config = parse_and_join(Config, __doc__, argv)
     store = Store(config)
     if config.plan:
-        return print_plan([Job("pretrained", store, [store.training(letter) for letter in "ABC"])])
-    test = store.data.test  # fail here, before any file is written, if the data are missing
+        return print_plan([Job("pretrained", store, [store.config.training_of(letter) for letter in "ABC"])])
+    test = store.data.test  # before anything is written
     recipe = recipe_dict(config)
     chosen = {name: getattr(config, name) for name in ("setup", "width", "seed", *RECIPE_FLAGS)}
     written = {}
-    for letter, network in store.networks("ABC").items():
-        seed = store.seed(letter)
+    for letter, network in store.networks.get("ABC").items():
+        seed = config.seed_of(letter)
         path = pretrained_path(config.setup, config.width, seed)
         from_first(path.parent.mkdir, parents=True, exist_ok=True)
         half = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), network.params)

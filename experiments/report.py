@@ -17,6 +17,7 @@ from mcomb.io.paths import AnyPath, absolute, atomic, make_writable
 from mcomb.lab import cli
 from mcomb.lab.cache.store import Store
 from mcomb.lab.cli import Flag
+from mcomb.lab.flags import CHECKPOINT_FLAGS, Config, command, convert_config
 from mcomb.lab.runs.experiment import (
     Experiment,
     config_of,
@@ -27,7 +28,6 @@ from mcomb.lab.runs.experiment import (
     read_results,
     run,
 )
-from mcomb.lab.runs.flags import CHECKPOINT_FLAGS, Config, command, convert_config
 from mcomb.lab.runs.results import Results
 from mcomb.lab.runs.state import find_other_runs
 from mcomb.lab.setups import SETUPS, WIDEST
@@ -113,7 +113,7 @@ def page_path(config: ReportConfig) -> AnyPath:
     name, *flags = store.folder("report").name.split(",")
     several = {"setup": setups, "width": widths} if len(setups) > 1 else {"width": widths} if len(widths) > 1 else {}
     name = ",".join([name, *(f"{flag}={'..'.join(map(str, values))}" for flag, values in several.items()), *flags])
-    folder = config.out if len(setups) > 1 else store.home.parent if len(widths) > 1 else store.home
+    folder = config.out if len(setups) > 1 else store.folders.home.parent if len(widths) > 1 else store.folders.home
     return folder / f"{name}.html"
 
 
@@ -131,7 +131,7 @@ def read_nearest(job: Job) -> tuple[Config, str, Results | None]:
     """
     others = from_first(find_other_runs, job.experiment, job.config)
     for own, flags in ((job.config, ""), *others):
-        same_line = getattr(own, "range", None) == getattr(job.config, "range", None)
+        same_line = own.range == job.config.range
         if same_line and (results := read_results(job.experiment, own)):
             return own, flags, results
     return job.config, "", None

@@ -30,15 +30,16 @@ from mcomb.combination import combine
 from mcomb.io.paths import AnyPath
 from mcomb.lab.cli import Flag
 from mcomb.lab.figures import COLOURS, LEVELS, LINES, STYLE, save, wrap
+from mcomb.lab.flags import CombinationConfig
 from mcomb.lab.runs.barriers import barrier
 from mcomb.lab.runs.experiment import Experiment, main
-from mcomb.lab.runs.flags import CombinationConfig
 from mcomb.lab.runs.measure import Run, Task
 from mcomb.lab.runs.pairs import pool, spread
-from mcomb.lab.runs.results import METRICS, SPLITS, Results, columns, with_range
+from mcomb.lab.runs.results import METRICS, SPLITS, Results
 from mcomb.lab.runs.results import table as networks_table
 from mcomb.lab.runs.verdicts import Verdict, same_distribution, works
 from mcomb.lab.setups import SETUPS
+from mcomb.lab.tables import columns, with_range
 from mcomb.matching.activations import correlations, variances
 from mcomb.merging.fisher import fisher_information
 from mcomb.symmetry.intermediates import list_intermediates, unit_activations

@@ -20,8 +20,8 @@ from mcomb.combination import bernoulli, mix, stitch, uniform
 from mcomb.io.paths import AnyPath
 from mcomb.keys import stream
 from mcomb.lab.figures import STYLE, save
+from mcomb.lab.flags import Config
 from mcomb.lab.runs.experiment import Experiment, main
-from mcomb.lab.runs.flags import Config
 from mcomb.lab.runs.measure import Run
 from mcomb.lab.runs.results import Results
 from mcomb.lab.runs.verdicts import Verdict

@@ -10,8 +10,8 @@ import numpy as np
 
 from mcomb.combination import stitch
 from mcomb.lab import figures
+from mcomb.lab.flags import CurveConfig
 from mcomb.lab.runs.experiment import Experiment, main
-from mcomb.lab.runs.flags import CurveConfig
 from mcomb.lab.runs.measure import Run
 from mcomb.lab.runs.results import VARIANTS, Results
 from mcomb.lab.runs.verdicts import judge_sweep

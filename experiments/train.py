@@ -13,11 +13,12 @@ from mcomb import score
 from mcomb.io.paths import absolute
 from mcomb.keys import LARGEST_SEED
 from mcomb.lab import cli
-from mcomb.lab.cache.store import Store, Training
+from mcomb.lab.cache.store import Store
 from mcomb.lab.cli import Flag
+from mcomb.lab.flags import TrainingConfig
 from mcomb.lab.runs.experiment import parse_and_join, print_plan
-from mcomb.lab.runs.flags import TrainingConfig
 from mcomb.lab.runs.plan import Job
+from mcomb.lab.training.train import Training
 from mcomb.runtime.progress import say, show, show_json
 
 
@@ -34,10 +35,10 @@ def main(argv: list[str] | None = None) -> None:
     store, trainings = Store(config), [Training(seed) for seed in config.seeds]
     if config.plan:
         return print_plan([Job("train", store, trainings)])
-    folder = store.home / "networks"
+    folder = store.folders.networks
     say(f"networks go to {folder}")
     trained = {}
-    for network in store.train_networks(trainings).values():
+    for network in store.networks.train(trainings).values():
         test = score(store.apply, network.params, *store.data.test)
         images = len(store.data.test.labels)
         show(f"{network.name}: test accuracy {test.accuracy:.2%}, test loss {test.loss:.4f} on {images:,} images")

@@ -9,11 +9,14 @@ import numpy as np
 
 from mcomb.combination import linear
 from mcomb.lab import figures
+from mcomb.lab.cache.matchings import B_TO_A, MatchingKey
+from mcomb.lab.flags import LineConfig
 from mcomb.lab.runs.experiment import Experiment, main
-from mcomb.lab.runs.flags import LineConfig
 from mcomb.lab.runs.measure import Run, Task
 from mcomb.lab.runs.results import Results
 from mcomb.lab.runs.verdicts import Verdict, clearly_less, works
+
+C_TO_A, C_TO_B = MatchingKey("C", "A"), MatchingKey("C", "B")
 
 
 def measure(run: Run) -> Results:
@@ -22,8 +25,8 @@ def measure(run: Run) -> Results:
     values = np.linspace(0, 1, run.config.points, dtype=np.float32)
     pairs = {
         "naive": (b, c),
-        "through A": (run.align("B to A"), run.align("C to A")),
-        "direct": (b, run.align("C to B")),
+        "through A": (run.align(B_TO_A), run.align(C_TO_A)),
+        "direct": (b, run.align(C_TO_B)),
     }
     tasks = {name: Task(linear, pair, values) for name, pair in pairs.items()}
     curves = run.measure_curves(tasks, (len(values), 1), ends="BC")
@@ -47,7 +50,7 @@ EXPERIMENT = Experiment(
     claim="Two networks that are both matched to a third are linearly connected.",
     alt="Loss and accuracy on the line from B to C: naive, both matched to A, and C matched to B.",
     networks="ABC",
-    matchings=("B to A", "C to A", "C to B"),
+    matchings=lambda config: (B_TO_A, C_TO_A, C_TO_B),
     config=LineConfig,
     combinations=lambda config: 3 * config.points,
     measure=measure,

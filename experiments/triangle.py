@@ -19,15 +19,17 @@ from matplotlib.figure import Figure
 
 from mcomb.combination import blend
 from mcomb.io.paths import AnyPath
+from mcomb.lab.cache.matchings import B_TO_A, MatchingKey
 from mcomb.lab.cli import Flag
 from mcomb.lab.figures import STYLE, save, wrap
+from mcomb.lab.flags import CombinationConfig
 from mcomb.lab.runs.barriers import barrier
 from mcomb.lab.runs.experiment import Experiment, main
-from mcomb.lab.runs.flags import CombinationConfig
 from mcomb.lab.runs.measure import Run, Task
 from mcomb.lab.runs.results import METRICS, Results
 from mcomb.lab.runs.verdicts import Verdict, works
 
+C_TO_A = MatchingKey("C", "A")
 PLACES = ("in the interior", "on an edge", "at a corner", "outside the triangle")
 PAPER = {("resnet20-cifar10", 40): 0.91}  # test accuracy of the worst network, by setup and width
 
@@ -65,7 +67,7 @@ def locate(shares: list[float]) -> str:
 def measure(run: Run) -> Results:
     """Measure every grid point and find the best one."""
     shares = grid(run.config.grid, run.config.beyond)
-    corners = (run.networks["A"].params, run.align("B to A"), run.align("C to A"))
+    corners = (run.networks["A"].params, run.align(B_TO_A), run.align(C_TO_A))
     metrics = run.evaluate({"aligned": Task(blend, corners, shares)})["aligned"]
     points = {split: {m: getattr(values, m).tolist() for m in METRICS} for split, values in metrics.items()}
     best = find_best(points)
@@ -149,7 +151,7 @@ EXPERIMENT = Experiment(
     alt="Heat map of test accuracy on an equilateral triangle with corners A, B and C. A star marks the best point.",
     in_paper={"resnet20-cifar10": (40,), "tiny10-cifar10": (40,)},
     networks="ABC",
-    matchings=("B to A", "C to A"),
+    matchings=lambda config: (B_TO_A, C_TO_A),
     config=TriangleConfig,
     combinations=lambda config: count_points(config.grid, config.beyond),
     measure=measure,

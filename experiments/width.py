@@ -19,8 +19,8 @@ from mcomb.errors import UserError
 from mcomb.io.paths import AnyPath
 from mcomb.lab.cli import Flag
 from mcomb.lab.figures import LINES, STYLE, save
+from mcomb.lab.flags import CHECKPOINT_FLAGS, SweepConfig, convert_config
 from mcomb.lab.runs.experiment import Experiment, Parts, main
-from mcomb.lab.runs.flags import CHECKPOINT_FLAGS, SweepConfig, convert_config
 from mcomb.lab.runs.measure import Run
 from mcomb.lab.runs.pairs import spread
 from mcomb.lab.runs.results import METRICS, SPLITS, Results

@@ -46,8 +46,8 @@ from mcomb.keys import LARGEST_SEED, stream
 from mcomb.lab import cli
 from mcomb.lab.cli import Flag, Output
 from mcomb.lab.runs import experiment
-from mcomb.lab.runs.results import columns
 from mcomb.lab.setups import SETUPS
+from mcomb.lab.tables import columns
 from mcomb.matching.matchers import MATCHERS
 from mcomb.runtime.progress import show, show_json
 from mcomb.symmetry.derive import derive_spec

@@ -3,17 +3,21 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
 from mcomb.errors import UserError
+from mcomb.io.fingerprints import fingerprint
 from mcomb.keys import stream, unrolled
 from mcomb.lab.data.augmentation import Augmentation
-from mcomb.lab.data.datasets import CIFAR10, DIGITS, Dataset
+from mcomb.lab.data.datasets import CIFAR10, DIGITS, Dataset, Splits
 from mcomb.lab.models import MLP, Classifier, ResNet20, Tiny10, classifier
 from mcomb.lab.training.train import Recipe
+from mcomb.runtime.processes import require_agreement
 from mcomb.symmetry.derive import derive_spec
 from mcomb.symmetry.spec import PermutationSpec
 from mcomb.trees import Apply, Params
@@ -120,3 +124,19 @@ SETUPS = {
         expect="99 % test accuracy at width 32, less than twenty seconds per network on two CPU cores",
     ),
 }
+
+
+class LoadedData(NamedTuple):
+    """A setup's images and their fingerprint."""
+
+    splits: Splits
+    fingerprint: str
+
+
+@cache
+def load_data(setup: str, data_dir: Path | None) -> LoadedData:
+    """Load a setup's images once, and require that all processes have the same ones."""
+    splits = SETUPS[setup].dataset.load(data_dir)
+    found = fingerprint(splits)
+    require_agreement("images", found)
+    return LoadedData(splits, found)

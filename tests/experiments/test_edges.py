@@ -14,8 +14,8 @@ def test_edges_count_every_weight_once(results, config_of, draws_pairs):
         assert np.sum([layer for layer in found["layers"][variant].values()]) == weights
     assert list(found["layers"]["naive"]) == ["1", "2", "3", "4"]
     assert found["mean"]["aligned"] < found["mean"]["naive"]
-    store = Store(config_of(edges), make=False)
-    a, b = (edges.flat(store.networks(letter)[letter].params).astype(np.float64) for letter in "AB")
+    store = Store(config_of(edges))
+    a, b = (edges.flat(store.networks.get(letter)[letter].params).astype(np.float64) for letter in "AB")
     scale, lengths = np.sqrt(np.mean(a**2)), np.abs(a - b)
     low = np.maximum(np.abs(a), np.abs(b)) < edges.LOW * scale
     near = lengths < edges.NEAR_ZERO * scale

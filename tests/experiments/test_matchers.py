@@ -1,7 +1,7 @@
 import pytest
 
 from experiments import linear, matchers, uniform
-from mcomb.lab.cache import store as stores
+from mcomb.lab.cache import matchings
 from mcomb.lab.cache.store import Store
 
 FLAGS = ("--points", "3", "--samples", "2")
@@ -40,12 +40,12 @@ def test_matchers_beat_none_and_restarts_help(found, draws_pairs):
 
 @pytest.mark.slow
 def test_matchers_cache_matchings_with_seconds(found, results, config_of, monkeypatch):
-    kept = {path.name for path in Store(config_of(linear)).home.glob("matchings/*")}
+    kept = {path.name for path in Store(config_of(linear)).folders.home.glob("matchings/*")}
     pair = "seed-1,epochs=40-to-seed-0,epochs=40"
     ways = ("", ",restarts=2", ",matcher=activations", ",matcher=ste")
     assert {f"{pair}{way}.npz" for way in ways} <= kept
-    for name in ("match", "match_weights"):
-        monkeypatch.setattr(stores, name, lambda *args, **options: pytest.fail("matched again"))
+    for name in ("as_matcher", "match_weights"):
+        monkeypatch.setattr(matchings, name, lambda *args, **options: pytest.fail("matched again"))
     again = results(
         matchers, *FLAGS, "--restarts", "2", "--train-images", "50"
     )  # evaluation flags do not change matchings
@@ -71,5 +71,5 @@ def test_matchers_finding_has_barriers_and_restarts():
 def test_matchers_table_has_inner_products_and_seconds(found):
     *_, head, naive, _, _, _, ste = matchers.tables(found).splitlines()
     assert head.split() == ["inner", "product", "seconds"]
-    assert naive.split() == ["naive", f"{found['reached']['naive']['objective']:.2f}", "0.0"]
+    assert naive.split() == ["naive", f"{found['reached']['naive']['objective']:.2f}", "0"]
     assert ste.split()[0] == "ste"

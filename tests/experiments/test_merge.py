@@ -9,7 +9,7 @@ from mcomb.lab import cli
 from mcomb.lab.cache.store import Store
 from mcomb.lab.runs.experiment import over_pairs, reach_verdict, run
 from mcomb.lab.runs.pairs import pool
-from mcomb.lab.runs.results import Rows
+from mcomb.lab.runs.rows import Rows
 
 SMALL = ("--pairs", "1", "--steps", "20", "--candidates", "4", "--test-images", "200")
 
@@ -20,7 +20,7 @@ def pair(config_of, tmp_path):
     store = Store(config_of(merge, *SMALL))
     images = store.data.train
     withheld = images.take(store.config.subset("withheld").rows(images.labels))
-    networks = store.networks("AB")
+    networks = store.networks.get("AB")
     a, b = (networks[letter].params for letter in "AB")
     this = merge.Run("merge", store, networks, {}, {}, Rows(tmp_path, {}))
     return merge.Pair(this, a, b, a, withheld)  # perfectly aligned: B is A
@@ -88,8 +88,7 @@ def test_correct_bias_shifts_logits_and_lowers_loss(pair):
 
 def test_parents_see_subsets_and_joint_network_sees_all(config_of):
     config = config_of(merge, *SMALL)
-    store = Store(config)
-    assert [store.training(letter).images for letter in "ABC"] == [config.subset("A"), config.subset("B"), None]
+    assert [config.training_of(letter).images for letter in "ABC"] == [config.subset("A"), config.subset("B"), None]
     assert config.subset("A").skew == 0.95
     assert cli.parse(merge.MergeConfig, "", ["--setup", "mlp-cifar10"]).subset("A")[:3] == ("biased", 0.8, 10_000)
 
@@ -165,5 +164,5 @@ def test_finding_quotes_pair_without_verdict():
 def test_split_networks_have_own_names(config_of):
     flags = ((), ("--skew", "0.7"), ("--split", "none"), ("--withheld", "300"))
     stores = [Store(config_of(merge, *SMALL, *each)) for each in flags]
-    assert len({store.network_name(letter) for store in stores for letter in "AB"}) == 8
-    assert len({store.network_name("C") for store in stores}) == 1
+    assert len({store.networks.name(letter) for store in stores for letter in "AB"}) == 8
+    assert len({store.networks.name("C") for store in stores}) == 1

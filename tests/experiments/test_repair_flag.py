@@ -13,8 +13,8 @@ from experiments.report_page import settings
 from mcomb import PermutationSpec
 from mcomb.lab import cli
 from mcomb.lab.cache.store import Store
+from mcomb.lab.flags import command
 from mcomb.lab.runs.experiment import run
-from mcomb.lab.runs.flags import command
 
 
 @pytest.fixture(scope="module")

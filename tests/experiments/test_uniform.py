@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from experiments import uniform
-from mcomb.lab.cache import store
+from mcomb.lab.cache import matchings
 from mcomb.lab.data.datasets import DATA_VARIABLE
 from mcomb.lab.runs import experiment, measure
+from mcomb.lab.training import side_by_side
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--setup", "mlp-digits", "--width", "2", "--points", "3", "--samples", "2", "--train-images", "50"]
@@ -84,7 +85,12 @@ def test_uniform_again_trains_and_evaluates_nothing(finished, monkeypatch, capsy
     def never(*args, **kwargs):
         pytest.fail("work was repeated")
 
-    for module, name in ((store, "train"), (store, "match"), (measure, "evaluate"), (measure, "score")):
+    for module, name in (
+        (side_by_side, "train"),
+        (matchings, "match_weights"),
+        (measure, "evaluate"),
+        (measure, "score"),
+    ):
         monkeypatch.setattr(module, name, never)
     run("--epochs", "40", out=finished)
     assert results_in(finished) == before

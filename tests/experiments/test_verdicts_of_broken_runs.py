@@ -34,7 +34,7 @@ from mcomb.lab import cli
 from mcomb.lab.cache.store import Store
 from mcomb.lab.runs.experiment import add_verdict, run
 from mcomb.lab.runs.verdicts import why_no_verdict
-from mcomb.matching import MATCHERS
+from mcomb.matching.matchers import MATCHERS
 
 SPLITS, METRICS = ("train", "test"), ("loss", "accuracy")
 IMAGES = 10_000
@@ -430,11 +430,11 @@ def test_verdict_of_untrained_networks_is_none(module, tmp_path_factory):
 def test_verdict_of_identity_matching_is_none(results, config_of, tmp_path):
     results(edges)  # creates the networks that are copied below
     config = config_of(edges)
-    shutil.copytree(Store(config).home / "networks", tmp_path / "mlp-digits" / "width-2" / "networks")
+    shutil.copytree(Store(config).folders.home / "networks", tmp_path / "mlp-digits" / "width-2" / "networks")
     config = dataclasses.replace(config, out=tmp_path)
     before = run(edges.EXPERIMENT, config)
     assert "No verdict" not in before["finding"]
-    (path,) = Store(config).home.glob("matchings/*.npz")
+    (path,) = Store(config).folders.home.glob("matchings/*.npz")
     with np.load(path) as file:
         kept = dict(file)
     perms = {name: np.arange(len(value)) for name, value in kept.items() if name.startswith("perms/")}

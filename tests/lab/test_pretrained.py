@@ -6,8 +6,9 @@ import pytest
 
 from mcomb import read_checkpoint, score
 from mcomb.io.fingerprints import fingerprint
-from mcomb.lab.cache.store import PRETRAINED, Store
-from mcomb.lab.runs.flags import Config
+from mcomb.lab.cache.store import Store
+from mcomb.lab.flags import Config
+from mcomb.lab.run_folders import PRETRAINED
 from mcomb.lab.setups import SETUPS
 
 FILES = sorted(PRETRAINED.rglob("*.safetensors"))
@@ -30,7 +31,7 @@ def test_pretrained_card_has_fingerprint(folder):
         found.append(fingerprint(read_checkpoint(file, SETUPS[setup].shapes(width))))
         assert f"Fingerprint `{found[-1]}`" in file.with_suffix(".md").read_text()
     config = Config(setup=setup, width=width, pretrained=True)
-    assert [network.fingerprint for network in Store(config).networks("ABC").values()] == found
+    assert [network.fingerprint for network in Store(config).networks.get("ABC").values()] == found
 
 
 @pytest.mark.slow

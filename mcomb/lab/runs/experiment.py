@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,11 +16,12 @@ from mcomb.errors import UserError
 from mcomb.io.fingerprints import code_fingerprint, file_fingerprint, fingerprint
 from mcomb.io.locks import lock
 from mcomb.io.paths import AnyPath, absolute, make_writable, read_json, write_json
-from mcomb.lab import cli, figures
-from mcomb.lab.cache import versions
-from mcomb.lab.cache.store import KeptMatching, Network, NotKeptError, Store
-from mcomb.lab.runs import plan
-from mcomb.lab.runs.flags import (
+from mcomb.lab import cli, figures, versions
+from mcomb.lab.cache.matchings import B_TO_A, KeptMatching, MatchingKey
+from mcomb.lab.cache.networks import Network, NotKeptError
+from mcomb.lab.cache.store import Store
+from mcomb.lab.environment import environment
+from mcomb.lab.flags import (
     CHECKPOINT_FLAGS,
     Config,
     LineConfig,
@@ -30,11 +31,13 @@ from mcomb.lab.runs.flags import (
     convert_config,
     flag_words,
 )
+from mcomb.lab.runs import plan
 from mcomb.lab.runs.identity import read_finished, result_identity
 from mcomb.lab.runs.measure import Run
 from mcomb.lab.runs.pairs import judge_all, pool
 from mcomb.lab.runs.plan import Job
-from mcomb.lab.runs.results import SPLITS, VARIANTS, Results, Rows, environment, table
+from mcomb.lab.runs.results import SPLITS, VARIANTS, Results, table
+from mcomb.lab.runs.rows import Rows
 from mcomb.lab.runs.verdicts import Verdict, judge_sweep, verdict_colour, verdict_words, why_no_verdict
 from mcomb.lab.setups import SETUPS
 from mcomb.runtime.processes import from_first, join, require_agreement
@@ -50,7 +53,7 @@ EXPERIMENTS = Path(__file__).parents[3] / "experiments"  # in a clone; elsewhere
 FIGURES = ".figures.json"  # in a result's folder: what its figure's files should be, and the version that drew them
 
 MOST = 10**7  # combinations of one experiment: more would take years, and all memory at once
-COUNTS = ("points", "samples", "grid", "beyond", "scatter", "counts", "line_points")  # flags that they follow from
+COUNT_FLAGS = ("points", "samples", "grid", "beyond", "scatter", "counts", "line_points")  # these give the number
 
 VERDICT = ("claim", "alt", "agrees", "finding", "is_open", "is_papers")  # of results, added when they are read
 
@@ -80,7 +83,7 @@ class Experiment:
     is_open: bool = False  # whether the claim is a question that the paper leaves open
     varies_width: bool = False  # over parts of several widths
     combinations: Callable[[Any], int] = lambda config: 0  # how many are evaluated, on each split
-    matchings: tuple[str, ...] | Callable[[Config], Mapping[str, tuple[str, int]]] = ("B to A",)
+    matchings: Callable[[Any], Sequence[MatchingKey]] = lambda config: (B_TO_A,)
     parts: Callable[[Any], Parts] = lambda config: {}
     table: Callable[[Results], str] = table
     paper: Mapping[str, Paper] | None = None  # by setup
@@ -111,7 +114,7 @@ def over_pairs(experiment: Experiment) -> Experiment:
     return replace(
         experiment,
         networks="",
-        matchings=(),
+        matchings=lambda config: (),
         combinations=lambda config: 0,
         parts=each_pair,
         measure=lambda run: pool([_measured(results) for results in run.parts.values()]),
@@ -128,13 +131,13 @@ def run(experiment: Experiment, config: Config) -> Results:
         experiment = over_pairs(experiment)
     planned = experiment.parts(config)
     count_combinations(experiment, config)
-    store.trainings(experiment.networks)
+    store.networks.trainings(experiment.networks)
     for letter in experiment.networks:
-        store.given(letter)  # what is wrong with it, or with the flags, is said before a folder is made
+        store.networks.given(letter)  # what is wrong with it, or with the flags, is said before a folder is made
     folder = from_first(make_writable, store.folder(experiment.name))
     say(f"results go to {folder}")
     if config.pairs > 1:  # the networks of all pairs side by side
-        store.train_networks([Store(part).training(letter) for _, part in planned.values() for letter in letters])
+        store.networks.train([part.training_of(letter) for _, part in planned.values() for letter in letters])
     parts = {name: run(*part) for name, part in planned.items()}
     networks, matchings = _networks_and_matchings(experiment, store)
     identity = result_identity(experiment.name, store, networks, matchings, parts)
@@ -151,7 +154,7 @@ def run(experiment: Experiment, config: Config) -> Results:
                 "environment": environment(),
                 "paper": paper and vars(paper),
                 "command": command(experiment.name, config),
-                "durations": store.seconds,
+                "durations": store.durations.seconds,
                 "seconds": time.monotonic() - start,
             }
             from_first(_leave, experiment, results, folder)
@@ -198,7 +201,7 @@ def read_results(experiment: Experiment, config: Config) -> Results | None:
     if config.pairs > 1:
         experiment = over_pairs(experiment)
     try:
-        store = Store(config, make=False)
+        store = Store(config)
         parts: dict[str, Results] = {}
         for name, part in experiment.parts(config).items():
             results = read_results(*part)
@@ -208,29 +211,26 @@ def read_results(experiment: Experiment, config: Config) -> Results | None:
         folder = store.folder(experiment.name)
         if not from_first((folder / "results.json").is_file):  # a look at the networks would be for nothing
             return None
-        identity = result_identity(experiment.name, store, *_networks_and_matchings(experiment, store), parts)
+        identity = result_identity(
+            experiment.name, store, *_networks_and_matchings(experiment, store, make=False), parts
+        )
     except NotKeptError:
         return None
     results = from_first(read_finished, folder, identity, tell=False)
     return results and from_first(add_verdict, experiment, results, folder)
 
 
-def _networks_and_matchings(experiment: Experiment, store: Store) -> tuple[dict[str, Network], dict[str, KeptMatching]]:
-    """The networks by letter and the matchings by name, made where they are not kept."""
-    networks = store.networks(experiment.networks)
+def _networks_and_matchings(
+    experiment: Experiment, store: Store, make: bool = True
+) -> tuple[dict[str, Network], dict[MatchingKey, KeptMatching]]:
+    """Return the networks by letter and the matchings by key, made where they are missing if `make` says so."""
+    networks = store.networks.get(experiment.networks, make)
     if not networks:
         return {}, {}
     matchings = {}
-    for name, (matcher, restarts) in _methods(experiment, store.config).items():
-        b, a = networks[name[0]], networks[name.split()[2][0]]
-        matchings[name] = store.matching(a, b, matcher, restarts)
+    for key in experiment.matchings(store.config):
+        matchings[key] = store.matchings.get(networks, key, make)
     return networks, matchings
-
-
-def _methods(experiment: Experiment, config: Config) -> Mapping[str, tuple[str, int]]:
-    """The matcher and the restarts of each matching that an experiment needs."""
-    wanted = experiment.matchings
-    return wanted(config) if callable(wanted) else dict.fromkeys(wanted, (config.matcher, 1))
 
 
 def list_jobs(experiment: Experiment, config: Config) -> Iterator[Job]:
@@ -241,13 +241,13 @@ def list_jobs(experiment: Experiment, config: Config) -> Iterator[Job]:
     for part in experiment.parts(config).values():
         yield from list_jobs(*part)
     store, letters = Store(config), experiment.networks
-    given = {letter: network.name for letter in letters if (network := store.given(letter))}
+    given = {letter: network.name for letter in letters if (network := store.networks.given(letter))}
     yield Job(
         experiment.name,
         store,
-        trainings=list(store.trainings(letters).values()),
+        trainings=list(store.networks.trainings(letters).values()),
         given=list(given.values()),
-        matchings=_methods(experiment, config) if letters else {},
+        matchings=experiment.matchings(config) if letters else (),
         combinations=count_combinations(experiment, config),
         kept=kept,
     )
@@ -257,7 +257,7 @@ def count_combinations(experiment: Experiment, config: Config) -> int:
     """How many combinations are evaluated on each split; an error if no machine could."""
     count = experiment.combinations(config)
     if count > MOST:
-        named = (name.replace("_", "-") for name in COUNTS if hasattr(config, name))
+        named = (name.replace("_", "-") for name in COUNT_FLAGS if name in cli.flags(type(config)))
         raise UserError(f"{count:,} combinations exceed the limit of {MOST:,}: reduce --{', --'.join(named)}.")
     return count
 
@@ -266,8 +266,8 @@ def _title(experiment: Experiment, config: Config, letters: str, with_parts: boo
     with_networks = bool(letters) or with_parts
     width = f", width {config.width}" if with_networks and not experiment.varies_width else ""
     by = f", matched by {config.matcher}" if with_networks and config.matcher not in ("", "weights") else ""
-    how = by + (", repaired" if getattr(config, "repair", False) else "")
-    how += f", split {config.split}" if hasattr(config, "split") else ""
+    how = by + (", repaired" if config.repair else "")
+    how += f", split {config.split}" if config.split else ""
     how += f", in {config.dtype}" if with_networks and config.dtype != "float32" else ""
     how += f", {config.pairs} {'triples' if 'C' in letters else 'pairs'}" if config.pairs > 1 else ""
     return f"{SETUPS[config.setup].title}{width}{how}: {experiment.title}"
@@ -331,10 +331,10 @@ def sweep(
     """An experiment that varies a parameter from the first to the last of `values` and combines A with B at each."""
 
     def combinations(config: LineConfig) -> int:
-        return len(VARIANTS) * config.points * getattr(config, "samples", 1)
+        return len(VARIANTS) * config.points * config.samples
 
     def measure(run: Run) -> Results:
-        first, last = getattr(run.config, "range", values)
+        first, last = run.config.range or values
         points = np.linspace(first, last, run.config.points)
         between = (points >= values[0]) & (points <= values[1])  # beyond these there is no barrier to speak of
         return run.measure_pair(combine, parameter, label, points, between)
@@ -350,9 +350,9 @@ def idle_flags(experiment: Experiment, config: Config) -> dict[str, str]:
         why = f"has no effect because {experiment.name} uses no network C: remove it"
         found |= {name: why for name in ("seed_c", "checkpoint_c") if getattr(config, name) is not None}
     for split, count in zip(SPLITS, SETUPS[config.setup].dataset.images, strict=True):
-        if (getattr(config, f"{split}_images") or 0) > count:
+        if (config.images[split] or 0) > count:
             found[f"{split}_images"] = f"exceeds the {count:,} {split} images: use fewer"
-    if getattr(config, "temperatures", False) and experiment.parts(config):
+    if config.temperatures and experiment.parts(config):
         found["temperatures"] = f"has no effect because {experiment.name} measures no curves: remove it"
     return found
 

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcomb.io.paths import AnyPath, read_json
-from mcomb.lab.cache import versions
-from mcomb.lab.cache.store import KeptMatching, Network, Store
-from mcomb.lab.runs.flags import CHECKPOINT_FLAGS, RECIPE_FLAGS, YOUNGER_FLAGS, identity_flags, recipe_dict
+from mcomb.lab import versions
+from mcomb.lab.cache.matchings import KeptMatching, MatchingKey
+from mcomb.lab.cache.networks import Network
+from mcomb.lab.cache.store import Store
+from mcomb.lab.flags import CHECKPOINT_FLAGS, RECIPE_FLAGS, YOUNGER_FLAGS, identity_flags, recipe_dict
 from mcomb.lab.runs.results import Results
 from mcomb.runtime.devices import describe_devices
 from mcomb.runtime.progress import warn
@@ -18,13 +20,13 @@ def result_identity(
     experiment: str,
     store: Store,
     networks: Mapping[str, Network],
-    matchings: Mapping[str, KeptMatching],
+    matchings: Mapping[MatchingKey, KeptMatching],
     parts: Mapping[str, Results],
 ) -> Results:
     """Everything that a result is made from: with the same identity it would come out the same."""
     identity = flags_identity(experiment, store) | {
         "networks": {letter: network.fingerprint for letter, network in networks.items()},
-        "matchings": {name: kept.fingerprint for name, kept in matchings.items()},
+        "matchings": {str(key): kept.fingerprint for key, kept in matchings.items()},
         "parts": {name: identity_hash(results) for name, results in parts.items()},
     }
     if networks:
@@ -36,7 +38,7 @@ def result_identity(
 def flags_identity(experiment: str, store: Store) -> Results:
     """What of the identity follows from the flags and the version: no network is read for it."""
     config, skipped = store.config, [*RECIPE_FLAGS, *CHECKPOINT_FLAGS]
-    skipped += [name for name in YOUNGER_FLAGS if not getattr(config, name, False)]
+    skipped += [name for name in YOUNGER_FLAGS if not getattr(config, name)]
     chosen = {name: getattr(config, name) for name in identity_flags(config) if name not in skipped}
     identity = {
         "experiment": experiment,

@@ -15,10 +15,13 @@ from mcomb.evaluation.evaluate import Metrics, evaluate, measure_examples, score
 from mcomb.evaluation.objectives import accuracy, agreement, cross_entropy, on_label, predicted, tempered_cross_entropy
 from mcomb.evaluation.repair import repaired
 from mcomb.keys import stream
-from mcomb.lab.cache.store import KeptMatching, Network, Store
+from mcomb.lab.cache.matchings import B_TO_A, KeptMatching, MatchingKey
+from mcomb.lab.cache.networks import Network
+from mcomb.lab.cache.store import Store
 from mcomb.lab.data.datasets import Split
 from mcomb.lab.runs.barriers import barrier, barriers
-from mcomb.lab.runs.results import METRICS, VARIANTS, Results, Rows
+from mcomb.lab.runs.results import METRICS, VARIANTS, Results
+from mcomb.lab.runs.rows import Rows
 from mcomb.matching.matching import objective
 from mcomb.runtime.batching import BATCH
 from mcomb.runtime.devices import replicate
@@ -50,36 +53,32 @@ class Task(NamedTuple):
 
 @dataclass
 class Run:
-    """One run of an experiment: its networks and matchings, the results it builds on, and the rows measured so far.
-
-    A matching's name is `B to A`, or `B to A, ste` where it is not by the config's own matcher.
-    """
+    """One run of an experiment: its networks and matchings, the results it builds on, and the rows measured so far."""
 
     experiment: str
     store: Store
     networks: Mapping[str, Network]
-    matchings: Mapping[str, KeptMatching]
+    matchings: Mapping[MatchingKey, KeptMatching]
     parts: Mapping[str, Results]
     rows: Rows
-    _aligned: dict[str, Params] = field(default_factory=dict)
+    _aligned: dict[MatchingKey, Params] = field(default_factory=dict)
 
     @property
     def config(self) -> Any:
         """The flags of this run, a Config of the experiment's own class."""
         return self.store.config
 
-    def align(self, matching: str = "B to A") -> Params:
-        """A network's parameters with its units matched to those of another."""
-        if matching not in self._aligned:
-            network = self.networks[matching[0]]
-            self._aligned[matching] = self.store.permute(network, self.matchings[matching].matching)
-        return self._aligned[matching]
+    def align(self, key: MatchingKey = B_TO_A) -> Params:
+        """Return a network's parameters with its units matched to those of another network."""
+        if key not in self._aligned:
+            self._aligned[key] = self.store.permute(self.networks[key.moved], self.matchings[key].matching)
+        return self._aligned[key]
 
     @cached_property
     def splits(self) -> dict[str, Split]:
         """The images to evaluate on, on every device."""
-        counts = {"train": self.config.train_images, "test": self.config.test_images}
-        return {name: replicate(getattr(self.store.data, name).first(count)) for name, count in counts.items()}
+        counts, data = self.config.images, self.store.data._asdict()
+        return {name: replicate(data[name].first(count)) for name, count in counts.items()}
 
     @cached_property
     def halves(self) -> dict[str, Split]:
@@ -90,7 +89,7 @@ class Run:
     @cached_property
     def scores(self) -> dict[str, dict[str, Metrics]]:
         """The score of each network by itself on each split."""
-        with self.store.timed("evaluation"):
+        with self.store.durations.timed("evaluation"):
             return {
                 letter: {split: score(self.store.apply, network.params, *data) for split, data in self.splits.items()}
                 for letter, network in self.networks.items()
@@ -104,11 +103,11 @@ class Run:
             for letter, by_split in self.scores.items()
         }
         inner_products = {}
-        for name, kept in self.matchings.items():
-            b, a = (self.networks[letter].params for letter in (name[0], name.split()[2][0]))
+        for key, kept in self.matchings.items():
+            b, a = (self.networks[letter].params for letter in (key.moved, key.reference))
             perms = (None, kept.matching.perms)
             naive, aligned = (objective(self.store.spec, a, b, perms=p) for p in perms)
-            inner_products[name] = {"naive": naive, "aligned": aligned}
+            inner_products[str(key)] = {"naive": naive, "aligned": aligned}
         return {
             "models": networks,
             "guessing": {split: guessing(np.asarray(data.labels)) for split, data in self.splits.items()},
@@ -149,7 +148,7 @@ class Run:
         """Return the loss and the metrics of each task on each set of examples."""
         rows = self.rows
         total = len(sets) * sum(len(task) for task in tasks.values())
-        with self.store.timed("evaluation"), progress_bar(total, "net", "evaluating") as bar:
+        with self.store.durations.timed("evaluation"), progress_bar(total, "net", "evaluating") as bar:
             for of, (name, task) in itertools.product(sets, tasks.items()):
                 names = [f"{name}/{of}/{i}" for i in range(len(task))]
                 missing = [i for i in range(len(task)) if names[i] not in rows]
@@ -198,7 +197,7 @@ class Run:
     def _repair_if_asked(self, task: Task) -> tuple[Apply, Distribution | Draw, tuple[Any, ...]]:
         """The function, the draw and the networks that give a task's combinations, repaired or as they are."""
         networks = replicate(task.networks)
-        if not getattr(self.config, "repair", False):
+        if not self.config.repair:
             return self.store.apply, task.draw, networks
         images = self.store.data.train.first(REPAIR_IMAGES).images
         return repaired(self.store.apply, networks, images, task.draw, spec=self.store.spec, ends=task.ends)
@@ -217,7 +216,7 @@ class Run:
         }
         scores = [self.basics["models"][letter] for letter in ends]
         found = {"ends": list(ends), "curves": curves, "barriers": barriers(scores, curves, between)}
-        if getattr(self.config, "temperatures", False):
+        if self.config.temperatures:
             found["at_best_temperature"] = self._measure_at_best_temperature(tasks, shape, ends, between)
         return found
 
@@ -227,7 +226,7 @@ class Run:
         """Test losses of the networks and on the curves, and barriers: each loss at a temperature of its own."""
         counts = [len(data.labels) for data in self.halves.values()]
         at_all: Any = {"loss": cross_entropy, "metrics": {"tempered": tempered_cross_entropy(TEMPERATURES)}}
-        with self.store.timed("evaluation"):
+        with self.store.durations.timed("evaluation"):
             networks = {
                 x: [score(self.store.apply, self.networks[x].params, *data, **at_all) for data in self.halves.values()]
                 for x in ends
@@ -249,7 +248,7 @@ class Run:
         self, draw: Distribution | Draw, name: str, label: str, values: Any, between: Any = ...
     ) -> Results:
         """The curves of A combined with B, naive and aligned, over the values of a parameter."""
-        samples = getattr(self.config, "samples", 1)
+        samples = self.config.samples
         parameters = np.repeat(np.asarray(values, np.float32), samples)
         a, b = (self.networks[letter].params for letter in "AB")
         pairs = {"naive": (a, b), "aligned": (a, self.align())}

@@ -6,16 +6,19 @@ nothing of time: a training says so itself once it has begun.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from mcomb.io.paths import AnyPath
-from mcomb.lab.cache.store import MATCHING_IMAGES, Store, Training, device_share
+from mcomb.lab.cache.matchings import MATCHING_IMAGES, MatchingKey
+from mcomb.lab.cache.store import Store
 from mcomb.lab.runs.measure import REPAIR_IMAGES
-from mcomb.lab.runs.results import columns, readable_bytes
+from mcomb.lab.tables import columns, readable_bytes
+from mcomb.lab.training.side_by_side import device_share
+from mcomb.lab.training.train import Training
 from mcomb.matching.straight_through import BATCH_SIZE, STEPS
 from mcomb.runtime.batching import BATCH
 from mcomb.trees import named_leaves
@@ -30,13 +33,13 @@ IN_ALL = "total"
 
 
 class Job(NamedTuple):
-    """What one experiment needs: networks to train, matchings by name, and combinations to evaluate."""
+    """What one experiment needs: networks to train, matchings, and combinations to evaluate."""
 
     name: str
     store: Store
     trainings: Sequence[Training]
     given: Sequence[str] = ()  # the names of the networks that are not trained
-    matchings: Mapping[str, tuple[str, int]] = {}  # the matcher and its restarts
+    matchings: Sequence[MatchingKey] = ()
     combinations: int = 0  # on each split
     kept: bool = False  # whether its results are there
 
@@ -87,7 +90,7 @@ def plan_steps(jobs: Iterable[Job]) -> list[Step]:
     steps: dict[tuple[AnyPath, str], Step] = {}
     known: dict[AnyPath, Work] = {}
     for job in jobs:
-        home = job.store.home
+        home = job.store.folders.home
         if not job.trainings and not job.given:
             continue
         if home not in known:
@@ -106,11 +109,11 @@ def _copies(devices: int) -> int:
 
 
 def _training(job: Job, work: Work) -> Iterator[Step]:
-    store, recipe, size = job.store, job.store.recipe, DTYPE_BYTES * work.parameters
+    store, recipe, size = job.store, job.store.networks.recipe, DTYPE_BYTES * work.parameters
     for name in job.given:
         yield Step(f"read {name}", "given")
     for training in job.trainings:
-        name, done = store.trained_so_far(training)
+        name, done = store.folders.network_name(training), store.networks.epochs_trained(training)
         there = store.setup.dataset.images[0]
         there = training.images.expected_count(there) if training.images else there
         images = (recipe.epochs - done) * (there // recipe.batch_size) * recipe.batch_size
@@ -127,10 +130,11 @@ def _training(job: Job, work: Work) -> Iterator[Step]:
 
 def _matching(job: Job, work: Work) -> Iterator[Step]:
     store, size, devices = job.store, DTYPE_BYTES * work.parameters, len(jax.devices())
-    for name, (matcher, restarts) in job.matchings.items():
-        b, a = (store.network_name(letter) for letter in (name[0], name.split()[2][0]))
+    for key in job.matchings:
+        b, a = (store.networks.name(letter) for letter in (key.moved, key.reference))
+        matcher, restarts = key.matcher or store.config.matcher, key.restarts
         what = f"match {b} to {a} by {matcher}" + (f", {restarts} restarts" if restarts > 1 else "")
-        if store.matching_path(a, b, matcher, restarts).is_file():
+        if store.folders.matching(a, b, matcher, restarts).is_file():
             yield Step(what, "kept")
             continue
         flop, memory = SWEEPS * work.matching_flop * restarts, 4 * size
@@ -146,13 +150,13 @@ def _matching(job: Job, work: Work) -> Iterator[Step]:
 def _evaluation(job: Job, work: Work) -> Iterator[Step]:
     if not job.combinations:
         return
-    config, repair = job.store.config, getattr(job.store.config, "repair", False)
+    config = job.store.config
     what = f"evaluate {job.combinations:,} combinations, {job.store.folder(job.name).name}"
     if job.kept:
         yield Step(what, "kept")
         return
-    counts = zip((config.train_images, config.test_images), job.store.setup.dataset.images, strict=True)
-    images = sum(min(asked or there, there) + (REPAIR_IMAGES if repair else 0) for asked, there in counts)
+    counts = zip(config.images.values(), job.store.setup.dataset.images, strict=True)
+    images = sum(min(asked or there, there) + (REPAIR_IMAGES if config.repair else 0) for asked, there in counts)
     size = DTYPE_BYTES * work.parameters
     each = size + min(BATCH, images) * LIVE * work.largest  # a combination, and what is computed of it
     memory = (len(job.trainings) + len(job.given) + 1) * size + _copies(len(jax.devices())) * each

@@ -9,11 +9,12 @@ from typing import NamedTuple
 from mcomb.errors import UserError
 from mcomb.io.paths import modified, read_json, read_text, unseal
 from mcomb.lab.cache.store import Store
+from mcomb.lab.flags import CHECKPOINT_FLAGS, RECIPE_FLAGS, YOUNGER_FLAGS, Config, differing_flags, identity_flags
 from mcomb.lab.runs.experiment import Experiment, is_of_paper, over_pairs, reach_verdict
-from mcomb.lab.runs.flags import CHECKPOINT_FLAGS, RECIPE_FLAGS, YOUNGER_FLAGS, Config, differing_flags
 from mcomb.lab.runs.identity import flags_identity
 from mcomb.lab.runs.measure import HALVES
-from mcomb.lab.runs.results import SPLITS, Results, row_files
+from mcomb.lab.runs.results import SPLITS, Results
+from mcomb.lab.runs.rows import row_files
 from mcomb.lab.runs.verdicts import verdict_words
 from mcomb.lab.setups import SETUPS
 
@@ -44,7 +45,7 @@ def find_other_runs(experiment: Experiment, config: Config) -> list[OtherRun]:
     """
     store, found = Store(config), []
     for pattern in (experiment.name, f"{experiment.name},*"):
-        for path in store.home.glob(f"{pattern}/results.json"):
+        for path in store.folders.home.glob(f"{pattern}/results.json"):
             results = read_json(path) if path.parent != store.folder(experiment.name) else None
             own = results and _config_of(results, config)
             if own and Store(own).folder(experiment.name) == path.parent:
@@ -56,7 +57,7 @@ def find_other_runs(experiment: Experiment, config: Config) -> list[OtherRun]:
 def _config_of(results: Results, config: Config) -> Config | None:
     """The config that results were made with, the rest as in `config`; None if they are of another version."""
     reset = dict.fromkeys((*RECIPE_FLAGS, *CHECKPOINT_FLAGS))
-    reset |= {name: False for name in YOUNGER_FLAGS if hasattr(config, name)}
+    reset |= {name: False for name in YOUNGER_FLAGS if name in identity_flags(config)}
     try:
         recipe, own = results["config"]["recipe"], SETUPS[config.setup].recipe
         changed = {name: recipe[name] for name in RECIPE_FLAGS if recipe[name] != getattr(own, name)}
@@ -92,7 +93,7 @@ def read_state(experiment: Experiment, config: Config) -> State:
         of_these = header.startswith(json.dumps(identity)[:-1])  # networks and all that come after
         count += sum(unseal(line) is not None for line in lines) if of_these else 0
     if count:
-        sets = (*SPLITS, *(HALVES if getattr(config, "temperatures", False) else ()))
+        sets = (*SPLITS, *(HALVES if config.temperatures else ()))
         in_all = len(sets) * experiment.combinations(config)
         return State("begun", f"begun: {count:,} of {in_all:,} rows" if in_all else f"begun: {count:,} rows")
     return State("not run", "not run")

@@ -13,8 +13,8 @@ from mcomb.errors import UserError, first_words
 from mcomb.io.checkpoints import fingerprint_entry, read_checkpoint, reading, restore_tree, saved_steps, system_error
 from mcomb.io.fingerprints import fingerprint
 from mcomb.io.paths import AnyPath, absolute, remove_folder, seal, unseal
-from mcomb.lab.cache import versions
-from mcomb.lab.runs.results import environment
+from mcomb.lab import versions
+from mcomb.lab.environment import environment
 from mcomb.runtime.devices import describe_devices
 from mcomb.runtime.processes import are_several, is_first
 from mcomb.runtime.progress import warn

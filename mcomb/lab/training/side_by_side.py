@@ -1,19 +1,50 @@
-"""Running one function on several arguments at once, in threads that stop together and share memory."""
+"""Train several networks at once, in threads that share devices and memory and stop together."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from threading import Condition, Event
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+from jax.sharding import Mesh
+
+from mcomb.errors import UserError
+from mcomb.lab.data.datasets import Split
+from mcomb.lab.tables import readable_bytes
+from mcomb.lab.training.checkpoints import TrainingCheckpoints
+from mcomb.lab.training.train import (
+    Needs,
+    Recipe,
+    Stopped,
+    Training,
+    compile_training,
+    initial_state,
+    train,
+    training_bar,
+)
+from mcomb.runtime.batching import MEMORY_VARIABLE, free_memory
+from mcomb.runtime.devices import describe_devices, device_mesh, matrix_rate, meshes_of, replicate
+from mcomb.runtime.interrupts import unsaved
+from mcomb.runtime.processes import are_several, from_first
+from mcomb.runtime.progress import say
+from mcomb.runtime.training_loop import TrainState, all_finite
+from mcomb.trees import Apply, Params
+
+HOUR = 3600.0  # seconds
+EMBEDDED = "mlp-digits"  # the setup for a first look
+SLOWEST = 1e10  # floating-point operations per second that any machine reaches
 
 T = TypeVar("T")
 
 
 def run_side_by_side(work: Callable[[T, Event], None], arguments: Sequence[T]) -> None:
-    """Calls work(argument, stop) for each argument, in a thread of its own.
+    """Call work(argument, stop) for each argument, in a thread of its own.
 
-    If one of them fails, or the user interrupts, `stop` is set: the others should end soon, and how they end is of no
-    interest. The first error is then raised here.
+    `stop` is set if one of them fails or the user interrupts: the others should then end soon, however they end. This
+    function raises the first error.
     """
     stop, errors = Event(), list[BaseException]()
 
@@ -35,7 +66,7 @@ def run_side_by_side(work: Callable[[T, Event], None], arguments: Sequence[T]) -
 
 
 class Budget:
-    """Memory that threads share: each reserves its part, and waits while the others hold too much."""
+    """Memory that threads share: each reserves its part and waits while the others hold too much."""
 
     def __init__(self, size: float):
         self.size = self._left = size
@@ -58,3 +89,126 @@ class Budget:
             with self._changed:
                 self._left += needed
                 self._changed.notify_all()
+
+
+class Unfinished(NamedTuple):
+    """A network to train: its name, what it is trained from, and its checkpoints so far."""
+
+    name: str
+    training: Training
+    checkpoints: TrainingCheckpoints
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """Trains networks of one architecture by one recipe, side by side.
+
+    Attributes:
+        apply: The function from parameters and raw pixels to logits.
+        init: The function from a seed to the parameters of a new network.
+        data: All train images.
+        recipe: How the networks are trained.
+        steps_per_call: Training steps in one compiled call, or None to choose.
+    """
+
+    apply: Apply
+    init: Callable[[int], Params]
+    data: Split
+    recipe: Recipe
+    steps_per_call: int | None = None
+
+    def train_side_by_side(self, networks: Sequence[Unfinished], share: int) -> None:
+        """Train networks, each on `share` devices or on as many as it began with."""
+        by_size: dict[int, list[Unfinished]] = {}
+        for network in networks:
+            begun_with = None if are_several() else network.checkpoints.device_count
+            by_size.setdefault(min(begun_with or share, len(jax.devices())), []).append(network)
+        on_cpu = jax.default_backend() == "cpu"
+        budget = Budget(from_first(free_memory) * (len(jax.local_devices()) if on_cpu else 1))
+        for size, group in by_size.items():
+            meshes = meshes_of(size)
+            lanes = [(mesh, group[i :: len(meshes)], budget) for i, mesh in enumerate(meshes)]
+            run_side_by_side(self._train_in_turn, lanes)
+
+    def _train_in_turn(self, lane: tuple[Mesh, Sequence[Unfinished], Budget], stop: Event) -> None:
+        mesh, networks, budget = lane
+        for network in networks:
+            self._train(network, mesh, budget, stop)
+
+    def _train(self, network: Unfinished, mesh: Mesh, budget: Budget, stop: Event) -> None:
+        (name, (seed, images), checkpoints), data, recipe = network, self.data, self.recipe
+        if images:
+            data = data.take(images.rows(data.labels))
+        describe = f"training {name}"
+        with ExitStack() as held:
+            # The bar comes first: compiling takes seconds, and making the first state another one or two.
+            bar = held.enter_context(training_bar(recipe, len(data.labels), checkpoints.step, describe))
+            if recipe.epochs:
+                steps = recipe.epochs * (len(data.labels) // recipe.batch_size) - checkpoints.step
+                mesh, needs = self._compile_to_fit(data, mesh, budget.size, describe)
+                sizes = f"{readable_bytes(needs.memory)} of {readable_bytes(budget.size)}"
+                wait = partial(say, f"{describe}: waiting for memory ({sizes})")
+                shared = needs.memory if jax.default_backend() == "cpu" else 0.0
+                held.enter_context(budget.reserve(shared, stop, wait))
+                say_if_long(needs.flop * steps, mesh, describe)
+            state = initial_state(self.init(seed), recipe, len(data.labels))
+            if checkpoints.records:
+                state = checkpoints.restore(state)
+            elif recipe.epochs == 0:
+                checkpoints.save(0, replicate(state, mesh), mesh)
+            before = int(state.step)
+            how: dict[str, Any] = {"mesh": mesh, "per_call": self.steps_per_call, "stop": stop}
+            how |= {"describe": describe, "bar": bar, "begun": held.enter_context(unsaved())}
+            epochs = train(self.apply, state, data, recipe, seed, **how)
+            del state  # a network may fill half of the memory
+            try:
+                for epoch, trained, _ in epochs:
+                    if epoch % recipe.checkpoint_every == 0 or epoch == recipe.epochs:
+                        checkpoints.save(epoch, trained, mesh)
+            except Stopped as stopped:
+                self._save_stopped(checkpoints, stopped.state, before, len(data.labels), mesh)
+                raise
+
+    def _compile_to_fit(self, data: Split, mesh: Mesh, free: float, describe: str) -> tuple[Mesh, Needs]:
+        """Compile the step of a training on a mesh, or on one device of a CPU if only that fits into the free memory.
+
+        Each device has a copy of the weights, and those of a CPU share its memory.
+        """
+        alone = [device_mesh(mesh.devices.tolist()[:1])] if mesh.size > 1 and jax.default_backend() == "cpu" else []
+        shapes = jax.eval_shape(lambda: self.init(0))
+        for candidate in (mesh, *([] if are_several() else alone)):
+            needs = compile_training(self.apply, shapes, data, self.recipe, candidate, self.steps_per_call)
+            if needs.memory <= free:
+                if candidate is not mesh:
+                    say(f"{describe} on {describe_devices(candidate)} to fit into {readable_bytes(free)}")
+                return candidate, needs
+        raise UserError(
+            f"{describe} needs {readable_bytes(needs.memory)} of memory, but only {readable_bytes(free)} is free: "
+            f"reduce --width or --batch-size, use --setup {EMBEDDED}, or set {MEMORY_VARIABLE}."
+        )
+
+    def _save_stopped(
+        self, checkpoints: TrainingCheckpoints, state: TrainState, before: int, images: int, mesh: Mesh
+    ) -> None:
+        """Save a stopped training beyond the step `before`, unless other processes go on with it."""
+        epoch, within = divmod(int(state.step), images // self.recipe.batch_size)
+        if int(state.step) > before and not are_several() and all_finite(state.params):
+            checkpoints.save(None if within else epoch, state, mesh)
+
+
+def say_if_long(flop: float, mesh: Mesh, describe: str) -> None:
+    """Say how long a training takes if even matrix products at full speed would take more than an hour."""
+    if flop < HOUR * SLOWEST:
+        return
+    hours = flop / matrix_rate(mesh) / HOUR
+    if hours > 1:
+        time = f"{hours / 24:,.0f} days" if hours > 48 else f"{hours:.0f} hours"
+        say(f"{describe} takes {time} or more on {describe_devices(mesh)}: --setup {EMBEDDED} takes a minute")
+
+
+def device_share(networks: int) -> int:
+    """Return how many devices each of some networks trains on.
+
+    Processes that run together train one network after the other, each on all devices.
+    """
+    return len(jax.devices()) if are_several() else max(1, len(jax.devices()) // networks)

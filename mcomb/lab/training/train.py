@@ -24,6 +24,7 @@ from mcomb.evaluation.objectives import predict
 from mcomb.keys import stream
 from mcomb.lab.data.augmentation import Augmentation, augment
 from mcomb.lab.data.datasets import Split
+from mcomb.lab.data.splits import Subset
 from mcomb.runtime import training_loop
 from mcomb.runtime.devices import replicate
 from mcomb.runtime.progress import progress_bar
@@ -43,6 +44,13 @@ class Recipe:
     batch_size: int = 100
     clip: float | None = None
     checkpoint_every: int = 5  # epochs
+
+
+class Training(NamedTuple):
+    """What one network is trained from: its seed, and its train images unless it has all."""
+
+    seed: int
+    images: Subset | None = None
 
 
 class Stopped(Exception):

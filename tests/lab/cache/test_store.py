@@ -17,12 +17,16 @@ from experiments.width import WidthConfig
 from mcomb import write_checkpoint
 from mcomb.errors import Diverged, UserError
 from mcomb.io.fingerprints import fingerprint
-from mcomb.lab.cache import store as stores
-from mcomb.lab.cache.store import NotKeptError, Store, Training
-from mcomb.lab.runs.flags import Config, SweepConfig
+from mcomb.lab import run_folders, setups
+from mcomb.lab.cache import durations, matchings
+from mcomb.lab.cache.matchings import MatchingKey
+from mcomb.lab.cache.networks import NotKeptError
+from mcomb.lab.cache.store import Store
+from mcomb.lab.flags import Config, SweepConfig
 from mcomb.lab.setups import SETUPS
-from mcomb.lab.training.train import Stopped, compile_training
-from mcomb.lab.training.train import train as training
+from mcomb.lab.training import side_by_side
+from mcomb.lab.training import train as training
+from mcomb.lab.training.train import Stopped, Training, compile_training
 from mcomb.matching.matching import Matching
 from mcomb.matching.weights import match_weights
 from mcomb.runtime.batching import MEMORY_VARIABLE
@@ -32,12 +36,17 @@ CONFIG = Config(setup="mlp-digits", width=1, epochs=4)
 RECIPE = SETUPS["mlp-digits"].recipe
 
 
+def match(store, a, b, matcher="weights", restarts=1, make=True):
+    """The matching of B to A."""
+    return store.matchings.get({"A": a, "B": b}, MatchingKey("B", "A", matcher, restarts), make)
+
+
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
     """A read-only folder with networks A and B and their matching."""
     out = tmp_path_factory.mktemp("kept")
     store = Store(dataclasses.replace(CONFIG, out=out))
-    store.matching(*store.networks("AB").values(), "weights")
+    match(store, *store.networks.get("AB").values(), "weights")
     return out
 
 
@@ -50,9 +59,9 @@ def store(kept, tmp_path):
 
 @pytest.fixture
 def no_work(monkeypatch):
-    """Make training and matching fail the test."""
-    for name in ("train", "match", "match_weights"):
-        monkeypatch.setattr(stores, name, lambda *args, **options: pytest.fail("work was repeated"))
+    """Training and matching fail the test."""
+    for module, name in ((side_by_side, "train"), (matchings, "as_matcher"), (matchings, "match_weights")):
+        monkeypatch.setattr(module, name, lambda *args, **options: pytest.fail("work was repeated"))
 
 
 @pytest.mark.parametrize(
@@ -88,24 +97,37 @@ def test_folder_name_has_flags_that_change_results(config, name):
     ],
 )
 def test_network_name_has_seed_and_changed_flags(changes, names, tmp_path):
-    store = Store(Config(setup="mlp-digits", width=1, out=tmp_path / "runs", **changes), make=False)
+    store = Store(Config(setup="mlp-digits", width=1, out=tmp_path / "runs", **changes))
     for letter, name in zip("ABC", names.split(), strict=False):
         with pytest.raises(NotKeptError, match=f"^{name}$"):
-            store.networks(letter)
+            store.networks.get(letter, make=False)
     assert not (tmp_path / "runs").exists()
 
 
 def test_matching_name_has_dtype_if_matcher_computes():
     plain, other = (Store(dataclasses.replace(CONFIG, dtype=dtype)) for dtype in ("float32", "bfloat16"))
-    assert other.matching_path("A", "B", "weights") == plain.matching_path("A", "B", "weights")
-    assert plain.matching_path("A", "B", "ste").name == "B-to-A,matcher=ste.npz"
-    assert other.matching_path("A", "B", "ste").name == "B-to-A,matcher=ste,dtype=bfloat16.npz"
+    assert other.folders.matching("A", "B", "weights") == plain.folders.matching("A", "B", "weights")
+    assert plain.folders.matching("A", "B", "ste").name == "B-to-A,matcher=ste.npz"
+    assert other.folders.matching("A", "B", "ste").name == "B-to-A,matcher=ste,dtype=bfloat16.npz"
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        (MatchingKey("B", "A"), "B to A"),
+        (MatchingKey("C", "B", "weights"), "C to B, weights"),
+        (MatchingKey("B", "A", "ste"), "B to A, ste"),
+        (MatchingKey("B", "A", "weights", 8), "B to A, weights best of 8"),
+    ],
+)
+def test_matching_key_has_its_name_in_results(key, name):
+    assert str(key) == name
 
 
 def test_matching_name_fits_file_system_limit():
     store, long = Store(CONFIG), ",".join(f"option-{i}=0.001" for i in range(12))
     paths = [
-        store.matching_path(f"seed-0,{long}", f"seed-{i},{long}", "ste", restarts=restarts).name
+        store.folders.matching(f"seed-0,{long}", f"seed-{i},{long}", "ste", restarts=restarts).name
         for i in (1, 2)
         for restarts in (1, 2)
     ]
@@ -116,7 +138,7 @@ def test_matching_name_fits_file_system_limit():
 @pytest.mark.slow
 def test_network_trained_in_bfloat16_has_own_name(tmp_path):
     stores = [Store(dataclasses.replace(CONFIG, epochs=1, out=tmp_path, dtype=d)) for d in ("float32", "bfloat16")]
-    plain, other = (store.networks("A")["A"] for store in stores)
+    plain, other = (store.networks.get("A")["A"] for store in stores)
     assert plain.fingerprint != other.fingerprint
     assert {leaf.dtype.name for leaf in jax.tree.leaves(other.params)} == {"float32"}
     difference = np.abs(plain.params["dense2"]["kernel"] - other.params["dense2"]["kernel"]).max()
@@ -125,16 +147,16 @@ def test_network_trained_in_bfloat16_has_own_name(tmp_path):
     shutil.rmtree(other_folder)
     other_folder.with_name(plain.name).rename(other_folder)
     with pytest.raises(UserError, match="was trained with dtype = None, not bfloat16"):
-        Store(stores[1].config).networks("A")
+        Store(stores[1].config).networks.get("A")
 
 
 def test_store_reads_cached_objects(store, no_work, capsys):
     for make in (True, False):
-        again = Store(store.config, make=make)
-        a, b = again.networks("AB").values()
+        again = Store(store.config)
+        a, b = again.networks.get("AB", make).values()
         assert (a.name, b.name) == ("seed-0,epochs=4", "seed-1,epochs=4")
         assert a.fingerprint == fingerprint(a.params) != b.fingerprint
-        found = again.matching(a, b, "weights")
+        found = match(again, a, b, "weights", make=make)
         assert found.seconds > 0
         assert found.fingerprint == fingerprint(found.matching.perms)
     assert capsys.readouterr().err == ""
@@ -142,41 +164,41 @@ def test_store_reads_cached_objects(store, no_work, capsys):
 
 def test_matching_roundtrips_through_file(tmp_path):
     store = Store(dataclasses.replace(CONFIG, epochs=0, out=tmp_path))
-    a, b = store.networks("AB").values()
+    a, b = store.networks.get("AB").values()
     for matcher, restarts in (("weights", 1), ("weights", 3), ("activations", 1)):
-        found, again = (store.matching(a, b, matcher, restarts) for _ in range(2))
+        found, again = (match(store, a, b, matcher, restarts) for _ in range(2))
         for field in dataclasses.fields(Matching):
             assert_equal(getattr(again.matching, field.name), getattr(found.matching, field.name))
         assert (again.seconds, again.fingerprint) == (found.seconds, found.fingerprint)
     pair = "seed-1,epochs=0-to-seed-0,epochs=0"
-    kept = {path.name for path in store.home.glob("matchings/*.npz")}
+    kept = {path.name for path in store.folders.home.glob("matchings/*.npz")}
     assert kept == {f"{pair}.npz", f"{pair},restarts=3.npz", f"{pair},matcher=activations.npz"}
 
 
 @pytest.mark.parametrize("matcher", ["weights", "activations"])
 def test_matching_of_first_process_is_used_by_all(matcher, tmp_path, monkeypatch):
     store = Store(dataclasses.replace(CONFIG, epochs=0, out=tmp_path))
-    a, b = store.networks("AB").values()
+    a, b = store.networks.get("AB").values()
     shared = []
 
     def from_first(make, *args, **options):
         shared.append(make(*args, **options))
         return shared[-1]
 
-    monkeypatch.setattr(stores, "from_first", from_first)
-    assert store.matching(a, b, matcher) is shared[-1]
+    monkeypatch.setattr(matchings, "from_first", from_first)
+    assert match(store, a, b, matcher) is shared[-1]
 
 
 def test_data_differing_between_processes_are_detected(monkeypatch):
     compared = {}
-    monkeypatch.setattr(stores, "require_agreement", compared.__setitem__)
-    stores.load_data.cache_clear()
-    _, found = stores.load_data("mlp-digits", None)
+    monkeypatch.setattr(setups, "require_agreement", compared.__setitem__)
+    setups.load_data.cache_clear()
+    _, found = setups.load_data("mlp-digits", None)
     assert compared == {"images": found}
 
 
 def matching_file(store):
-    (path,) = store.home.glob("matchings/*.npz")
+    (path,) = store.folders.home.glob("matchings/*.npz")
     return path
 
 
@@ -208,16 +230,16 @@ def with_a_wrong_directory(content):
     ids=["empty", "a start", "half", "but one", "text", "garbage", "a header", "a directory", "an array"],
 )
 def test_matching_file_truncated_is_recomputed(store, damage, capsys):
-    a, b, path = *store.networks("AB").values(), matching_file(store)
-    before = store.matching(a, b, "weights")
+    a, b, path = *store.networks.get("AB").values(), matching_file(store)
+    before = match(store, a, b, "weights")
     path.write_bytes(damage(path.read_bytes()))
-    after = store.matching(a, b, "weights")
+    after = match(store, a, b, "weights")
     assert after.fingerprint == before.fingerprint
     lines = capsys.readouterr().err.splitlines()
     assert [line for line in lines if str(path) in line] == [line for line in lines if "matching again" in line]
     assert len([line for line in lines if line.startswith(f"{path} cannot be read (")]) == 1
-    assert len(lines) == 2  # the warning and the progress message
-    assert store.matching(a, b, "weights").matching.trace == before.matching.trace
+    assert len(lines) == 2  # that, and that it is matching
+    assert match(store, a, b, "weights").matching.trace == before.matching.trace
     assert capsys.readouterr().err == ""
 
 
@@ -226,11 +248,11 @@ def test_matching_file_with_wrong_byte_is_never_misread(store, capsys):
     whole = path.read_bytes()
     with np.load(path) as file:
         made_from = file["made_from"].tolist()
-    expected = stores._read_matching(path, made_from, store.spec)
+    expected = matchings.read_matching(path, made_from, store.spec)
     read = 0
     for at in range(0, len(whole), 11):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
-        if found := stores._read_matching(path, made_from, store.spec):
+        if found := matchings.read_matching(path, made_from, store.spec):
             read += 1
             assert_equal(dataclasses.asdict(found), dataclasses.asdict(expected))
     assert read < len(whole) / 11
@@ -255,27 +277,28 @@ OTHER = "belongs to other networks, data or versions: matching again"
     ],
 )
 def test_matching_of_other_networks_is_recomputed(changes, said, store, capsys):
-    a, b, path = *store.networks("AB").values(), matching_file(store)
-    before = store.matching(a, b, "weights")
+    a, b, path = *store.networks.get("AB").values(), matching_file(store)
+    before = match(store, a, b, "weights")
     change_kept(path, **changes)
-    assert store.matching(a, b, "weights").fingerprint == before.fingerprint
+    assert match(store, a, b, "weights").fingerprint == before.fingerprint
     assert capsys.readouterr().err.splitlines().count(f"{path} {said}") == 1
 
 
 def test_matching_depends_on_data_only_if_matcher_does(store, monkeypatch, capsys):
-    a, b = store.networks("AB").values()
+    a, b = store.networks.get("AB").values()
     for matcher in ("weights", "activations"):
-        store.matching(a, b, matcher)
+        match(store, a, b, matcher)
     data = store.data
-    monkeypatch.setattr(stores, "load_data", lambda setup, data_dir: (data, "another fingerprint"))
+    other = setups.LoadedData(data, "another fingerprint")
+    monkeypatch.setattr(matchings, "load_data", lambda setup, data_dir: other)
     capsys.readouterr()
     for matcher, anew in (("weights", 0), ("activations", 1), ("activations", 0)):
-        store.matching(a, b, matcher)
+        match(store, a, b, matcher)
         assert capsys.readouterr().err.count(OTHER) == anew
 
 
 def test_matching_that_is_no_permutation_is_rejected(store):
-    b = store.networks("B")["B"]
+    b = store.networks.get("B")["B"]
     perms = {name: np.arange(size) for name, size in store.spec.sizes.items()}
     assert_equal(store.permute(b, Matching(perms, 0.0, ())), b.params)
     twice = perms | {"dense1": np.zeros_like(perms["dense1"])}
@@ -298,15 +321,15 @@ def stopping(train):
 @pytest.mark.slow
 def test_training_resumes_to_uninterrupted_result(store, tmp_path, monkeypatch):
     config = dataclasses.replace(store.config, out=tmp_path / "stopped", checkpoint_every=1)
-    real = stores.train
+    real = side_by_side.train
 
-    monkeypatch.setattr(stores, "train", stopping(real))
+    monkeypatch.setattr(side_by_side, "train", stopping(real))
     with pytest.raises(KeyboardInterrupt):
-        Store(config).networks("AB")
+        Store(config).networks.get("AB")
     (folder,) = (tmp_path / "stopped").rglob("seed-0,epochs=4")
     assert {path.name for path in folder.iterdir()} == {"1", "2"}
-    monkeypatch.setattr(stores, "train", real)
-    assert Store(config).networks("AB")["A"].fingerprint == store.networks("A")["A"].fingerprint
+    monkeypatch.setattr(side_by_side, "train", real)
+    assert Store(config).networks.get("AB")["A"].fingerprint == store.networks.get("A")["A"].fingerprint
 
 
 class StopsAfter(Event):
@@ -325,18 +348,18 @@ class StopsAfter(Event):
 def test_training_resumes_within_epoch(tmp_path, monkeypatch):
     """Stop after 20 steps and again 15 steps later, with 14 steps per epoch."""
     config = dataclasses.replace(CONFIG, steps_per_call=1, out=tmp_path / "stopped")
-    whole = Store(dataclasses.replace(config, out=tmp_path / "whole")).networks("A")["A"]
+    whole = Store(dataclasses.replace(config, out=tmp_path / "whole")).networks.get("A")["A"]
     (folder,) = (tmp_path / "whole").rglob("seed-0*/")
     folder = tmp_path / "stopped" / folder.relative_to(tmp_path / "whole")
-    real = stores.train
+    real = side_by_side.train
     for steps, total in ((20, 20), (15, 35)):
         with monkeypatch.context() as patch:
             event = StopsAfter(steps)
-            patch.setattr(stores, "train", lambda *args, event=event, **how: real(*args, **how | {"stop": event}))
+            patch.setattr(side_by_side, "train", lambda *args, event=event, **how: real(*args, **how | {"stop": event}))
             with pytest.raises(Stopped):
-                Store(config).networks("A")
+                Store(config).networks.get("A")
         assert max(int(path.name) for path in (folder / "stopped").iterdir()) == total
-    assert Store(config).networks("A")["A"].fingerprint == whole.fingerprint
+    assert Store(config).networks.get("A")["A"].fingerprint == whole.fingerprint
     assert not (folder / "stopped").exists()
 
 
@@ -347,7 +370,7 @@ def test_given_network_with_nonfinite_weight_is_rejected(value, store, tmp_path)
     write_checkpoint(tmp_path / "mine.safetensors", params)
     given = Store(dataclasses.replace(store.config, checkpoint_a=tmp_path / "mine.safetensors"))
     with pytest.raises(UserError, match=r"1 of 256 entries of dense2/kernel in .*mine\.safetensors are not finite"):
-        given.networks("A")
+        given.networks.get("A")
 
 
 @pytest.mark.parametrize("name", ["net/d/..", "...safetensors", "-", "a,seed=1", "é" * 60, "x" * 200], ids=range(6))
@@ -358,20 +381,20 @@ def test_given_network_name_stays_inside_output_folder(name, tmp_path):
     write_checkpoint(tmp_path / "given" / name.removesuffix("/d/.."), network)
     given = Store(dataclasses.replace(CONFIG, out=out, checkpoint_a=place, checkpoint_b=place))
     folder = given.folder("uniform").resolve()
-    assert folder.parent == given.home.resolve()
-    folder.mkdir(parents=True)  # fails if the name is too long
-    a, b = given.networks("AB").values()
-    given.matching(a, b, "weights")
-    assert len(list(given.home.glob("matchings/*.npz"))) == len(list(tmp_path.rglob("*.npz"))) == 1
+    assert folder.parent == given.folders.home.resolve()
+    folder.mkdir(parents=True)  # its name is not too long
+    a, b = given.networks.get("AB").values()
+    match(given, a, b, "weights")
+    assert len(list(given.folders.home.glob("matchings/*.npz"))) == len(list(tmp_path.rglob("*.npz"))) == 1
 
 
 def devices_of(store, seed):
-    return store._checkpoints(Training(seed)).devices
+    return store.networks._checkpoints(Training(seed)).devices
 
 
 def train(store, *seeds):
-    """Return networks by seed."""
-    return {one.seed: network for one, network in store.train_networks([Training(seed) for seed in seeds]).items()}
+    """The networks of some seeds, by seed."""
+    return {one.seed: network for one, network in store.networks.train([Training(seed) for seed in seeds]).items()}
 
 
 @pytest.mark.slow
@@ -394,14 +417,14 @@ def test_network_is_independent_of_networks_beside_it(tmp_path):
 @pytest.mark.slow
 def test_training_resumed_alone_keeps_its_devices(tmp_path, monkeypatch):
     config = Config(setup="mlp-digits", width=1, epochs=4, checkpoint_every=1, out=tmp_path / "stopped")
-    real, whole = stores.train, train(Store(dataclasses.replace(config, out=tmp_path / "whole")), 0, 1)
+    real, whole = side_by_side.train, train(Store(dataclasses.replace(config, out=tmp_path / "whole")), 0, 1)
 
-    monkeypatch.setattr(stores, "train", stopping(real))
+    monkeypatch.setattr(side_by_side, "train", stopping(real))
     with pytest.raises(KeyboardInterrupt):
         train(Store(config), 0, 1)
-    monkeypatch.setattr(stores, "train", real)
+    monkeypatch.setattr(side_by_side, "train", real)
     both = [Training(0), Training(1)]
-    assert Store(config)._unfinished(both) == both
+    assert Store(config).networks._unfinished(both) == both
     assert_equal(train(Store(config), 0)[0].params, whole[0].params)
     assert_equal(train(Store(config), 0, 1)[1].params, whole[1].params)
 
@@ -410,19 +433,19 @@ def needed(config, devices):
     """Return the memory in GB that XLA reports for a training step on a number of devices."""
     store, mesh = Store(config), device_mesh(jax.devices()[:devices])
     shapes = store.setup.shapes(config.width)
-    return compile_training(store.apply, shapes, store.data.train, store.recipe, mesh).memory / 1e9
+    return compile_training(store.apply, shapes, store.data.train, store.networks.recipe, mesh).memory / 1e9
 
 
 def test_networks_train_in_turn_if_memory_is_small(kept, tmp_path, monkeypatch, capsys):
     config = dataclasses.replace(CONFIG, out=tmp_path)
     share = max(1, len(jax.devices()) // 2)
     monkeypatch.setenv(MEMORY_VARIABLE, str(1.5 * needed(config, share)))
-    networks = Store(config).networks("AB")
+    networks = Store(config).networks.get("AB")
     said = capsys.readouterr().err
     assert said.count(": waiting for memory (") == (len(jax.devices()) > 1)
     _, second = (line.split(":")[0] for line in said.splitlines() if "100%" in line)
-    assert f"{second}: waiting for memory" in said or len(jax.devices()) == 1
-    before = Store(dataclasses.replace(config, out=kept)).networks("AB")
+    assert f"{second} waits for memory" in said or len(jax.devices()) == 1
+    before = Store(dataclasses.replace(config, out=kept)).networks.get("AB")
     assert [networks[x].fingerprint for x in "AB"] == [before[x].fingerprint for x in "AB"]
 
 
@@ -433,7 +456,7 @@ def test_network_trains_on_one_device_if_memory_is_small(tmp_path, monkeypatch, 
     assert least < most
     monkeypatch.setenv(MEMORY_VARIABLE, str((least + most) / 2))
     store = Store(config)
-    store.networks("A")
+    store.networks.get("A")
     assert devices_of(store, 0) == ["1 × cpu"]
     assert "on 1 × cpu to fit into" in capsys.readouterr().err
 
@@ -443,17 +466,17 @@ def test_network_exceeding_memory_is_rejected(width, memory, tmp_path, monkeypat
     """Reject it before any allocation: the weights of the wide network alone would take a terabyte."""
     monkeypatch.setenv(MEMORY_VARIABLE, memory)
     store = Store(dataclasses.replace(CONFIG, width=width, out=tmp_path))
-    with pytest.raises(UserError, match=r"seed-\d,epochs=4 needs .*B of memory, but only .* is free: reduce"):
-        store.networks("AB")
+    with pytest.raises(UserError, match=r"seed-\d,epochs=4 needs .*B of memory, and .* may be used: give a smaller"):
+        store.networks.get("AB")
     assert not [path for path in tmp_path.rglob("networks/*") if path.is_dir()]
 
 
-def test_training_announces_long_duration(monkeypatch, capsys):
-    store, mesh = Store(CONFIG), device_mesh()
-    monkeypatch.setattr(stores, "matrix_rate", lambda mesh: 1e12)
-    store._say_if_long(3e15, mesh, "training seed-0")
+def test_a_long_training_says_so_at_its_start(monkeypatch, capsys):
+    mesh = device_mesh()
+    monkeypatch.setattr(side_by_side, "matrix_rate", lambda mesh: 1e12)
+    side_by_side.say_if_long(3e15, mesh, "training seed-0")
     assert capsys.readouterr().err == ""
-    store._say_if_long(1e18, mesh, "training seed-0")
+    side_by_side.say_if_long(1e18, mesh, "training seed-0")
     assert "training seed-0 takes 12 days or more on" in capsys.readouterr().err
 
 
@@ -468,8 +491,8 @@ def test_training_that_diverges_keeps_last_good_checkpoint(tmp_path, monkeypatch
     monkeypatch.setattr(training, "learning_rate", schedule)
     training.make_optimizer.cache_clear()
     try:
-        with pytest.raises(Diverged, match=r"in epoch 3 \(earlier checkpoints are intact\)"):
-            Store(Config(setup="mlp-digits", width=1, epochs=5, checkpoint_every=1, out=tmp_path)).networks("A")
+        with pytest.raises(Diverged, match="in epoch 3; the last good checkpoint is kept"):
+            Store(Config(setup="mlp-digits", width=1, epochs=5, checkpoint_every=1, out=tmp_path)).networks.get("A")
     finally:
         training.make_optimizer.cache_clear()
     assert {path.name for path in tmp_path.rglob("seed-0,epochs=5/*")} == {"1", "2"}
@@ -477,32 +500,32 @@ def test_training_that_diverges_keeps_last_good_checkpoint(tmp_path, monkeypatch
 
 def test_untrained_networks_depend_on_seed(tmp_path):
     store = Store(dataclasses.replace(CONFIG, epochs=0, out=tmp_path))
-    assert_equal(store.networks("B")["B"].params, store.setup.init(1, seed=1))
+    assert_equal(store.networks.get("B")["B"].params, store.setup.init(1, seed=1))
 
 
 def test_given_checkpoint_replaces_training(store, tmp_path, no_work):
-    params = store.networks("A")["A"].params
+    params = store.networks.get("A")["A"].params
     write_checkpoint(tmp_path / "mine", params)
-    given = Store(dataclasses.replace(store.config, checkpoint_b=tmp_path / "mine")).networks("B")["B"]
+    given = Store(dataclasses.replace(store.config, checkpoint_b=tmp_path / "mine")).networks.get("B")["B"]
     assert_equal(given.params, params)
     assert given.name == f"mine-{fingerprint(params)}"
 
 
 @pytest.fixture
 def pretrained(store, tmp_path, monkeypatch):
-    """A store with pretrained networks A and B of this setup and width."""
-    monkeypatch.setattr(stores, "PRETRAINED", tmp_path / "pretrained")
+    """A store whose networks come with the repository: A and B of this setup and width."""
+    monkeypatch.setattr(run_folders, "PRETRAINED", tmp_path / "pretrained")
     for seed, letter in enumerate("AB"):
-        path = stores.pretrained_path("mlp-digits", 1, seed)
+        path = run_folders.pretrained_path("mlp-digits", 1, seed)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_checkpoint(path, store.networks(letter)[letter].params)
+        write_checkpoint(path, store.networks.get(letter)[letter].params)
     config = dataclasses.replace(store.config, epochs=None, pretrained=True, out=tmp_path / "others")
     return Store(config)
 
 
 def test_pretrained_networks_are_used_and_named(pretrained, store, no_work):
     for seed, letter in enumerate("AB"):
-        network, expected = pretrained.networks(letter)[letter], store.networks(letter)[letter]
+        network, expected = pretrained.networks.get(letter)[letter], store.networks.get(letter)[letter]
         assert_equal(network.params, expected.params)
         assert network.fingerprint == expected.fingerprint
         assert network.name == f"pretrained-{seed}-{expected.fingerprint}"
@@ -511,18 +534,16 @@ def test_pretrained_networks_are_used_and_named(pretrained, store, no_work):
 
 
 def test_pretrained_error_lists_available_networks(pretrained):
-    with pytest.raises(
-        UserError, match=r"No pretrained network mlp-digits/width-1/seed-2\.safetensors: .* the seeds 0, 1\.$"
-    ):
-        pretrained.networks("C")
+    with pytest.raises(UserError, match=r"no pretrained mlp-digits/width-1/seed-2\.safetensors: .* the seeds 0, 1$"):
+        pretrained.networks.get("C")
     for name in ("tiny10/width-2", "tiny10/width-10"):
-        (stores.PRETRAINED / name).mkdir(parents=True)
+        (run_folders.PRETRAINED / name).mkdir(parents=True)
     wider = Store(dataclasses.replace(pretrained.config, width=8))
-    with pytest.raises(UserError, match=r"or use mlp-digits --width 1, tiny10 --width 2 or 10\.$"):
-        wider.networks("A")
+    with pytest.raises(UserError, match=r"or give mlp-digits --width 1, tiny10 --width 2 or 10$"):
+        wider.networks.get("A")
     retrained = Store(dataclasses.replace(pretrained.config, learning_rate=0.5))
-    with pytest.raises(UserError, match="fixed recipe: remove --learning-rate"):
-        retrained.networks("A")
+    with pytest.raises(UserError, match="as they are: leave out --learning-rate"):
+        retrained.networks.get("A")
 
 
 @pytest.mark.parametrize(
@@ -536,37 +557,37 @@ def test_pretrained_error_lists_available_networks(pretrained):
 )
 def test_networks_with_equal_seeds_are_rejected(changes, said, tmp_path):
     config = Config(setup="mlp-digits", width=1, out=tmp_path / "runs", **changes)
-    with pytest.raises(UserError, match=f"Networks {said}: use different seeds"):
-        Store(config).networks("ABC")
+    with pytest.raises(UserError, match=f"networks {said}: give two seeds"):
+        Store(config).networks.get("ABC")
     given = dataclasses.replace(config, **{f"checkpoint_{letter}": tmp_path for letter in "ab"})
-    assert list(Store(given).trainings("ABC")) == ([] if config.pretrained else ["C"])
+    assert list(Store(given).networks.trainings("ABC")) == ([] if config.pretrained else ["C"])
 
 
 def test_checkpoint_of_other_width_is_rejected(store):
-    (folder,) = store.home.glob("networks/seed-0*")
+    (folder,) = store.folders.home.glob("networks/seed-0*")
     wider = Store(dataclasses.replace(store.config, width=3, checkpoint_a=folder))
     with pytest.raises(UserError, match=r"of shape \(16,\) where the model has \(48,\)"):
-        wider.networks("A")
+        wider.networks.get("A")
 
 
 def test_matching_seconds_exclude_compilation(tmp_path, monkeypatch):
     def compile_and_match(*args, **options):
         time.sleep(0.2)
-        for event in stores.COMPILATION:
+        for event in durations.COMPILATION:
             jax.monitoring.record_event_duration_secs(event, 0.1)
         return match_weights(*args, **options)
 
-    monkeypatch.setattr(stores, "match_weights", compile_and_match)
+    monkeypatch.setattr(matchings, "match_weights", compile_and_match)
     store = Store(dataclasses.replace(CONFIG, epochs=0, out=tmp_path))
-    found = store.matching(*store.networks("AB").values(), "weights")
-    assert 0 < found.seconds <= store.seconds["matching"] - 0.19
+    found = match(store, *store.networks.get("AB").values(), "weights")
+    assert 0 < found.seconds <= store.durations.seconds["matching"] - 0.19
 
 
 def test_timed_adds_up_seconds_of_same_kind(store):
     for _ in range(2):
-        with store.timed("sleeping"):
+        with store.durations.timed("sleeping"):
             pass
-    first = store.seconds["sleeping"]
-    with store.timed("sleeping"):
+    first = store.durations.seconds["sleeping"]
+    with store.durations.timed("sleeping"):
         pass
-    assert store.seconds["sleeping"] >= first > 0
+    assert store.durations.seconds["sleeping"] >= first > 0

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mcomb.lab.data import augmentation
 from mcomb.lab.data.augmentation import Augmentation
-from mcomb.lab.data.datasets import augmentation
 
 augment = jax.jit(augmentation.augment, static_argnums=2)  # inside a compiled step, as always
 

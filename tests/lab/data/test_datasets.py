@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from mcomb.errors import UserError
+from mcomb.lab.data import datasets as data
 from mcomb.lab.data.datasets import CIFAR10, DIGITS, load_cifar10, load_digits
-from mcomb.lab.data.datasets import datasets as data
 
 
 def statistics(images):

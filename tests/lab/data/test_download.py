@@ -14,7 +14,7 @@ import pooch
 import pytest
 
 from mcomb.errors import UserError
-from mcomb.lab.data.datasets import datasets as data
+from mcomb.lab.data import datasets as data
 
 # The downloader leaves the socket of a silent server to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")

@@ -8,6 +8,7 @@ import jaxlib
 import pytest
 
 from mcomb.lab.cache.store import Store
+from mcomb.lab.flags import Config
 from mcomb.lab.runs import experiment
 from mcomb.lab.runs.experiment import (
     Experiment,
@@ -20,7 +21,6 @@ from mcomb.lab.runs.experiment import (
     said_verdict,
     setups_help,
 )
-from mcomb.lab.runs.flags import Config
 from mcomb.lab.runs.identity import identity_hash
 from mcomb.lab.runs.state import read_state
 from mcomb.lab.runs.verdicts import Verdict, verdict_colour

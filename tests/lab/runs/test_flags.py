@@ -10,8 +10,8 @@ from experiments import __main__ as listing
 from experiments import linear, matchers, triangle, width
 from mcomb.errors import UserError
 from mcomb.lab import cli
+from mcomb.lab.flags import Config, SweepConfig, command, convert_config, identity_flags, recipe, recipe_dict
 from mcomb.lab.runs.experiment import list_jobs, run
-from mcomb.lab.runs.flags import Config, SweepConfig, command, convert_config, identity_flags, recipe, recipe_dict
 from mcomb.lab.setups import SETUPS
 
 CONFIGS = [SweepConfig]

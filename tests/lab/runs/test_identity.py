@@ -12,14 +12,14 @@ from experiments import linear, width
 from mcomb import read_checkpoint, write_checkpoint
 from mcomb.errors import UserError
 from mcomb.io.paths import write_json
-from mcomb.lab.cache import store as stores
-from mcomb.lab.cache import versions
+from mcomb.lab import versions
 from mcomb.lab.cache.store import Store
 from mcomb.lab.data.datasets import Split, Splits
+from mcomb.lab.flags import convert_config
 from mcomb.lab.runs.experiment import read_results, run
-from mcomb.lab.runs.flags import convert_config
-from mcomb.lab.setups import SETUPS
+from mcomb.lab.setups import SETUPS, load_data
 from mcomb.lab.training.checkpoints import TrainingCheckpoints
+from mcomb.lab.training.train import initial_state
 
 CONFIG = linear.LinearConfig(setup="mlp-digits", width=1, epochs=2, points=3, train_images=50, test_images=50)
 
@@ -55,14 +55,15 @@ def stored(config):
 def change_network(config, seed):
     """Replace a trained network, as a copy of a network retrained elsewhere would."""
     store = Store(config)
-    (folder,) = store.home.glob(f"networks/seed-{seed},*")
+    recipe = store.networks.recipe
+    (folder,) = store.folders.home.glob(f"networks/seed-{seed},*")
     made_from = json.loads((folder / "2" / "config" / "metadata").read_text())
     checkpoints = TrainingCheckpoints(folder, {"seed": made_from["seed"]})
-    target = stores.initial_state(store.setup.init(config.width, 7), store.recipe, 1400)
+    target = initial_state(store.setup.init(config.width, 7), recipe, 1400)
     state = checkpoints.restore(target)
     shutil.rmtree(folder)
     checkpoints.made_from = {
-        k: v for k, v in made_from.items() if k in dataclasses.asdict(store.recipe) or k in ("setup", "width", "seed")
+        k: v for k, v in made_from.items() if k in dataclasses.asdict(recipe) or k in ("setup", "width", "seed")
     }
     checkpoints.save(2, state._replace(params=target.params))
 
@@ -110,7 +111,7 @@ def test_results_depend_on_networks(config, capsys):
 
 def test_results_depend_on_matchings(config, capsys):
     before = stored(config)
-    (path,) = Store(config).home.glob("matchings/*.npz")
+    (path,) = Store(config).folders.home.glob("matchings/*.npz")
     with np.load(path) as file:
         kept = dict(file)
     np.savez(path, **kept | {name: value[::-1] for name, value in kept.items() if name.startswith("perms/")})
@@ -129,7 +130,7 @@ def test_results_depend_on_number_of_devices(config, monkeypatch, capsys):
         first = jax.devices()[:1]
         monkeypatch.setattr(jax, "devices", lambda: first)
     else:
-        monkeypatch.setattr("mcomb.lab.identity.describe_devices", lambda: "2 × cpu")
+        monkeypatch.setattr("mcomb.lab.runs.identity.describe_devices", lambda: "2 × cpu")
     assert read_results(LINE, config) is None
     after = run(LINE, config)
     assert after["devices"] != before["devices"]
@@ -145,13 +146,13 @@ def test_results_depend_on_data(config, monkeypatch, capsys):
     reordered = Splits(train, Split(test.images[::-1], test.labels[::-1]))
     other = dataclasses.replace(setup, dataset=dataclasses.replace(setup.dataset, load=lambda path: reordered))
     monkeypatch.setitem(SETUPS, "mlp-digits", other)
-    stores.load_data.cache_clear()
+    load_data.cache_clear()
     try:
         assert read_results(LINE, config) is None
         run(LINE, config)
     finally:
-        stores.load_data.cache_clear()
-    assert "was made from other data: measuring again" in capsys.readouterr().err
+        load_data.cache_clear()
+    assert "was made from other data: measuring anew" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -201,7 +202,7 @@ def test_results_depend_on_results_of_parts(config, monkeypatch, capsys):
 
 
 def test_checkpoints_of_same_name_have_own_folders(config, tmp_path):
-    (trained,) = Store(config).home.glob("networks/seed-0,*")
+    (trained,) = Store(config).folders.home.glob("networks/seed-0,*")
     params = read_checkpoint(trained)
     folders = [tmp_path / name / "network" for name in ("x", "y")]
     for scale, folder in enumerate(folders, 1):
@@ -213,5 +214,5 @@ def test_checkpoints_of_same_name_have_own_folders(config, tmp_path):
     assert first["networks"]["A"] != second["networks"]["A"]
     assert stored(with_a)["curves"] == first["curves"]
     both = dataclasses.replace(config, checkpoint_a=folders[0], checkpoint_b=folders[1])
-    a, b = Store(both).networks("AB").values()
+    a, b = Store(both).networks.get("AB").values()
     assert a.name != b.name

@@ -6,15 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from numerics import assert_close
+from numerics import assert_close, assert_equal
 
 from mcomb.combination import linear, mix, uniform
 from mcomb.evaluation.evaluate import Metrics
+from mcomb.lab.cache.matchings import B_TO_A
 from mcomb.lab.cache.store import Store
+from mcomb.lab.flags import SweepConfig
 from mcomb.lab.runs import measure
-from mcomb.lab.runs.flags import SweepConfig
 from mcomb.lab.runs.measure import Run, Task, as_lists, cross_fit, guessing
-from mcomb.lab.runs.results import Rows
+from mcomb.lab.runs.rows import Rows
 from mcomb.matching.matching import objective
 
 IMAGES = 40  # equal for both splits, so that one compilation serves both
@@ -25,8 +26,8 @@ CONFIG = SweepConfig(setup="mlp-digits", width=1, epochs=0, train_images=IMAGES,
 def parts(tmp_path_factory):
     """A store, two untrained networks and their matching."""
     store = Store(dataclasses.replace(CONFIG, out=tmp_path_factory.mktemp("runs")))
-    networks = store.networks("AB")
-    return store, networks, {"B to A": store.matching(networks["A"], networks["B"], "weights")}
+    networks = store.networks.get("AB")
+    return store, networks, {B_TO_A: store.matchings.get(networks)}
 
 
 @pytest.fixture
@@ -51,7 +52,8 @@ def test_guessing_has_most_common_label_and_entropy():
 
 
 def test_curves_have_shape_of_sweep():
-    metrics = Metrics(np.arange(6.0), {"accuracy": np.arange(6.0) / 6, "agreement": np.arange(48).reshape(6, 4, 2)})
+    accuracy, agreement = np.arange(6.0) / 6, np.arange(48).reshape(6, 4, 2)
+    metrics = Metrics({"loss": np.arange(6.0), "accuracy": accuracy, "agreement": agreement})
     lists = as_lists(metrics, (3, 2))
     assert lists.keys() == {"loss", "accuracy", "agreement"}
     assert lists["loss"] == [[0, 1], [2, 3], [4, 5]]
@@ -81,7 +83,7 @@ def test_temperatures_are_fitted_on_the_half_they_do_not_measure(run):
         return np.mean([halves[0][halves[1].argmin()], halves[1][halves[0].argmin()]])
 
     ends = [expected(run.networks[letter].params) for letter in "AB"]
-    curve = [expected(line.draw(jax.random.key(0), jnp.asarray(value), *line.networks)) for value in line.parameters]
+    curve = [expected(line.draw(jax.random.key(0), jnp.asarray(value), *line.networks)) for value in line.points]
     assert_close([found["models"][letter]["test"]["loss"] for letter in "AB"], ends, roundings=64)
     assert_close(np.ravel(found["curves"]["aligned"]["test"]["loss"]), curve, roundings=64)
     assert found["barriers"]["aligned"]["test"]["loss"] == pytest.approx(max(curve) - np.mean(ends), abs=1e-5)
@@ -111,7 +113,9 @@ def test_line_ends_have_scores_of_networks(run):
         assert found[split].accuracy[[0, -1]].tolist() == [end.accuracy for end in ends]
         agreement = found[split].agreement
         assert (agreement.sum((1, 2)) == IMAGES).all()
-        differing = int((ends[0].predicted != ends[1].predicted).sum())
+        images = jnp.asarray(getattr(run.store.data, split).first(IMAGES).images)
+        labels = [run.store.apply(run.networks[letter].params, images).argmax(-1) for letter in "AB"]
+        differing = int((labels[0] != labels[1]).sum())
         assert agreement[0].sum(1).tolist() == [differing, 0, IMAGES - differing, 0]
         assert agreement[-1].sum(1).tolist() == [0, differing, IMAGES - differing, 0]
 
@@ -131,17 +135,17 @@ def test_evaluate_resumes_from_rows(run, tmp_path, monkeypatch):
     whole = run.evaluate({"cube": task(run, uniform)})["cube"]
     calls = []
     real = measure.evaluate
-    monkeypatch.setattr(measure, "evaluate", lambda *args, **options: calls.append(args[3]) or real(*args, **options))
+    monkeypatch.setattr(measure, "evaluate", lambda *args, **options: calls.append(args[5]) or real(*args, **options))
     run.evaluate({"cube": task(run, uniform)})
     assert not calls
     lines = (tmp_path / "samples.jsonl").read_text().splitlines()
     assert len(lines) == 1 + 2 * 7
     (tmp_path / "samples.jsonl").write_text("\n".join(lines[:10]) + "\n")  # all of train, and two of test
     again = dataclasses.replace(run, rows=Rows(tmp_path, {})).evaluate({"cube": task(run, uniform)})["cube"]
-    (parameters,) = calls
-    assert set(np.asarray(parameters).tolist()) == set(task(run).parameters[2:].tolist())
+    (points,) = calls
+    assert set(np.asarray(points).tolist()) == set(task(run).points[2:].tolist())
     for split in ("train", "test"):
-        jax.tree.map(np.testing.assert_array_equal, whole[split], again[split])
+        assert_equal(whole[split].values, again[split].values)
 
 
 def test_keys_follow_name_of_experiment(run, parts, tmp_path):
@@ -169,7 +173,7 @@ def test_measure_pair_samples_naive_and_aligned(run):
 
 
 def test_align_applies_matching_to_b(run):
-    perms = run.matchings["B to A"].matching.perms
+    perms = run.matchings[B_TO_A].matching.perms
     expected = run.store.spec.apply(perms, run.networks["B"].params)
     jax.tree.map(np.testing.assert_array_equal, run.align(), expected)
     assert run.align() is run.align()

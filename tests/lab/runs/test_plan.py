@@ -9,11 +9,12 @@ import pytest
 
 from experiments import linear, train, uniform
 from mcomb.lab import cli
-from mcomb.lab.cache.store import Store, device_share
+from mcomb.lab.cache.store import Store
 from mcomb.lab.data.datasets import DIGITS, Split
 from mcomb.lab.runs import plan
 from mcomb.lab.runs.experiment import list_jobs, run
 from mcomb.lab.setups import SETUPS
+from mcomb.lab.training.side_by_side import device_share
 from mcomb.lab.training.train import compile_training
 from mcomb.runtime.devices import meshes_of
 
@@ -78,10 +79,10 @@ def test_plan_memory_is_close_to_compiled_step(setup, width, tmp_path):
     store = Store(config_of(linear, tmp_path, "--setup", setup, "--width", str(width)))
     count, image = store.setup.dataset.images[0], store.setup.dataset.image
     data = Split(np.zeros((count, *image), np.uint8), np.zeros(count, np.int32))
-    seeds = [store.training(letter) for letter in "AB"]
+    seeds = [store.config.training_of(letter) for letter in "AB"]
     planned = plan.plan_steps([plan.Job("train", store, seeds)])[0].memory
     mesh = meshes_of(device_share(len(seeds)))[0]
-    needed = compile_training(store.apply, store.setup.shapes(width), data, store.recipe, mesh).memory
+    needed = compile_training(store.apply, store.setup.shapes(width), data, store.networks.recipe, mesh).memory
     assert 0.5 < planned / needed < 2
 
 

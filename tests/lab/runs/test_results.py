@@ -5,8 +5,11 @@ import pytest
 
 from mcomb.errors import UserError
 from mcomb.io.paths import seal, write_json
+from mcomb.lab.environment import environment
 from mcomb.lab.runs.identity import read_finished
-from mcomb.lab.runs.results import TABLE_WIDTH, Rows, columns, environment, table
+from mcomb.lab.runs.results import table
+from mcomb.lab.runs.rows import Rows
+from mcomb.lab.tables import TABLE_WIDTH, columns
 
 
 def results():

@@ -15,8 +15,8 @@ from mcomb import read_checkpoint
 from mcomb.errors import UserError
 from mcomb.io import checkpoints as checkpoint
 from mcomb.lab.setups import SETUPS
+from mcomb.lab.training import checkpoints as training_checkpoints
 from mcomb.lab.training.checkpoints import TrainingCheckpoints
-from mcomb.lab.training.train import checkpoints as training_checkpoints
 from mcomb.lab.training.train import initial_state
 from mcomb.runtime.devices import describe_devices
 

@@ -43,7 +43,7 @@ def test_side_by_side_stops_all_after_interrupt(monkeypatch):
     def interrupt(futures):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mcomb.lab.side_by_side.wait", interrupt)
+    monkeypatch.setattr("mcomb.lab.training.side_by_side.wait", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run_side_by_side(work, "xy")
     assert sorted(ended) == ["x", "y"]

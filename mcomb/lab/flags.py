@@ -12,7 +12,7 @@ from mcomb.keys import LARGEST_SEED
 from mcomb.lab.cli import Flag, Output, flags, is_installed_command
 from mcomb.lab.data.splits import Subset
 from mcomb.lab.setups import SETUPS, WIDEST
-from mcomb.lab.training.train import Recipe
+from mcomb.lab.training.train import Recipe, Training
 from mcomb.matching.matchers import MATCHERS
 
 C = TypeVar("C", bound="Config")
@@ -73,9 +73,54 @@ class Config(TrainingConfig):
         int | None, Flag("combinations in one batch on a device (default: automatic)", at_least=1, identity=False)
     ] = None
 
-    def images_of(self, letter: str) -> Subset | None:
-        """The train images of network A, B or C; None if they are all."""
+    # Flags that only some experiments have, as they are for all others.
+
+    @property
+    def repair(self) -> bool:
+        """Whether combinations are repaired (REPAIR)."""
+        return False
+
+    @property
+    def temperatures(self) -> bool:
+        """Whether losses are also measured at each network's best temperature."""
+        return False
+
+    @property
+    def samples(self) -> int:
+        """How many combinations are drawn at each value of a sweep."""
+        return 1
+
+    @property
+    def range(self) -> tuple[float, float] | None:
+        """The first and last value of a sweep; None for those of the experiment."""
         return None
+
+    @property
+    def split(self) -> str | None:
+        """How the train images of A and B differ; None if both have all."""
+        return None
+
+    @property
+    def images(self) -> dict[str, int | None]:
+        """How many images of each split are evaluated on; None for all."""
+        return {"train": self.train_images, "test": self.test_images}
+
+    def checkpoint_of(self, letter: str) -> AnyPath | None:
+        """Return the file that gives network A, B or C, if there is one."""
+        return {"A": self.checkpoint_a, "B": self.checkpoint_b, "C": self.checkpoint_c}[letter]
+
+    def seed_of(self, letter: str) -> int:
+        """Return the seed of network A, B or C."""
+        chosen = {"A": self.seed_a, "B": self.seed_b, "C": self.seed_c}[letter]
+        return 3 * self.seed + "ABC".index(letter) if chosen is None else chosen
+
+    def images_of(self, letter: str) -> Subset | None:
+        """Return the train images of network A, B or C; None if it has all."""
+        return None
+
+    def training_of(self, letter: str) -> Training:
+        """Return what network A, B or C is trained from."""
+        return Training(self.seed_of(letter), self.images_of(letter))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,157 @@
+"""Cache matchings: read them, or find and write them where they are missing.
+
+Of several processes that want the same matching, one finds it and the others wait.
+"""
+
+import io
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from mcomb.io.fingerprints import fingerprint
+from mcomb.io.locks import lock
+from mcomb.io.paths import AnyPath, atomic, make_writable
+from mcomb.lab import versions
+from mcomb.lab.cache.durations import Durations, compilation_seconds
+from mcomb.lab.cache.networks import Network, NotKeptError
+from mcomb.lab.run_folders import RunFolders
+from mcomb.lab.setups import SETUPS, load_data
+from mcomb.matching.matchers import as_matcher
+from mcomb.matching.matching import Matching
+from mcomb.matching.weights import match_weights
+from mcomb.runtime.processes import from_first
+from mcomb.runtime.progress import say, warn
+from mcomb.symmetry.spec import PermutationSpec
+
+MATCHING_IMAGES = 10_000  # of the train split, for matchers to see: more would change little and cost much
+MATCHING_FIELDS = tuple(field.name for field in fields(Matching) if field.name != "perms")
+
+
+@dataclass(frozen=True)
+class MatchingKey:
+    """Which network is matched to which, and how.
+
+    Its text, in results and tables, is `B to A`, and `B to A, ste` where an experiment chooses the matcher itself.
+
+    Attributes:
+        moved: The letter of the network whose units are reordered.
+        reference: The letter of the network that it is matched to.
+        matcher: The matcher's name, or None for that of `--matcher`.
+        restarts: How many restarts weight matching tries.
+    """
+
+    moved: str
+    reference: str
+    matcher: str | None = None
+    restarts: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.moved} to {self.reference}" + (f", {self.method}" if self.matcher else "")
+
+    @property
+    def method(self) -> str:
+        """The matcher and its restarts in words."""
+        return f"{self.matcher} best of {self.restarts}" if self.restarts > 1 else str(self.matcher)
+
+
+B_TO_A = MatchingKey("B", "A")
+
+
+@dataclass(frozen=True)
+class KeptMatching:
+    """A matching, the seconds it took without compilation, and its fingerprint."""
+
+    matching: Matching
+    seconds: float
+    fingerprint: str
+
+
+class MatchingCache:
+    """The matchings of one config's networks, found once and kept in the run folders."""
+
+    def __init__(self, config: Any, folders: RunFolders, durations: Durations):
+        self.config, self.folders, self.durations = config, folders, durations
+        self.setup = SETUPS[config.setup]
+
+    def get(self, networks: Mapping[str, Network], key: MatchingKey = B_TO_A, make: bool = True) -> KeptMatching:
+        """Return the matching of one network to another, found once for exactly these two networks.
+
+        It depends only on the networks, the matcher and the dataset: matchers see the same images whatever a run
+        evaluates. Of several restarts, weight matching keeps the best.
+
+        Raises:
+            NotKeptError: The matching is not cached and `make` is False.
+        """
+        a, b, matcher = networks[key.reference], networks[key.moved], key.matcher or self.config.matcher
+        path, spec = self.folders.matching(a.name, b.name, matcher, key.restarts), self._spec
+        name = path.name.removesuffix(".npz")
+        made_from = [a.fingerprint, b.fingerprint, f"version {versions.MATCHING}"]
+        if matcher != "weights":
+            made_from += [load_data(self.config.setup, self.config.data_dir).fingerprint, *self.folders.other_dtype]
+        kept = from_first(read_matching, path, made_from, spec)
+        if kept is None:
+            if not make:
+                raise NotKeptError(name)
+            from_first(make_writable, path.parent)
+            with lock(path.parent / f".{name}.lock", f"matching {b.name} to {a.name}"):
+                kept = from_first(read_matching, path, made_from, spec, tell=False)
+                if kept is None:
+                    kept = from_first(write_matching, path, made_from, self._find(a, b, matcher, key.restarts))
+        return kept
+
+    @property
+    def _spec(self) -> PermutationSpec:
+        return self.setup.spec(self.config.width, self.config.dtype)
+
+    def _find(self, a: Network, b: Network, matcher: str, restarts: int) -> KeptMatching:
+        how = matcher if restarts == 1 else f"{matcher}, best of {restarts} restarts"
+        say(f"matching {b.name} to {a.name} by {how} …")
+        import scipy.optimize  # noqa: F401 (slow, and no part of the first matcher's time)
+
+        spec, compiled, start = self._spec, compilation_seconds(), time.monotonic()
+        with self.durations.timed("matching"):
+            if matcher == "weights":
+                matching = from_first(match_weights, spec, a.params, b.params, restarts=restarts)
+            else:
+                images = load_data(self.config.setup, self.config.data_dir).splits.train.first(MATCHING_IMAGES)
+                data: Any = dict(zip(("inputs", "labels"), images, strict=True))
+                apply = self.setup.apply(self.config.width, self.config.dtype)
+                matching = as_matcher(matcher).match(spec, a.params, b.params, apply=apply, **data)
+        seconds = time.monotonic() - start - (compilation_seconds() - compiled)
+        return KeptMatching(matching, seconds, fingerprint(matching.perms))
+
+
+def write_matching(path: AnyPath, made_from: list[str], kept: KeptMatching) -> KeptMatching:
+    """Write a matching, with the fingerprints of what it was made from, and return it."""
+    values: dict[str, Any] = {name: getattr(kept.matching, name) for name in MATCHING_FIELDS}
+    perms = {f"perms/{name}": perm for name, perm in kept.matching.perms.items()}
+    with atomic(path) as temporary:
+        np.savez(temporary, **values | perms, made_from=made_from, seconds=kept.seconds)
+    return kept
+
+
+def read_matching(path: AnyPath, made_from: list[str], spec: PermutationSpec, tell: bool = True) -> KeptMatching | None:
+    """Return a matching if it is there, whole, and made from just this; otherwise say why not and return None."""
+    if not path.is_file():
+        return None
+    perms = {name: f"perms/{name}" for name in spec.sizes}
+    try:
+        with np.load(io.BytesIO(path.read_bytes())) as file:  # of a damaged file np.load would leave it open
+            kept: dict[str, Any] = dict(file)
+        if not {"made_from", "seconds", *MATCHING_FIELDS, *perms.values()} <= kept.keys():
+            problem = "is from an older version"
+        elif kept["made_from"].tolist() != made_from:
+            problem = "belongs to other networks, data or versions"
+        else:
+            values: dict[str, Any] = {name: kept[name].tolist() for name in MATCHING_FIELDS}
+            values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+            matching = Matching({name: kept[key] for name, key in perms.items()}, **values)
+            return KeptMatching(matching, kept["seconds"].item(), fingerprint(matching.perms))
+    except Exception as error:  # a damaged zip file makes for any kind of error
+        problem = f"cannot be read ({type(error).__name__})"
+    if tell:
+        warn(f"{path} {problem}: matching again")
+    return None

@@ -1,0 +1,113 @@
+"""Name all folders and files of a run: the one place for the layout on disk.
+
+    out/<setup>/width-<w>/networks/<network>/      orbax checkpoints
+                          matchings/<b>-to-<a>.npz, and <b>-to-<a>,matcher=<m>.npz
+                          <experiment>/            results.json, samples.jsonl, figures
+
+A name has every flag that differs from its default, as in `uniform,seed=1,points=5`.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcomb.io.paths import AnyPath
+from mcomb.lab.flags import CHECKPOINT_FLAGS, RECIPE_FLAGS, TrainingConfig, identity_flags, recipe
+from mcomb.lab.setups import SETUPS
+from mcomb.lab.training.train import Training
+
+# The files in an experiment's folder, beside its figures.
+RESULTS = "results.json"
+ROWS = "samples.jsonl"
+ROW_OBJECTS = "samples"  # in an object store: a folder with one object per call in place of ROWS
+FIGURE_RECORD = ".figures.json"  # fingerprints of the figures' files, and the version that drew them
+LOCK = ".lock"
+
+PRETRAINED = Path(__file__).parents[2] / "pretrained"  # in a clone
+
+
+@dataclass(frozen=True)
+class RunFolders:
+    """The folders and files of one setup and width under `--out`."""
+
+    config: TrainingConfig
+
+    @property
+    def home(self) -> AnyPath:
+        """The folder of this setup and width, which holds all others."""
+        return self.config.out / self.config.setup / f"width-{self.config.width}"
+
+    @property
+    def networks(self) -> AnyPath:
+        """The folder of all networks."""
+        return self.home / "networks"
+
+    def network(self, training: Training) -> AnyPath:
+        """Return the folder of one network's checkpoints."""
+        return self.networks / self.network_name(training)
+
+    def network_name(self, training: Training) -> str:
+        """Name a network by its seed, by its images unless it has all, and by the changes to its recipe."""
+        own, setups = recipe(self.config), SETUPS[self.config.setup].recipe
+        changed = [
+            f"{name.replace('_', '-')}={getattr(own, name)}"
+            for name in RECIPE_FLAGS
+            if getattr(own, name) != getattr(setups, name)
+        ]
+        images = [training.images.name] if training.images else []
+        return ",".join([f"seed-{training.seed}", *images, *changed, *self.other_dtype])
+
+    def matching(self, a: str, b: str, matcher: str, restarts: int = 1) -> AnyPath:
+        """Return the file of the matching of network B to network A, by the networks' names."""
+        name = f"{b}-to-{a}"
+        name += ",".join(["", f"matcher={matcher}", *self.other_dtype]) if matcher != "weights" else ""
+        name += f",restarts={restarts}" if restarts > 1 else ""
+        if len(name.encode()) > 180:  # file names have up to 255 bytes, and temporary files and locks have longer ones
+            name = f"{shorten_name(name, 150)}-{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}"
+        return self.home / "matchings" / f"{name}.npz"
+
+    def experiment(self, name: str, given: Mapping[str, str]) -> AnyPath:
+        """Return the folder of an experiment's results.
+
+        Args:
+            name: The experiment's name.
+            given: The names of networks that are read from files, by letter. They have fingerprints in them.
+        """
+        parts, own = [name], SETUPS[self.config.setup].recipe
+        for flag in identity_flags(self.config):
+            value, default = getattr(self.config, flag), getattr(type(self.config), flag)
+            if value in (default, getattr(own, flag, default)) or flag in ("setup", "width"):
+                continue
+            word = flag.replace("_", "-")
+            value = given[flag[-1].upper()] if flag in CHECKPOINT_FLAGS else value
+            parts.append(word if value is True else f"{word}={_in_a_name(value)}")
+        return self.home / ",".join(parts)
+
+    @property
+    def other_dtype(self) -> list[str]:
+        """The part of a name for dtypes other than float32."""
+        return [f"dtype={self.config.dtype}"] if self.config.dtype != "float32" else []
+
+
+def pretrained_path(setup: str, width: int, seed: int) -> Path:
+    """Return the file of a network that comes with the repository."""
+    return PRETRAINED / setup / f"width-{width}" / f"seed-{seed}.safetensors"
+
+
+def figure_files(folder: AnyPath, experiment: str) -> list[AnyPath]:
+    """Return the files of an experiment's figure in its folder: PNG and PDF."""
+    return [folder / f"{experiment}.{kind}" for kind in ("png", "pdf")]
+
+
+def shorten_name(name: str, size: int = 60) -> str:
+    """Cut a name that becomes part of other file names."""
+    return name.encode()[:size].decode(errors="ignore")
+
+
+def _in_a_name(value: Any) -> str:
+    """Write a flag's value as part of a folder's name."""
+    if isinstance(value, tuple):
+        return "..".join(map(_in_a_name, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
