@@ -55,16 +55,21 @@ def test_fine_tune_lowers_held_out_loss_and_keeps_integers(whole):
     assert whole.params["steps"] is START["steps"]
 
 
-def test_fine_tune_resumes_to_same_bits(interrupted, whole, monkeypatch):
-    steps = []
-    real = fine_tuning.fit
+@pytest.fixture
+def steps(monkeypatch):
+    """Return a list of the steps of each compiled call from now on."""
+    made, real = [], fine_tuning.fit
 
     def counting(*args, **options):
         for state, losses, report in real(*args, **options):
-            steps.append(len(losses))
+            made.append(len(losses))
             yield state, losses, report
 
     monkeypatch.setattr(fine_tuning, "fit", counting)
+    return made
+
+
+def test_fine_tune_resumes_to_same_bits(interrupted, whole, steps):
     found = tune(interrupted)
     assert_equal(found.params["kernel"], whole.params["kernel"])
     assert (found.loss, found.losses) == (whole.loss, whole.losses)
@@ -77,8 +82,11 @@ def smooth(amount, logits, label):
     return (1 - amount) * own - amount * jax.nn.log_softmax(logits).mean(), count
 
 
-def test_fine_tune_ignores_file_of_another_seed(interrupted):
+def test_fine_tune_ignores_file_of_another_seed(interrupted, steps):
     assert_equal(tune(interrupted, seed=1).params["kernel"], tune(seed=1).params["kernel"])
+    steps.clear()
+    tune(interrupted, seed=1)
+    assert not steps  # the file now belongs to this seed
 
 
 OTHERS = ["loss", *(pytest.param(what, marks=pytest.mark.slow) for what in ("function", "constant inside"))]
@@ -95,7 +103,9 @@ def test_fine_tune_ignores_file_of_another_function(what, tmp_path):
         return fine_tune(run, START, INPUTS, LABELS, **how, keep=keep)
 
     learn(1.0, tmp_path / "kept.npz")
+    before = (tmp_path / "kept.npz").read_bytes()
     assert_equal(learn(2.0, tmp_path / "kept.npz").params["kernel"], learn(2.0).params["kernel"])
+    assert (tmp_path / "kept.npz").read_bytes() != before  # replaced
 
 
 def test_fine_tune_resumes_bfloat16(tmp_path, monkeypatch):
@@ -150,7 +160,7 @@ def test_fine_tune_of_complex_weights():
 def test_fine_tune_names_truncated_file_and_restarts(left, interrupted, whole, capsys):
     interrupted.write_bytes(interrupted.read_bytes()[:left])
     assert_equal(tune(interrupted).params["kernel"], whole.params["kernel"])
-    assert f"{interrupted} cannot be read" in capsys.readouterr().err
+    assert f"Cannot read {interrupted}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("part", [*(pytest.param(part, marks=pytest.mark.slow) for part in (0.1, 0.5, 0.7)), 0.3])

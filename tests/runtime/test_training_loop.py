@@ -186,6 +186,8 @@ def test_shuffled_rows_have_each_example_at_most_once(seed, epoch, count, batch_
     assert rows.shape == (count // batch_size, batch_size)
     assert len(set(rows.ravel())) == rows.size
     assert set(rows.ravel()) <= set(range(count))
+    if count == 40 and rows.size > 10:
+        assert (np.diff(rows.ravel()) < 0).any()  # not in order
 
 
 def test_shuffled_rows_depend_on_seed_and_epoch_only():
@@ -194,6 +196,7 @@ def test_shuffled_rows_depend_on_seed_and_epoch_only():
     assert_equal(shuffled_rows(0, 0, 50, 25).ravel(), first.ravel())  # nor on the batch size
     for seed, epoch in ((1, 0), (0, 1)):
         assert (shuffled_rows(seed, epoch, 50, 10) != first).any()
+    assert (first.ravel() != np.arange(50)).any()
 
 
 def test_steps_per_call_is_epoch_except_for_convolutions():

@@ -82,7 +82,7 @@ class NetworkCache:
         if not path.is_file():
             raise UserError(
                 f"No pretrained network {path.relative_to(run_folders.PRETRAINED)}: remove --pretrained, or use "
-                f"{_list_pretrained(path.parent)}"
+                f"{_list_pretrained(path.parent)}."
             )
         return path
 

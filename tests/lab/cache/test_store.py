@@ -444,7 +444,7 @@ def test_networks_train_in_turn_if_memory_is_small(kept, tmp_path, monkeypatch, 
     said = capsys.readouterr().err
     assert said.count(": waiting for memory (") == (len(jax.devices()) > 1)
     _, second = (line.split(":")[0] for line in said.splitlines() if "100%" in line)
-    assert f"{second} waits for memory" in said or len(jax.devices()) == 1
+    assert f"{second}: waiting for memory" in said or len(jax.devices()) == 1
     before = Store(dataclasses.replace(config, out=kept)).networks.get("AB")
     assert [networks[x].fingerprint for x in "AB"] == [before[x].fingerprint for x in "AB"]
 
@@ -466,7 +466,7 @@ def test_network_exceeding_memory_is_rejected(width, memory, tmp_path, monkeypat
     """Reject it before any allocation: the weights of the wide network alone would take a terabyte."""
     monkeypatch.setenv(MEMORY_VARIABLE, memory)
     store = Store(dataclasses.replace(CONFIG, width=width, out=tmp_path))
-    with pytest.raises(UserError, match=r"seed-\d,epochs=4 needs .*B of memory, and .* may be used: give a smaller"):
+    with pytest.raises(UserError, match=r"seed-\d,epochs=4 needs .*B of memory, but only .* is free: reduce --width"):
         store.networks.get("AB")
     assert not [path for path in tmp_path.rglob("networks/*") if path.is_dir()]
 
@@ -491,7 +491,7 @@ def test_training_that_diverges_keeps_last_good_checkpoint(tmp_path, monkeypatch
     monkeypatch.setattr(training, "learning_rate", schedule)
     training.make_optimizer.cache_clear()
     try:
-        with pytest.raises(Diverged, match="in epoch 3; the last good checkpoint is kept"):
+        with pytest.raises(Diverged, match=r"in epoch 3 \(earlier checkpoints are intact\)"):
             Store(Config(setup="mlp-digits", width=1, epochs=5, checkpoint_every=1, out=tmp_path)).networks.get("A")
     finally:
         training.make_optimizer.cache_clear()
@@ -534,15 +534,15 @@ def test_pretrained_networks_are_used_and_named(pretrained, store, no_work):
 
 
 def test_pretrained_error_lists_available_networks(pretrained):
-    with pytest.raises(UserError, match=r"no pretrained mlp-digits/width-1/seed-2\.safetensors: .* the seeds 0, 1$"):
+    with pytest.raises(UserError, match=r"No pretrained network mlp-digits/width-1/seed-2\.saf.* the seeds 0, 1\.$"):
         pretrained.networks.get("C")
     for name in ("tiny10/width-2", "tiny10/width-10"):
         (run_folders.PRETRAINED / name).mkdir(parents=True)
     wider = Store(dataclasses.replace(pretrained.config, width=8))
-    with pytest.raises(UserError, match=r"or give mlp-digits --width 1, tiny10 --width 2 or 10$"):
+    with pytest.raises(UserError, match=r"or use mlp-digits --width 1, tiny10 --width 2 or 10\.$"):
         wider.networks.get("A")
     retrained = Store(dataclasses.replace(pretrained.config, learning_rate=0.5))
-    with pytest.raises(UserError, match="as they are: leave out --learning-rate"):
+    with pytest.raises(UserError, match="fixed recipe: remove --learning-rate"):
         retrained.networks.get("A")
 
 
@@ -557,7 +557,7 @@ def test_pretrained_error_lists_available_networks(pretrained):
 )
 def test_networks_with_equal_seeds_are_rejected(changes, said, tmp_path):
     config = Config(setup="mlp-digits", width=1, out=tmp_path / "runs", **changes)
-    with pytest.raises(UserError, match=f"networks {said}: give two seeds"):
+    with pytest.raises(UserError, match=f"Networks {said}: use different seeds"):
         Store(config).networks.get("ABC")
     given = dataclasses.replace(config, **{f"checkpoint_{letter}": tmp_path for letter in "ab"})
     assert list(Store(given).networks.trainings("ABC")) == ([] if config.pretrained else ["C"])

@@ -152,7 +152,7 @@ def test_results_depend_on_data(config, monkeypatch, capsys):
         run(LINE, config)
     finally:
         load_data.cache_clear()
-    assert "was made from other data: measuring anew" in capsys.readouterr().err
+    assert "was made from other data: measuring again" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
