@@ -9,6 +9,7 @@
     merged = mcomb.merge(apply, (a, aligned.params), x, y, method="refit")
 """
 
+from mcomb import pytorch as pytorch
 from mcomb.combination import (
     Distribution,
     bernoulli,

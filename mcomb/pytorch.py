@@ -1,0 +1,428 @@
+"""PyTorch modules: turn them into JAX functions and back, align them, merge them.
+
+    aligned = mcomb.pytorch.align(model_a, model_b, x)
+    merged = mcomb.pytorch.merge((model_a, aligned), x, y, method="refit")
+
+torchax runs the module's own `forward` on JAX arrays, so that `derive_spec` can read its symmetries. PyTorch and torchax
+are imported by the functions that need them.
+"""
+
+import copy
+import dataclasses
+import re
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from mcomb.errors import UserError, brief, name_error
+from mcomb.evaluation.objectives import Objective, cross_entropy
+from mcomb.matching.align import align as align_params
+from mcomb.matching.matchers import Matcher
+from mcomb.merging.merge import Method
+from mcomb.merging.merge import merge as merge_params
+from mcomb.symmetry.spec import PermutationSpec
+from mcomb.trees import Apply, Inputs, Labels, Params, require_alike
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+else:  # annotations that are never evaluated against PyTorch
+    Module = Tensor = Any
+
+Output = str | Callable[[Any], Any] | None
+INTEGERS = {1: np.uint8, 2: np.int16}  # to view float dtypes as that NumPy lacks, by their size
+STATISTICS = "running_mean"  # a module with this buffer keeps running statistics
+
+
+class Slot(NamedTuple):
+    """A place in a module that holds a tensor."""
+
+    holder: Any  # a dict or a list
+    key: Any
+    name: str  # as in the state dict, unless it is a plain attribute
+    is_weight: bool  # a parameter, or a part of a norm with running statistics
+
+    @property
+    def tensor(self) -> Tensor:
+        """The tensor that is there."""
+        return self.holder[self.key]
+
+
+def align(
+    a: Module,
+    b: Module,
+    inputs: Inputs,
+    labels: Labels = None,
+    *,
+    matcher: str | Matcher = "weights",
+    spec: PermutationSpec | None = None,
+    loss: Objective = cross_entropy,
+    output: Output = None,
+    options: Mapping[str, Any] | None = None,
+) -> Module:
+    """Align module `b` to module `a`.
+
+    Args:
+        a: The module that stays as it is.
+        b: A module of the same architecture. It is not changed.
+        inputs: Example inputs: a tensor, a tuple of positional arguments, or a dict of keyword arguments.
+        labels: Labels of the inputs, for matchers that minimise the loss.
+        matcher: A name (`"weights"`, `"activations"`, `"ste"`) or a configured matcher.
+        spec: The symmetries of the modules; derived by default.
+        loss: The loss, for matchers that minimise it.
+        output: Which output counts; see `from_module`.
+        options: Further keyword arguments of `forward`.
+
+    Returns:
+        A new module that computes the function of `b` with its units in the order of those of `a`.
+
+    Raises:
+        UserError: A package is missing, the modules differ, or torchax cannot run them.
+
+    Examples:
+        >>> aligned = mcomb.pytorch.align(model_a, model_b, x)
+        >>> aligned = mcomb.pytorch.align(model_a, model_b, dict(tokenizer("some text", return_tensors="pt")))
+    """
+    inputs = to_arrays(inputs)
+    apply, (params_a, params_b) = _same_function((a, b), inputs, output, options)
+    aligned = align_params(
+        apply, params_a, params_b, inputs, to_arrays(labels), matcher=matcher, spec=spec, loss=loss
+    )
+    return _build(aligned.params, b, share=True)
+
+
+def merge(
+    modules: Sequence[Module],
+    inputs: Inputs,
+    labels: Labels = None,
+    *,
+    method: str | Method = "learned",
+    spec: PermutationSpec | None = None,
+    loss: Objective = cross_entropy,
+    output: Output = None,
+    options: Mapping[str, Any] | None = None,
+) -> Module:
+    """Merge aligned modules into one.
+
+    Args:
+        modules: Two or more aligned modules. They are not changed.
+        inputs: Inputs with examples along the first axis: a tensor, a tuple, or a dict of keyword arguments.
+        labels: Labels with examples along the first axis; `refit` and `average` do without.
+        method: A name (`"average"`, `"fisher"`, `"refit"`, `"learned"`) or a configured method.
+        spec: The symmetries of the modules; derived by default.
+        loss: The loss: a function of one example's output and label that returns a sum and a count.
+        output: Which output counts; see `from_module`.
+        options: Further keyword arguments of `forward`.
+
+    Returns:
+        A new module.
+
+    Raises:
+        UserError: A package is missing, the modules differ, or the method changes the architecture.
+
+    Examples:
+        >>> merged = mcomb.pytorch.merge((model_a, aligned), x, y, method="refit")
+    """
+    inputs = to_arrays(inputs)
+    if not isinstance(modules, Sequence) or len(modules) < 2:
+        raise UserError("Merging needs two or more modules: pass a tuple of modules.")
+    apply, networks = _same_function(modules, inputs, output, options)
+    merged = merge_params(apply, networks, inputs, to_arrays(labels), method=method, spec=spec, loss=loss)
+    if merged.apply is not apply:
+        raise UserError(
+            f"A merge by {merged.method.name} has another architecture than its modules: "
+            "use mcomb.merge on the results of mcomb.pytorch.from_module."
+        )
+    return _build(merged.params, modules[0], share=True)
+
+
+def from_module(
+    module: Module, *, output: Output = None, options: Mapping[str, Any] | None = None
+) -> tuple[Apply, dict[str, Any]]:
+    """Return a module as a JAX function and its weights.
+
+    The function runs `forward` in evaluation mode. Weights are the parameters and the running statistics (BatchNorm).
+    All other buffers, such as rotary frequencies and masks, are constants of the function. The arrays are views of the
+    module's tensors where these are on the CPU, so training the module changes them.
+
+    Args:
+        module: A module. It is not changed.
+        output: Which output counts: a name, or a function of all outputs. By default `logits` if outputs have names and
+            this is one of them, otherwise every tensor.
+        options: Further keyword arguments of `forward`, such as `{"use_cache": False}`.
+
+    Returns:
+        The function `apply(params, inputs)`, and `params`: a dict with the names of the state dict. Tied tensors are one
+        entry, under their first name. Inputs are an array, a tuple of positional or a dict of keyword arguments.
+
+    Raises:
+        UserError: A package is missing, or a weight is no dense tensor.
+
+    Examples:
+        >>> apply, params = mcomb.pytorch.from_module(model)
+        >>> print(mcomb.derive_spec(apply, params, mcomb.pytorch.to_arrays(x)))
+    """
+    _require_module(module)
+    own = copy.deepcopy(module, {id(slot.tensor): slot.tensor for slot in _slots(module)}).eval()
+    slots = list(_slots(own))
+    names, weights = _leaves(slots)
+    constants = {id(slot.tensor): _to_array(slot.name, slot.tensor) for slot in slots if _identity(slot) not in names}
+    original = [(slot, slot.tensor, names.get(_identity(slot))) for slot in slots]
+
+    def apply(params: Params, inputs: Inputs) -> Any:
+        with _torch_on_jax(type(module).__name__) as wrap:
+            try:
+                tensors = {name: wrap(leaf) for name, leaf in params.items()}
+                for slot, tensor, name in original:
+                    slot.holder[slot.key] = wrap(constants[id(tensor)]) if name is None else tensors[name]
+                args, kwargs = _arguments(jax.tree.map(wrap, inputs))
+                return _unwrap(_select(own(*args, **kwargs, **(options or {})), output))
+            finally:
+                for slot, tensor, _ in original:
+                    slot.holder[slot.key] = tensor
+
+    apply.__name__ = type(module).__name__
+    return apply, {name: _to_array(name, tensor) for name, tensor in weights.items()}
+
+
+def to_module(params: Params, like: Module) -> Module:
+    """Return a copy of a module with other weights.
+
+    Args:
+        params: Weights by name, as `from_module` returns them.
+        like: A module of the same architecture. It is not changed.
+
+    Returns:
+        A new module with the dtypes, devices, ties and buffers of `like`.
+
+    Raises:
+        UserError: Names or shapes differ from those of the module.
+
+    Examples:
+        >>> model = mcomb.pytorch.to_module(aligned.params, like=model_b)
+    """
+    return _build(params, like, share=False)
+
+
+def to_arrays(tree: Any) -> Any:
+    """Return a tree with arrays in place of tensors, without copies where they are on the CPU.
+
+    Args:
+        tree: A tensor, or tuples, lists and mappings of tensors, such as the result of a tokenizer.
+
+    Returns:
+        The same tree of arrays.
+
+    Examples:
+        >>> x = mcomb.pytorch.to_arrays(tokenizer(["some text"], return_tensors="pt"))
+    """
+    if isinstance(tree, Mapping):
+        return {name: to_arrays(value) for name, value in tree.items()}
+    if isinstance(tree, tuple | list):
+        return type(tree)(map(to_arrays, tree)) if not hasattr(tree, "_fields") else type(tree)(*map(to_arrays, tree))
+    return _to_array("the inputs", tree) if _is_tensor(tree) else tree
+
+
+def _same_function(
+    modules: Sequence[Module], inputs: Inputs, output: Output, options: Mapping[str, Any] | None
+) -> tuple[Apply, tuple[Params, ...]]:
+    """The function of several modules, and the weights of each; an error unless it is the same for all of them."""
+    (apply, first), *others = (from_module(module, output=output, options=options) for module in modules)
+    traced = _describe(apply, first, inputs)
+    for i, (function, params) in enumerate(others, 1):
+        names = ("A", "B") if len(modules) == 2 else ("module 0", f"module {i}")
+        require_alike("the modules", first, params, names)
+        if _describe(function, params, inputs) != traced:
+            raise UserError(
+                f"{names[0]} and {names[1]} have weights of the same shapes but compute different functions of them: "
+                "give modules of one configuration"
+            )
+    return apply, (first, *(params for _, params in others))
+
+
+def _describe(apply: Apply, params: Params, inputs: Inputs) -> tuple[str, list[bytes]]:
+    """The equations of a function, without the addresses of objects, and its constants."""
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), params)
+    traced = jax.make_jaxpr(apply)(shapes, inputs)
+    return re.sub(r"0x[0-9a-f]+", "", str(traced)), [np.asarray(const).tobytes() for const in traced.consts]
+
+
+def _slots(module: Module) -> Iterator[Slot]:
+    """Yield all places in a module that hold tensors: parameters, buffers, and attributes outside of these."""
+    for prefix, part in module.named_modules():
+        stem = f"{prefix}." if prefix else ""
+        has_statistics = part._buffers.get(STATISTICS) is not None
+        for attribute, value in vars(part).items():
+            holder: Any = value
+            entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+            if _is_tensor(value):
+                holder, entries = vars(part), [(attribute, value)]
+            for key, entry in list(entries):
+                if not _is_tensor(entry):
+                    continue
+                is_statistic = attribute == "_buffers" and has_statistics and entry.is_floating_point()
+                yield Slot(holder, key, f"{stem}{key}", attribute == "_parameters" or is_statistic)
+
+
+def _leaves(slots: Sequence[Slot]) -> tuple[dict[Hashable, str], dict[str, Tensor]]:
+    """The names of all weights, by identity, and the weights by name. Tied weights have their first name."""
+    names: dict[Hashable, str] = {}
+    weights: dict[str, Tensor] = {}
+    for slot in slots:
+        if slot.is_weight and _identity(slot) not in names:
+            names[_identity(slot)] = slot.name
+            weights[slot.name] = slot.tensor
+    return names, weights
+
+
+def _identity(slot: Slot) -> Hashable:
+    """What two slots share if their tensors are one, or share all of their memory."""
+    tensor = slot.tensor
+    if str(tensor.layout) != "torch.strided" or tensor.device.type == "meta" or not tensor.numel():
+        return id(tensor)
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def _build(params: Params, like: Module, share: bool) -> Module:
+    """Return a copy of a module with other weights, which may share memory with arrays that own theirs."""
+    import torch
+
+    slots = list(_slots(like))
+    names, weights = _leaves(slots)
+    shapes = {name: jax.ShapeDtypeStruct(tuple(tensor.shape), np.float32) for name, tensor in weights.items()}
+    require_alike("the weights", dict(params), shapes, ("the parameters", "the module"))
+    made: dict[str, Tensor] = {}
+    memo: dict[int, Tensor] = {}
+    for slot in slots:
+        old, name = slot.tensor, names.get(_identity(slot))
+        if name is None:
+            memo[id(old)] = old.detach().clone()
+            continue
+        if name not in made:
+            new = _to_tensor(params[name], share).to(old.device, old.dtype)
+            is_parameter = isinstance(old, torch.nn.Parameter)
+            made[name] = torch.nn.Parameter(new, old.requires_grad) if is_parameter else new
+        memo[id(old)] = made[name]
+    return copy.deepcopy(like, memo)
+
+
+def _to_array(name: str, tensor: Tensor) -> np.ndarray:
+    """A tensor as an array, without a copy if it is on the CPU and in order."""
+    try:
+        here = tensor.detach().cpu().resolve_conj().resolve_neg()
+        dtype = getattr(ml_dtypes, str(here.dtype).removeprefix("torch."), None)
+        if dtype is None:
+            return here.numpy()
+        import torch
+
+        integers = {1: torch.uint8, 2: torch.int16}[here.element_size()]
+        return here.contiguous().view(integers).numpy().view(dtype)
+    except (TypeError, RuntimeError, NotImplementedError) as error:
+        raise UserError(f"{name} is no dense tensor in memory ({name_error(error)}): convert it first") from error
+
+
+def _to_tensor(array: Any, share: bool) -> Tensor:
+    """An array as a tensor, which shares its memory if it may and the array owns it."""
+    import torch
+
+    own = np.asarray(array)
+    if not (share and own.flags.owndata and own.flags.writeable and own.flags.c_contiguous):
+        own = np.array(own, order="C")
+    dtype = getattr(torch, own.dtype.name, None) if hasattr(ml_dtypes, own.dtype.name) else None
+    return torch.from_numpy(own) if dtype is None else torch.from_numpy(own.view(INTEGERS[own.itemsize])).view(dtype)
+
+
+def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and the keyword arguments that inputs stand for."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (tuple(inputs), {}) if isinstance(inputs, tuple | list) else ((inputs,), {})
+
+
+def _select(outputs: Any, output: Output) -> Any:
+    """The output of a module that counts."""
+    if callable(output):
+        return output(outputs)
+    named = dict(outputs) if isinstance(outputs, Mapping) else None
+    if named is None and dataclasses.is_dataclass(outputs):
+        named = vars(outputs)
+    if output is not None:
+        if named is None or output not in named:
+            known = ", ".join(named) if named else "none with names"
+            raise UserError(f"The module has no output {brief(output)}: give one of its outputs ({known}).")
+        return named[output]
+    if named is None:
+        return outputs
+    return named["logits"] if "logits" in named else {name: own for name, own in named.items() if _is_tensor(own)}
+
+
+def _unwrap(outputs: Any) -> Any:
+    """The arrays inside of outputs; whatever is no tensor is left out."""
+    return jax.tree.map(
+        lambda own: (own.jax() if hasattr(own, "jax") else own.numpy()) if _is_tensor(own) else None,
+        outputs,
+        is_leaf=_is_tensor,
+    )
+
+
+def _is_tensor(value: Any) -> bool:
+    """Whether a value is a tensor of PyTorch's."""
+    return hasattr(value, "__torch_function__") and hasattr(value, "is_floating_point")
+
+
+def _require_module(module: Any) -> None:
+    """Raise an error unless the packages are here and this is a module."""
+    _environment()
+    import torch
+
+    if not isinstance(module, torch.nn.Module):
+        raise UserError(f"{brief(module)} is no PyTorch module: give a torch.nn.Module.")
+
+
+@contextmanager
+def _torch_on_jax(name: str) -> Iterator[Callable[[Any], Tensor]]:
+    """Let PyTorch's functions compute in JAX; yields the function that makes a tensor of an array."""
+    environment = _environment()
+    import torch
+    from torchax.tensor import OperatorNotFound
+    from torchax.tensor import Tensor as JaxTensor
+
+    try:
+        # torchax relies on JAX's default promotion, and asks for int64 where JAX has int32.
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Explicitly requested dtype")
+            with environment, torch.device("jax"), torch.no_grad():
+                yield lambda leaf: JaxTensor(jnp.asarray(leaf), environment)
+    except OperatorNotFound as error:
+        raise UserError(f"{name} uses an operation that torchax lacks ({error}): replace it in `forward`") from error
+
+
+@cache
+def _environment() -> Any:
+    """torchax's environment, with the operations that it lacks; an error that names the extra without the packages."""
+    try:
+        import torch
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from torchax.ops.ops_registry import Operator
+            from torchax.tensor import Environment
+    except ImportError as error:
+        raise UserError(f"PyTorch modules need PyTorch and torchax ({error}): install mcomb[pytorch].") from error
+    environment = Environment()
+
+    def grouped_mm(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+        """Multiply the rows of each group by its own matrix."""
+        sizes = jnp.diff(offs, prepend=jnp.zeros(1, offs.dtype))
+        return jax.lax.ragged_dot(a, b, sizes.astype(jnp.int32))
+
+    if grouped := getattr(torch.ops.aten, "_grouped_mm", None):
+        environment._ops[grouped] = Operator(grouped, grouped_mm, True, True, False, False)
+    return environment
