@@ -40,7 +40,7 @@ class Reshape:
     source: ArrayAxes
     old_shape: tuple[int, ...]
     new_shape: tuple[int, ...]
-    order: tuple[int, ...]  # of the new axes, after the transposes
+    order: tuple[int | None, ...]  # of the new axes, after the transposes; None for axes of size one added since
 
 
 @dataclass(frozen=True, eq=False)

@@ -46,9 +46,27 @@ def defer_reshape(eqn: core.JaxprEqn, operand: Array, axes: ArrayAxes) -> Array:
     if operand.reshape is None:
         reshape = describe_reshape(eqn, axes)
     else:
-        order = tuple(operand.reshape.order[axis] for axis in eqn.params["permutation"])
-        reshape = replace(operand.reshape, order=order)
+        order, moved = operand.reshape.order, moved_axes(eqn) or []
+        reshape = replace(operand.reshape, order=tuple(None if axis is None else order[axis] for axis in moved))
     return Array((None,) * len(reshape.order), reshape=reshape)
+
+
+def moved_axes(eqn: core.JaxprEqn) -> list[int | None] | None:
+    """Return for each axis of the result that of the operand, or None for a new axis of size one.
+
+    Return None unless the equation only transposes, adds axes of size one or removes them, as PyTorch's
+    `MultiheadAttention` does between its product and its slices.
+    """
+    if eqn.primitive.name == "transpose":
+        return list(eqn.params["permutation"])
+    old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    if eqn.primitive.name == "squeeze":
+        return [axis for axis in range(len(old)) if axis not in eqn.params["dimensions"]]
+    if eqn.primitive.name != "broadcast_in_dim":
+        return None
+    came_from = {axis: i for i, axis in enumerate(eqn.params["broadcast_dimensions"])}
+    wanted = tuple(old[came_from[axis]] if axis in came_from else 1 for axis in range(len(new)))
+    return [came_from.get(axis) for axis in range(len(new))] if wanted == new else None
 
 
 def deferrable_reshapes(eqns: Sequence[core.JaxprEqn], outvars: Sequence[Any]) -> set[Any]:
@@ -66,8 +84,8 @@ def deferrable_reshapes(eqns: Sequence[core.JaxprEqn], outvars: Sequence[Any]) -
         """Return the variable and its transposes, if all uses of them are slices along these axes."""
         variables = [var]
         for eqn in uses.get(var, ()):
-            if eqn.primitive.name == "transpose":
-                inner = sliced_only(eqn.outvars[0], [eqn.params["permutation"].index(axis) for axis in axes])
+            if (moved := moved_axes(eqn)) is not None:
+                inner = sliced_only(eqn.outvars[0], [moved.index(axis) for axis in axes])
                 if inner is None:
                     return None
                 variables += inner

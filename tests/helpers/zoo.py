@@ -85,10 +85,13 @@ class Decoder(nn.Module):
 class FusedHeads(nn.Module):
     """Query, key and value from one product, sliced after a reshape and a transpose."""
 
+    through_unit_axis: bool = False  # as PyTorch's MultiheadAttention transposes
+
     @nn.compact
     def __call__(self, x):
         x = nn.Dense(8, name="stem")(x)
-        fused = nn.Dense(24, name="qkv")(x).reshape(*x.shape[:2], 3, 2, 4).transpose(2, 0, 1, 3, 4)
+        fused = nn.Dense(24, name="qkv")(x).reshape(*x.shape[:2], 3, 2, 4)
+        fused = fused[None].swapaxes(0, 3).squeeze(3) if self.through_unit_axis else fused.transpose(2, 0, 1, 3, 4)
         mixed = nn.dot_product_attention(fused[0], fused[1], fused[2])
         return nn.Dense(3, name="head")(x + nn.Dense(8, name="out")(mixed.reshape(x.shape)))
 
@@ -256,6 +259,9 @@ CASES: dict[str, Callable[[], Case]] = {
     ),
     "decoder with tied embeddings": lambda: linen(Decoder(), TOKENS, [(2,), (2, 4), (2, 4), (8,), (16,)]),
     "query, key and value in one": lambda: linen(FusedHeads(), FEATURES, [(2,), (2, 4), (2, 4), (8,)]),
+    "query, key and value through a unit axis": lambda: linen(
+        FusedHeads(through_unit_axis=True), FEATURES, [(2,), (2, 4), (2, 4), (8,)]
+    ),
     "BatchNorm ResNet": lambda: linen(ResNet(), IMAGES, [(4,), (4,), (6,), (6,)]),
     "VGG": lambda: linen(VGG(), IMAGES, [(4,), (5,), (7,)]),
     "DenseNet": lambda: linen(DenseNet(), IMAGES, [(3,), (3,), (3,), (4,)]),

@@ -57,12 +57,12 @@ def _reshape(
             sizes[0] = size
         new_axes += constraints.split(joined, sizes, split_product)
         groups.append((joined, new))
-    result = tuple(new_axes[i] for i in reshape.order)
+    result = tuple(None if i is None else new_axes[i] for i in reshape.order)
     old_labels = [("old", i) for i in range(len(reshape.source))]
     constraints.record([(reshape.source, old_labels), (result, range(len(result)))])
     for joined, new in groups:
         before = {*atoms(joined)} if joined is not None else set()
-        inside = [i for i, place in enumerate(reshape.order) if new.start <= place < new.stop]
+        inside = [i for i, place in enumerate(reshape.order) if place is not None and new.start <= place < new.stop]
         after = {atom for i in inside if (one := result[i]) is not None for atom in atoms(one) if atom.size > 1}
         if not before.issuperset(after):
             # It could not be split. Its new axes, frozen like the old ones, are others: nothing is batched over them.
