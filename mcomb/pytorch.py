@@ -3,15 +3,15 @@
     aligned = mcomb.pytorch.align(model_a, model_b, x)
     merged = mcomb.pytorch.merge((model_a, aligned), x, y, method="refit")
 
-torchax runs the module's own `forward` on JAX arrays, so that `derive_spec` can read its symmetries. PyTorch and torchax
-are imported by the functions that need them.
+torchax runs the module's own `forward` on JAX arrays, so that `derive_spec` can read its symmetries. The functions that
+need PyTorch and torchax import them.
 """
 
 import copy
 import dataclasses
 import re
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -92,9 +92,7 @@ def align(
     """
     inputs = to_arrays(inputs)
     apply, (params_a, params_b) = _same_function((a, b), inputs, output, options)
-    aligned = align_params(
-        apply, params_a, params_b, inputs, to_arrays(labels), matcher=matcher, spec=spec, loss=loss
-    )
+    aligned = align_params(apply, params_a, params_b, inputs, to_arrays(labels), matcher=matcher, spec=spec, loss=loss)
     return _build(aligned.params, b, share=True)
 
 
@@ -159,8 +157,9 @@ def from_module(
         options: Further keyword arguments of `forward`, such as `{"use_cache": False}`.
 
     Returns:
-        The function `apply(params, inputs)`, and `params`: a dict with the names of the state dict. Tied tensors are one
-        entry, under their first name. Inputs are an array, a tuple of positional or a dict of keyword arguments.
+        The function `apply(params, inputs)`, and `params`: a dict with the names of the state dict. Tied tensors
+        are one entry, under their first name. Inputs are an array, a tuple of positional arguments, or a dict of
+        keyword arguments.
 
     Raises:
         UserError: A package is missing, or a weight is no dense tensor.
@@ -261,7 +260,9 @@ def _slots(module: Module) -> Iterator[Slot]:
         has_statistics = part._buffers.get(STATISTICS) is not None
         for attribute, value in vars(part).items():
             holder: Any = value
-            entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+            entries: Iterable[tuple[Any, Any]] = ()
+            if isinstance(value, dict | list):
+                entries = value.items() if isinstance(value, dict) else enumerate(value)
             if _is_tensor(value):
                 holder, entries = vars(part), [(attribute, value)]
             for key, entry in list(entries):

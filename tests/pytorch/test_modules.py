@@ -218,7 +218,9 @@ def test_to_module_returns_an_exact_independent_copy():
     again = to_module(from_module(module)[1], module)
     assert_same_state(again, module)
     assert [p.requires_grad for p in again.parameters()] == [p.requires_grad for p in module.parameters()]
-    assert not {p.data_ptr() for p in again.state_dict().values()} & {p.data_ptr() for p in module.state_dict().values()}
+    assert not {p.data_ptr() for p in again.state_dict().values()} & {
+        p.data_ptr() for p in module.state_dict().values()
+    }
 
 
 def test_aligned_modules_share_no_memory_with_their_source():
