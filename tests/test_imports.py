@@ -20,6 +20,7 @@ LAYERS = (
     ("mcomb.evaluation",),
     ("mcomb.matching",),
     ("mcomb.merging",),
+    ("mcomb.pytorch",),
     ("mcomb.lab",),
     ("experiments",),
     ("mcomb.__main__",),

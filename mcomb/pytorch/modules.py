@@ -1,19 +1,9 @@
-"""PyTorch modules: turn them into JAX functions and back, align them, merge them.
-
-    aligned = mcomb.pytorch.align(model_a, model_b, x)
-    merged = mcomb.pytorch.merge((model_a, aligned), x, y, method="refit")
-
-torchax runs the module's own `forward` on JAX arrays, so that `derive_spec` can read its symmetries. The functions that
-need PyTorch and torchax import them.
-"""
+"""Turn modules into JAX functions and back; align and merge them."""
 
 import copy
 import dataclasses
 import re
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -27,6 +17,7 @@ from mcomb.matching.align import align as align_params
 from mcomb.matching.matchers import Matcher
 from mcomb.merging.merge import Method
 from mcomb.merging.merge import merge as merge_params
+from mcomb.pytorch.environment import compute_all_experts, get_environment, run_in_jax
 from mcomb.symmetry.spec import PermutationSpec
 from mcomb.trees import Apply, Inputs, Labels, Params, require_alike
 
@@ -170,13 +161,14 @@ def from_module(
     """
     _require_module(module)
     own = copy.deepcopy(module, {id(slot.tensor): slot.tensor for slot in _slots(module)}).eval()
+    compute_all_experts(own)
     slots = list(_slots(own))
     names, weights = _leaves(slots)
     constants = {id(slot.tensor): _to_array(slot.name, slot.tensor) for slot in slots if _identity(slot) not in names}
     original = [(slot, slot.tensor, names.get(_identity(slot))) for slot in slots]
 
     def apply(params: Params, inputs: Inputs) -> Any:
-        with _torch_on_jax(type(module).__name__) as wrap:
+        with run_in_jax(type(module).__name__) as wrap:
             try:
                 tensors = {name: wrap(leaf) for name, leaf in params.items()}
                 for slot, tensor, name in original:
@@ -380,50 +372,8 @@ def _is_tensor(value: Any) -> bool:
 
 def _require_module(module: Any) -> None:
     """Raise an error unless the packages are here and this is a module."""
-    _environment()
+    get_environment()
     import torch
 
     if not isinstance(module, torch.nn.Module):
         raise UserError(f"{brief(module)} is no PyTorch module: give a torch.nn.Module.")
-
-
-@contextmanager
-def _torch_on_jax(name: str) -> Iterator[Callable[[Any], Tensor]]:
-    """Let PyTorch's functions compute in JAX; yields the function that makes a tensor of an array."""
-    environment = _environment()
-    import torch
-    from torchax.tensor import OperatorNotFound
-    from torchax.tensor import Tensor as JaxTensor
-
-    try:
-        # torchax relies on JAX's default promotion, and asks for int64 where JAX has int32.
-        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Explicitly requested dtype")
-            with environment, torch.device("jax"), torch.no_grad():
-                yield lambda leaf: JaxTensor(jnp.asarray(leaf), environment)
-    except OperatorNotFound as error:
-        raise UserError(f"{name} uses an operation that torchax lacks ({error}): replace it in `forward`") from error
-
-
-@cache
-def _environment() -> Any:
-    """torchax's environment, with the operations that it lacks; an error that names the extra without the packages."""
-    try:
-        import torch
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from torchax.ops.ops_registry import Operator
-            from torchax.tensor import Environment
-    except ImportError as error:
-        raise UserError(f"PyTorch modules need PyTorch and torchax ({error}): install mcomb[pytorch].") from error
-    environment = Environment()
-
-    def grouped_mm(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
-        """Multiply the rows of each group by its own matrix."""
-        sizes = jnp.diff(offs, prepend=jnp.zeros(1, offs.dtype))
-        return jax.lax.ragged_dot(a, b, sizes.astype(jnp.int32))
-
-    if grouped := getattr(torch.ops.aten, "_grouped_mm", None):
-        environment._ops[grouped] = Operator(grouped, grouped_mm, True, True, False, False)
-    return environment

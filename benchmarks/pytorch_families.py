@@ -1,0 +1,287 @@
+"""Print the table of docs/pytorch.md, the symmetries of Hugging Face families: `python -m benchmarks.pytorch_families`.
+
+Each family is a tiny network with random weights, made from its configuration; nothing is downloaded. It takes about
+two minutes on two cores. `tests/pytorch/test_families.py` checks every family.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import mcomb
+from mcomb.pytorch import from_module, to_arrays
+
+Shapes = list[tuple[int, ...]]
+
+# By hand, for four heads of eight dimensions. The dimensions of queries and keys move together, those of values apart.
+HEADS: Shapes = [(4,), (4, 8), (4, 8)]
+# Rotary embeddings freeze the dimensions of queries and keys. Two groups of two queries share their keys and values.
+GROUPED: Shapes = [(2,), (2, 2), (2, 8)]
+
+TEXT = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+TEXT["max_position_embeddings"] = 16
+DECODER = TEXT | {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
+GROUPS = DECODER | {"num_key_value_heads": 2}
+VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+VISION |= {"image_size": 32, "patch_size": 8}
+BOTH = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+BOTH |= {"vocab_size": 60, "d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 40}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model class, its configuration, its inputs, and the shapes of its permutations' index arrays, by hand."""
+
+    model: str
+    config: Mapping[str, Any]
+    free: Shapes
+    inputs: tuple[str, ...] = ("input_ids",)
+    text: str = "stream; heads; query-key and value dimensions; MLP"
+
+    def build(self, seed: int = 0) -> Any:
+        """A network with random weights everywhere, so that no two units are alike."""
+        import torch
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        torch.manual_seed(seed)
+        model_class = getattr(transformers, self.model)
+        module = model_class(model_class.config_class(**self.config)).eval()
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+            for name, buffer in module.named_buffers():
+                if "running" in name:
+                    buffer.copy_(torch.rand_like(buffer) + 0.5)
+        return module
+
+    def example(self) -> dict[str, Any]:
+        """Inputs of two examples."""
+        import torch
+
+        make = torch.Generator().manual_seed(0)
+        every = {
+            "input_ids": torch.randint(5, 60, (2, 9), generator=make),
+            "attention_mask": torch.ones(2, 9, dtype=torch.int64),
+            "decoder_input_ids": torch.randint(5, 60, (2, 7), generator=make),
+            "pixel_values": torch.randn(2, 3, 32, 32, generator=make),
+            "input_values": torch.randn(2, 400, generator=make),
+            "input_features": torch.randn(2, 12, 20, generator=make),
+        }
+        every["attention_mask"][1, 6:] = 0
+        return {name: every[name] for name in self.inputs}
+
+
+MASKED = ("input_ids", "attention_mask")
+IMAGE = ("pixel_values",)
+GATED = "stream; groups; queries over groups; value dimensions over groups; MLP"
+FAMILIES = {
+    # Causal language models: the stream; in each of two layers attention and the MLP.
+    "GPT-2": Family(
+        "GPT2LMHeadModel",
+        {"vocab_size": 60, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4},
+        [(32,), *2 * [*HEADS, (128,)]],
+        MASKED,
+    ),
+    "OPT": Family(
+        "OPTForCausalLM",
+        {**DECODER, "ffn_dim": 48, "word_embed_proj_dim": 32, "pad_token_id": 1},
+        [(32,), *2 * [*HEADS, (48,)]],
+        MASKED,
+    ),
+    "Llama": Family("LlamaForCausalLM", GROUPS, [(32,), *2 * [*GROUPED, (48,)]], MASKED, GATED),
+    "Mistral": Family("MistralForCausalLM", GROUPS, [(32,), *2 * [*GROUPED, (48,)]], text=GATED),
+    "Qwen2": Family("Qwen2ForCausalLM", GROUPS, [(32,), *2 * [*GROUPED, (48,)]], MASKED, GATED),
+    "Qwen3": Family("Qwen3ForCausalLM", {**GROUPS, "head_dim": 8}, [(32,), *2 * [*GROUPED, (48,)]], text=GATED),
+    "Gemma": Family("GemmaForCausalLM", {**GROUPS, "head_dim": 8}, [(32,), *2 * [*GROUPED, (48,)]], text=GATED),
+    "Gemma 2": Family("Gemma2ForCausalLM", {**GROUPS, "head_dim": 8}, [(32,), *2 * [*GROUPED, (48,)]], text=GATED),
+    "Phi-3": Family("Phi3ForCausalLM", GROUPS, [(32,), *2 * [*GROUPED, (48,)]], text=GATED),
+    # Half of each head's eight dimensions are rotary, and the other four of queries and keys move.
+    "Phi": Family(
+        "PhiForCausalLM",
+        DECODER,
+        [(32,), *2 * [(4,), (4, 4), (4, 8), (48,)]],
+        text="stream; heads; query-key dimensions without rotary embedding; value dimensions; MLP",
+    ),
+    # A quarter, two, are rotary.
+    "GPT-NeoX": Family(
+        "GPTNeoXForCausalLM",
+        DECODER,
+        [(32,), *2 * [(4,), (4, 6), (4, 8), (48,)]],
+        text="stream; heads; query-key dimensions without rotary embedding; value dimensions; MLP",
+    ),
+    # All four heads share one key and one value: its dimensions are the same for all heads.
+    "Falcon": Family(
+        "FalconForCausalLM",
+        {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+        [(32,), *2 * [(4,), (8,), (128,)]],
+        text="stream; heads; value dimensions, the same for all heads; MLP",
+    ),
+    # ALiBi gives each head its own slope. Query, key and value of a head are one axis: one order for the three, where
+    # by hand there would be two.
+    "BLOOM": Family(
+        "BloomForCausalLM",
+        {"vocab_size": 60, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+        [(32,), *2 * [(4, 8), (128,)]],
+        text="stream; dimensions, one order for query, key and value of a head; MLP",
+    ),
+    # The experts of each layer, and the units of each expert.
+    "Mixtral": Family(
+        "MixtralForCausalLM",
+        {**GROUPS, "num_local_experts": 4},
+        [(32,), *2 * [*GROUPED, (4,), (4, 48)]],
+        text="stream; groups; queries and value dimensions over groups; experts; units over experts",
+    ),
+    # The channels of each block (twice the stream's) and the states.
+    "Mamba": Family(
+        "MambaForCausalLM",
+        {"vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4},
+        [(16,), *2 * [(32,), (4,)]],
+        text="stream; channels; states",
+    ),
+    # Encoders: the same, and the dense layer of the classifier.
+    "BERT": Family("BertForSequenceClassification", TEXT, [(32,), *2 * [*HEADS, (48,)], (32,)], MASKED),
+    # The head's transform is the stream's: its output is compared with the tied embeddings.
+    "BERT (masked LM)": Family("BertForMaskedLM", TEXT, [(32,), *2 * [*HEADS, (48,)]]),
+    "RoBERTa": Family("RobertaForSequenceClassification", TEXT, [(32,), *2 * [*HEADS, (48,)], (32,)], MASKED),
+    "ELECTRA": Family(
+        "ElectraForSequenceClassification",
+        {**TEXT, "embedding_size": 16},
+        [(16,), (32,), *2 * [*HEADS, (48,)], (32,)],
+        text="embedding; stream; heads; query-key and value dimensions; MLP",
+    ),
+    "DeBERTa-v2": Family("DebertaV2ForSequenceClassification", TEXT, [(32,), *2 * [*HEADS, (48,)], (32,)]),
+    "DistilBERT": Family(
+        "DistilBertForSequenceClassification",
+        {"vocab_size": 60, "dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 16},
+        [(32,), *2 * [*HEADS, (48,)], (32,)],
+        MASKED,
+    ),
+    # One layer, used twice; the embedding is narrower than the stream; the pooler.
+    "ALBERT": Family(
+        "AlbertForSequenceClassification",
+        {**TEXT, "embedding_size": 16},
+        [(16,), (32,), *HEADS, (48,), (32,)],
+        text="embedding; stream; heads, dimensions and MLP, the same in all layers",
+    ),
+    # Encoder and decoder share the embedding, and so the stream. The position biases of the first layer are those of
+    # all layers, in each of the two: their heads are the same. Attention from one to the other has no biases.
+    "T5": Family(
+        "T5ForConditionalGeneration",
+        {"vocab_size": 60, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
+        [(32,), *2 * [(4,)], *4 * [(4, 8), (4, 8)], *2 * HEADS, *4 * [(48,)]],
+        ("input_ids", "decoder_input_ids"),
+        "stream; heads, the same in all layers that share position biases; dimensions; MLP",
+    ),
+    "BART": Family(
+        "BartForConditionalGeneration",
+        {**BOTH, "max_position_embeddings": 16},
+        [(32,), *3 * HEADS, (48,), (40,)],
+        ("input_ids", "decoder_input_ids"),
+    ),
+    "ViT": Family("ViTForImageClassification", VISION, [(32,), *2 * [*HEADS, (48,)]], IMAGE),
+    "DeiT": Family("DeiTForImageClassification", VISION, [(32,), *2 * [*HEADS, (48,)]], IMAGE),
+    "DINOv2": Family("Dinov2ForImageClassification", {**VISION, "mlp_ratio": 2}, [(32,), *2 * [*HEADS, (64,)]], IMAGE),
+    # A stream for each of the two stages, the second twice as wide; one layer in the first and two in the second.
+    "Swin": Family(
+        "SwinForImageClassification",
+        {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [1, 2], "num_heads": [2, 4], "window_size": 4},
+        [(16,), (2,), (2, 8), (2, 8), (64,), (32,), *2 * [*HEADS, (128,)]],
+        IMAGE,
+        "stream of each stage; heads; query-key and value dimensions; MLP",
+    ),
+    # A stream and the inside of one block for each stage.
+    "ConvNeXt": Family(
+        "ConvNextForImageClassification",
+        {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2},
+        [(8,), (32,), (16,), (64,)],
+        IMAGE,
+        "channels of each stage; channels inside each block",
+    ),
+    # In each stage the stream and the inside of one block; the first stage has the width of the stem and its stream.
+    "ResNet": Family(
+        "ResNetForImageClassification",
+        {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"},
+        [(8,), (8,), (16,), (16,)],
+        IMAGE,
+        "channels of each stage; channels inside each block",
+    ),
+    # The stem; in each stage the stream and two insides of one block.
+    "ResNet (bottleneck)": Family(
+        "ResNetForImageClassification",
+        {"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [1, 1], "layer_type": "bottleneck"},
+        [(8,), (16,), (4,), (4,), (32,), (8,), (8,)],
+        IMAGE,
+        "channels of each stage; channels inside each block",
+    ),
+    # For text and images: the stream, and two layers. The projections are outputs.
+    "CLIP": Family(
+        "CLIPModel",
+        {"text_config": {**TEXT, "eos_token_id": 2}, "vision_config": VISION, "projection_dim": 16},
+        [*2 * [(32,)], *4 * [*HEADS, (48,)]],
+        ("input_ids", "pixel_values"),
+    ),
+    # As CLIP, without projections: the stream of the images is an output of the pooling head, whose query is a weight.
+    "SigLIP": Family(
+        "SiglipModel",
+        {"text_config": TEXT, "vision_config": {**VISION, "num_hidden_layers": 1}},
+        [*2 * [(32,)], *4 * [*HEADS, (48,)]],
+        ("input_ids", "pixel_values"),
+    ),
+    # Two convolutions. The position convolution has two groups of 16 channels, and these order the stream.
+    "wav2vec 2.0": Family(
+        "Wav2Vec2ForCTC",
+        {
+            **{"vocab_size": 20, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+            **{"intermediate_size": 48, "conv_dim": (8, 8), "conv_stride": (5, 2), "conv_kernel": (10, 3)},
+            **{"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2},
+        },
+        [(8,), (8,), (2,), (2, 16), *2 * [*HEADS, (48,)]],
+        ("input_values",),
+        "channels of each convolution; groups of the stream, and the stream over groups; heads; dimensions; MLP",
+    ),
+    # The first convolution, the encoder's stream and the decoder's.
+    "Whisper": Family(
+        "WhisperForConditionalGeneration",
+        {
+            **BOTH,
+            **{"max_source_positions": 10, "max_target_positions": 16, "num_mel_bins": 12, "pad_token_id": 0},
+            **{"bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
+        },
+        [(32,), (32,), (32,), *3 * HEADS, (48,), (40,)],
+        ("input_features", "decoder_input_ids"),
+        "first convolution; a stream each; heads; query-key and value dimensions; MLP",
+    ),
+}
+
+
+def frozen_parts(spec: mcomb.PermutationSpec) -> Iterator[str]:
+    """Yield each reason why axes are frozen, with the names of the layers."""
+    reasons: dict[str, dict[str, None]] = {}
+    for frozen in spec.frozen:
+        reason = re.sub(r" in \S+$|input 0/", "", frozen.reason)
+        layer = frozen.leaf.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+        reasons.setdefault(reason, {})[layer] = None
+    for reason, layers in reasons.items():
+        yield f"{reason}: {', '.join(f'`{layer}`' for layer in layers)}"
+
+
+def main(names: list[str]) -> None:
+    """Print the table of these families, or of all."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    print("| family | class | permutations | free | frozen |\n|---|---|---|---|---|")
+    for name in names or FAMILIES:
+        family = FAMILIES[name]
+        apply, params = from_module(family.build())
+        inputs = to_arrays(family.example())
+        spec = mcomb.derive_spec(apply, params, inputs)
+        spec.check(apply, params, inputs)
+        cells = (name, f"`{family.model}`", str(len(spec.sizes)), family.text, "; ".join(frozen_parts(spec)))
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

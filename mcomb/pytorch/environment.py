@@ -1,0 +1,99 @@
+"""torchax: let PyTorch's operations compute in JAX, with replacements where a symmetry would be lost."""
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mcomb.errors import UserError
+
+
+@contextmanager
+def run_in_jax(name: str) -> Iterator[Callable[[Any], Any]]:
+    """Let PyTorch compute in JAX while a module of this name runs; yields the function that wraps an array."""
+    environment = get_environment()
+    import torch
+    from torchax.tensor import OperatorNotFound, Tensor
+
+    try:
+        # torchax relies on JAX's default promotion, and asks for int64 where JAX has int32.
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Explicitly requested dtype")
+            with environment, torch.device("jax"), torch.no_grad():
+                yield lambda leaf: Tensor(jnp.asarray(leaf), environment)
+    except OperatorNotFound as error:
+        raise UserError(f"{name} uses an operation that torchax lacks ({error}): replace it in `forward`") from error
+
+
+@cache
+def get_environment() -> Any:
+    """Return torchax's environment; an error that names the extra if a package is missing."""
+    try:
+        import torch
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from torchax.tensor import Environment
+            from torchax.view import View
+    except ImportError as error:
+        raise UserError(f"PyTorch modules need PyTorch and torchax ({error}): install mcomb[pytorch].") from error
+    environment = Environment()
+    own = environment._ops  # torchax's own operations
+
+    def replace(operation: Any, function: Callable[..., Any]) -> None:
+        own[operation] = dataclasses.replace(own[operation], func=function)
+
+    aten = torch.ops.aten
+    top_k, copy, get_item = (own[operation].func for operation in (aten.topk, aten.copy_, torch.Tensor.__getitem__))
+
+    def top_k_unsorted(*args: Any, **kwargs: Any) -> Any:
+        """JAX's top_k is sorted already; to sort its positions again would make numbers of them."""
+        return top_k(*args[:4], **{name: value for name, value in kwargs.items() if name != "sorted"}, sorted=False)
+
+    def copy_view(x: Any, y: Any, *rest: Any, **kwargs: Any) -> Any:
+        """Copy from a view too."""
+        return copy(x, y.torch() if isinstance(y, View) else y, *rest, **kwargs)
+
+    def slice_one(x: Any, index: Any) -> Any:
+        """Read `x[..., [-2], :]` as a slice: no entry moves into another place."""
+        indices = index if isinstance(index, tuple) else (index,)
+        is_one = [isinstance(i, list) and len(i) == 1 and type(i[0]) is int for i in indices]
+        if sum(is_one) == 1 and not any(isinstance(i, torch.Tensor | bool) for i in indices):
+            indices = tuple(slice(i[0], i[0] + 1 or None) if one else i for i, one in zip(indices, is_one, strict=True))
+            return get_item(x, indices)
+        return get_item(x, index)
+
+    replace(aten.topk, top_k_unsorted)
+    replace(aten.copy_, copy_view)
+    replace(torch.Tensor.__getitem__, slice_one)
+    return environment
+
+
+def compute_all_experts(module: Any) -> None:
+    """Let each mixture of experts of transformers compute all experts, so that each can have its own order of units."""
+    for part in module.modules():
+        if all(hasattr(part, name) for name in ("num_experts", "has_gate", "is_transposed", "_apply_gate")):
+            part.forward = partial(_all_experts, part)
+
+
+def _all_experts(experts: Any, hidden: Any, chosen: Any, shares: Any) -> Any:
+    """The sum of all experts' outputs, weighted by their shares: 0 unless an expert is chosen."""
+    import torch
+
+    def linear(name: str, x: Any, labels: str) -> Any:
+        weight = getattr(experts, name)
+        out = torch.einsum(labels, x, weight if experts.is_transposed else weight.transpose(1, 2))
+        return out + getattr(experts, f"{name}_bias") if experts.has_bias else out
+
+    hits = torch.nn.functional.one_hot(chosen, experts.num_experts).to(shares.dtype)
+    up = linear("gate_up_proj" if experts.has_gate else "up_proj", hidden, "ti,eio->teo")
+    units = experts._apply_gate(up) if experts.has_gate else experts.act_fn(up)
+    out = linear("down_proj", units, "tei,eio->teo")
+    if experts.has_post_expert_norm:
+        out = experts.post_expert_norm(out)
+    return torch.einsum("te,teo->to", (hits * shares.unsqueeze(-1)).sum(1), out.to(shares.dtype)).to(hidden.dtype)
