@@ -4,6 +4,9 @@ usage: mcomb COMMAND, or python -m mcomb COMMAND
 
     mcomb inspect NETWORK --model MODEL              list parameters, permutations, and frozen axes with reasons
     mcomb align A B TO --model MODEL                 permute the units of B to match those of A
+    mcomb align A B TO --torch MODULE:FUNCTION       the same for PyTorch state dicts
+    mcomb align A/ B/ TO/                            the same for Hugging Face folders
+    mcomb merge A/ B/ TO/ --method average           merge two networks into one
     mcomb combine A B TO --distribution uniform --s 0.5
                                                      draw a combination of A and B
     mcomb evaluate NETWORK … --model MODEL           print losses, and accuracies of classifiers
@@ -18,6 +21,8 @@ layouts of weights, such as PyTorch's. MODEL is one of:
                          (apply, inputs, labels, loss); `apply(params, inputs)` returns outputs, `evaluate` and some
                          matchers need labels, and the default loss is that of a classifier
 
+--torch names a function of yours that returns (module, inputs), and optionally labels and a loss.
+
 `mcomb COMMAND --help` lists the flags of a command.
 """
 
@@ -29,6 +34,7 @@ import pkgutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -49,6 +55,9 @@ from mcomb.lab.runs import experiment
 from mcomb.lab.setups import SETUPS
 from mcomb.lab.tables import columns
 from mcomb.matching.matchers import MATCHERS
+from mcomb.matching.matching import Matching
+from mcomb.merging.merge import METHODS
+from mcomb.pytorch import files
 from mcomb.runtime.progress import show, show_json
 from mcomb.symmetry.derive import derive_spec
 from mcomb.symmetry.spec import PermutationSpec
@@ -95,10 +104,24 @@ class AlignConfig(Output):
     a: Annotated[AnyPath, Flag("network A")]
     b: Annotated[AnyPath, Flag("network B")]
     to: Annotated[AnyPath, Flag("where to write the aligned B")]
-    model: Annotated[str | None, Flag("SETUP:WIDTH or MODULE:FUNCTION; required")] = None
+    model: Annotated[str | None, Flag("SETUP:WIDTH or MODULE:FUNCTION; required unless --torch or folders")] = None
     names: Annotated[str | None, Flag("names of weights in the files: pytorch, git-re-basin, or a table file")] = None
+    torch: Annotated[str | None, Flag("MODULE:FUNCTION that returns a PyTorch module, for state dicts")] = None
+    data: Annotated[AnyPath | None, Flag("inputs by name and labels for Hugging Face folders: .npz, .safetensors")] = None
     matcher: Annotated[str, Flag("algorithm that matches units", choices=MATCHERS.keys())] = "weights"
     seed: Annotated[int, Flag("seed of the matcher", 0, LARGEST_SEED)] = 0
+
+
+@dataclass(frozen=True)
+class MergeConfig(Output):
+    """Flags of `merge`."""
+
+    a: Annotated[AnyPath, Flag("network A: a PyTorch state dict or a Hugging Face folder")]
+    b: Annotated[AnyPath, Flag("network B, aligned to A")]
+    to: Annotated[AnyPath, Flag("where to write the merged network")]
+    torch: Annotated[str | None, Flag("MODULE:FUNCTION that returns a PyTorch module, for state dicts")] = None
+    data: Annotated[AnyPath | None, Flag("inputs by name and labels for Hugging Face folders: .npz, .safetensors")] = None
+    method: Annotated[str, Flag("merge method", choices=METHODS.keys())] = "average"
 
 
 @dataclass(frozen=True)
@@ -239,23 +262,56 @@ def inspect(config: InspectConfig) -> None:
 
 def align(config: AlignConfig) -> None:
     """Permute the units of network B to match A's, and write the result with the names and layouts of B's file."""
+    options = {"seed": config.seed} if config.matcher != "activations" else {}  # not random
+    matcher = MATCHERS[config.matcher](**options)
+    if networks := pytorch_networks(config):
+        show_alignment(networks.align(Path(config.to), matcher).matching, config.to)
+        return
     require_new(config.to, config.a, config.b)
     model, table = require_model("align", config.model), read_table(config.names) if config.names else None
     a, b = (read_network(path, table, model) for path in (config.a, config.b))
     spec = symmetries(model, a)
     inputs, labels = model.first(MATCHING_EXAMPLES)
-    options = {"seed": config.seed} if config.matcher != "activations" else {}  # not random
-    matcher = MATCHERS[config.matcher](**options)
     matching = matcher.match(spec, a, b, apply=model.apply, inputs=inputs, labels=labels, loss=model.loss)
     spec.check(model.apply, b, model.first(EXAMPLES)[0], perms=matching.perms)
     aligned = spec.apply(matching.perms, b)
     write_network(config.to, aligned, table, config.b)
+    show_alignment(matching, config.to)
+
+
+def pytorch_networks(config: AlignConfig | MergeConfig) -> "files.Networks | None":
+    """Read PyTorch state dicts or Hugging Face folders; return None for other networks."""
+    paths = [Path(path) for path in (config.a, config.b)]
+    if not config.torch and not any(map(files.is_model_folder, paths)):
+        return None
+    files.require_new_place(Path(config.to), paths)
+    if config.torch:
+        return files.read_state_dicts(paths, config.torch)
+    return files.read_folders(paths, Path(config.data) if config.data else None)
+
+
+def show_alignment(matching: Matching, to: AnyPath) -> None:
+    """Print how many units moved and where the aligned network is."""
     moved = sum(int((perm != np.arange(perm.shape[-1])).sum()) for perm in matching.perms.values())
     units = sum(perm.size for perm in matching.perms.values())
     products = {"naive": matching.trace[0], "aligned": matching.objective}
     rose = "from {naive:.4g} to {aligned:.4g}".format_map(products)
-    show(f"{moved:,} of {units:,} units moved; the inner product with A rose {rose}\n{absolute(config.to)}")
-    show_json({"path": str(absolute(config.to)), "moved": moved, "units": units, "inner_products": products})
+    show(f"{moved:,} of {units:,} units moved; the inner product with A rose {rose}\n{absolute(to)}")
+    show_json({"path": str(absolute(to)), "moved": moved, "units": units, "inner_products": products})
+
+
+def merge(config: MergeConfig) -> None:
+    """Merge two aligned networks: PyTorch state dicts or Hugging Face folders.
+
+    With flags alone, as in `mcomb merge --setup SETUP`, the command runs the experiment instead.
+    """
+    if not (networks := pytorch_networks(config)):
+        raise UserError(
+            f"{config.a} is not a Hugging Face folder: pass one, or --torch MODULE:FUNCTION for state dicts."
+        )
+    networks.merge(Path(config.to), config.method)
+    show(str(absolute(config.to)))
+    show_json({"path": str(absolute(config.to)), "method": config.method})
 
 
 def combine(config: CombineConfig) -> None:
@@ -350,6 +406,7 @@ def draw_graph(spec: PermutationSpec, path: AnyPath) -> None:
 COMMANDS: dict[str, tuple[type[Any], Callable[[Any], None]]] = {
     "inspect": (InspectConfig, inspect),
     "align": (AlignConfig, align),
+    "merge": (MergeConfig, merge),
     "combine": (CombineConfig, combine),
     "evaluate": (EvaluateConfig, evaluate),
 }
@@ -371,7 +428,7 @@ def main(argv: list[str] | None = None) -> None:
     experiments = experiment_names()
     if command in ("-h", "--help"):
         print(f"{__doc__}\nexperiments: {', '.join(experiments)}")
-    elif command in COMMANDS:
+    elif command in COMMANDS and not (command in experiments and all(word.startswith("-") for word in rest[:1])):
         config, run = COMMANDS[command]
         run(cli.parse(config, run.__doc__ or "", rest, prog=f"mcomb {command}"))
     elif command in experiments:

@@ -82,9 +82,9 @@ def align(
         >>> aligned = mcomb.pytorch.align(model_a, model_b, dict(tokenizer("some text", return_tensors="pt")))
     """
     inputs = to_arrays(inputs)
-    apply, (params_a, params_b) = _same_function((a, b), inputs, output, options)
+    apply, (params_a, params_b) = same_function((a, b), inputs, output, options)
     aligned = align_params(apply, params_a, params_b, inputs, to_arrays(labels), matcher=matcher, spec=spec, loss=loss)
-    return _build(aligned.params, b, share=True)
+    return build_module(aligned.params, b, share=True)
 
 
 def merge(
@@ -122,14 +122,14 @@ def merge(
     inputs = to_arrays(inputs)
     if not isinstance(modules, Sequence) or len(modules) < 2:
         raise UserError("Merging needs two or more modules: pass a tuple of modules.")
-    apply, networks = _same_function(modules, inputs, output, options)
+    apply, networks = same_function(modules, inputs, output, options)
     merged = merge_params(apply, networks, inputs, to_arrays(labels), method=method, spec=spec, loss=loss)
     if merged.apply is not apply:
         raise UserError(
             f"A merge by {merged.method.name} has another architecture than its modules: "
             "use mcomb.merge on the results of mcomb.pytorch.from_module."
         )
-    return _build(merged.params, modules[0], share=True)
+    return build_module(merged.params, modules[0], share=True)
 
 
 def from_module(
@@ -199,7 +199,7 @@ def to_module(params: Params, like: Module) -> Module:
     Examples:
         >>> model = mcomb.pytorch.to_module(aligned.params, like=model_b)
     """
-    return _build(params, like, share=False)
+    return build_module(params, like, share=False)
 
 
 def to_arrays(tree: Any) -> Any:
@@ -221,7 +221,7 @@ def to_arrays(tree: Any) -> Any:
     return _to_array("the inputs", tree) if _is_tensor(tree) else tree
 
 
-def _same_function(
+def same_function(
     modules: Sequence[Module], inputs: Inputs, output: Output, options: Mapping[str, Any] | None
 ) -> tuple[Apply, tuple[Params, ...]]:
     """The function of several modules, and the weights of each; an error unless it is the same for all of them."""
@@ -283,7 +283,7 @@ def _identity(slot: Slot) -> Hashable:
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-def _build(params: Params, like: Module, share: bool) -> Module:
+def build_module(params: Params, like: Module, share: bool) -> Module:
     """Return a copy of a module with other weights, which may share memory with arrays that own theirs."""
     import torch
 
