@@ -1,17 +1,20 @@
-"""Print the table of docs/pytorch.md, the symmetries of Hugging Face families: `python -m benchmarks.pytorch_families`.
+"""Print the symmetries of Hugging Face families, as in docs/pytorch.md.
 
-Each family is a tiny network with random weights, made from its configuration; nothing is downloaded. It takes about
-two minutes on two cores. `tests/pytorch/test_families.py` checks every family.
+    python -m benchmarks.pytorch_families    # two minutes on two CPU cores
+
+Each family is a tiny network with random weights, made from its configuration; nothing is downloaded.
+`tests/pytorch/test_families.py` checks every family.
 """
 
 import os
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import mcomb
+from mcomb.lab import cli
+from mcomb.lab.cli import Flag
 from mcomb.pytorch import from_module, to_arrays
 
 Shapes = list[tuple[int, ...]]
@@ -258,22 +261,30 @@ FAMILIES = {
 }
 
 
+@dataclass(frozen=True)
+class FamiliesConfig:
+    """The flags of this program."""
+
+    only: Annotated[tuple[str, ...], Flag("which families", choices=tuple(FAMILIES))] = tuple(FAMILIES)
+
+
 def frozen_parts(spec: mcomb.PermutationSpec) -> Iterator[str]:
     """Yield each reason why axes are frozen, with the names of the layers."""
     reasons: dict[str, dict[str, None]] = {}
     for frozen in spec.frozen:
         reason = re.sub(r" in \S+$|input 0/", "", frozen.reason)
+        reason = re.sub(r"^\w+ \((.*)\)$", r"\1", reason)  # the explanation, without the primitive
         layer = frozen.leaf.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
         reasons.setdefault(reason, {})[layer] = None
     for reason, layers in reasons.items():
         yield f"{reason}: {', '.join(f'`{layer}`' for layer in layers)}"
 
 
-def main(names: list[str]) -> None:
-    """Print the table of these families, or of all."""
+def main(config: FamiliesConfig) -> None:
+    """Print the table of these families."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     print("| family | class | permutations | free | frozen |\n|---|---|---|---|---|")
-    for name in names or FAMILIES:
+    for name in config.only:
         family = FAMILIES[name]
         apply, params = from_module(family.build())
         inputs = to_arrays(family.example())
@@ -284,4 +295,4 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    cli.run(lambda: main(cli.parse(FamiliesConfig, __doc__ or "")))

@@ -269,7 +269,8 @@ def _load_folder(path: Path) -> Module:
         config = transformers.AutoConfig.from_pretrained(path, **options)
         names = config.architectures or ["None"]
         model_class: Any = getattr(transformers, names[0], None)
-        if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
+        is_known = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
+        if not is_known:
             raise UserError(
                 f"{path} needs the class {names[0]!s:.50}, which transformers lacks: mcomb runs no code of folders."
             )
