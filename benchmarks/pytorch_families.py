@@ -272,7 +272,7 @@ def frozen_parts(spec: mcomb.PermutationSpec) -> Iterator[str]:
     """Yield each reason why axes are frozen, with the names of the layers."""
     reasons: dict[str, dict[str, None]] = {}
     for frozen in spec.frozen:
-        reason = re.sub(r" in \S+$|input 0/", "", frozen.reason)
+        reason = re.sub(r" in \S+$", "", re.sub(r"^input 0/.*", "an input", frozen.reason))
         reason = re.sub(r"^\w+ \((.*)\)$", r"\1", reason)  # the explanation, without the primitive
         layer = frozen.leaf.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
         reasons.setdefault(reason, {})[layer] = None

@@ -28,8 +28,8 @@ METHODS = ("average", "refit", "learned")
 class PytorchMergeConfig:
     """The flags of this benchmark."""
 
-    width: Annotated[int, Flag("channels of the first stage", 1)] = 32
-    epochs: Annotated[int, Flag("epochs of training", 1)] = 30
+    width: Annotated[int, Flag("channels of the first stage", 1)] = 16
+    epochs: Annotated[int, Flag("epochs of training", 1)] = 25
     seed: Annotated[int, Flag("seed of A; that of B is one more", 0)] = 0
 
 

@@ -14,20 +14,28 @@ from mcomb.errors import UserError
 
 
 @contextmanager
-def run_in_jax(name: str) -> Iterator[Callable[[Any], Any]]:
-    """Let PyTorch compute in JAX while a module of this name runs; yields the function that wraps an array."""
+def run_in_jax(name: str) -> Iterator[None]:
+    """Let PyTorch compute in JAX while a module of this name runs."""
     environment = get_environment()
     import torch
-    from torchax.tensor import OperatorNotFound, Tensor
+    from torchax.tensor import OperatorNotFound
 
     try:
         # torchax relies on JAX's default promotion, and asks for int64 where JAX has int32.
         with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Explicitly requested dtype")
             with environment, torch.device("jax"), torch.no_grad():
-                yield lambda leaf: Tensor(jnp.asarray(leaf), environment)
+                yield
     except OperatorNotFound as error:
         raise UserError(f"{name} uses an operation that torchax lacks ({error}): replace it in `forward`") from error
+
+
+def to_jax_tensor(array: Any) -> Any:
+    """Return an array as a tensor that computes in JAX."""
+    environment = get_environment()
+    from torchax.tensor import Tensor
+
+    return Tensor(jnp.asarray(array), environment)
 
 
 @cache

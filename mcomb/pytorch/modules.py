@@ -17,7 +17,7 @@ from mcomb.matching.align import align as align_params
 from mcomb.matching.matchers import Matcher
 from mcomb.merging.merge import Method
 from mcomb.merging.merge import merge as merge_params
-from mcomb.pytorch.environment import compute_all_experts, get_environment, run_in_jax
+from mcomb.pytorch.environment import compute_all_experts, get_environment, run_in_jax, to_jax_tensor
 from mcomb.symmetry.spec import PermutationSpec
 from mcomb.trees import Apply, Inputs, Labels, Params, require_alike
 
@@ -162,22 +162,17 @@ def from_module(
     _require_module(module)
     own = copy.deepcopy(module, {id(slot.tensor): slot.tensor for slot in _slots(module)}).eval()
     compute_all_experts(own)
-    slots = list(_slots(own))
-    names, weights = _leaves(slots)
-    constants = {id(slot.tensor): _to_array(slot.name, slot.tensor) for slot in slots if _identity(slot) not in names}
-    original = [(slot, slot.tensor, names.get(_identity(slot))) for slot in slots]
+    names, weights = _leaves(list(_slots(own)))
+    tensors = {id(slot.tensor): (slot.tensor, names.get(_identity(slot))) for slot in _slots(own)}
+    constants = {i: _to_array("a buffer", tensor) for i, (tensor, name) in tensors.items() if name is None}
 
     def apply(params: Params, inputs: Inputs) -> Any:
-        with run_in_jax(type(module).__name__) as wrap:
-            try:
-                tensors = {name: wrap(leaf) for name, leaf in params.items()}
-                for slot, tensor, name in original:
-                    slot.holder[slot.key] = wrap(constants[id(tensor)]) if name is None else tensors[name]
-                args, kwargs = _arguments(jax.tree.map(wrap, inputs))
-                return _unwrap(_select(own(*args, **kwargs, **(options or {})), output))
-            finally:
-                for slot, tensor, _ in original:
-                    slot.holder[slot.key] = tensor
+        wrapped = {name: to_jax_tensor(leaf) for name, leaf in params.items()}
+        memo = {i: to_jax_tensor(constants[i]) if name is None else wrapped[name] for i, (_, name) in tensors.items()}
+        running = copy.deepcopy(own, memo)  # with JAX's tensors; whatever `forward` changes in it is forgotten
+        args, kwargs = _arguments(jax.tree.map(to_jax_tensor, inputs))
+        with run_in_jax(type(module).__name__):
+            return _unwrap(_select(running(*args, **kwargs, **(options or {})), output))
 
     apply.__name__ = type(module).__name__
     return apply, {name: _to_array(name, tensor) for name, tensor in weights.items()}

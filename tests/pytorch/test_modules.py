@@ -2,8 +2,10 @@
 
 import copy
 import dataclasses
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -364,3 +366,15 @@ except mcomb.UserError as error: print(error)
 """
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert "install mcomb[pytorch]" in done.stdout
+
+
+def test_documented_examples_run(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "pytorch.md").read_text()
+    first, second = re.findall(r"^```python\n(.*?)^```", page, re.S | re.M)[:2]
+    scope = {}
+    exec(first + second, scope)
+    assert "Barrier(" in capsys.readouterr().out
+    middle = (scope["model_a"][0].weight + scope["aligned"][0].weight) / 2
+    torch.testing.assert_close(scope["middle"][0].weight, middle)
+    torch.testing.assert_close(scope["aligned"](scope["x"]), scope["model_b"](scope["x"]))
+    assert isinstance(scope["merged"], nn.Sequential)
