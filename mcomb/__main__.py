@@ -107,7 +107,7 @@ class AlignConfig(Output):
     model: Annotated[str | None, Flag("SETUP:WIDTH or MODULE:FUNCTION; required unless --torch or folders")] = None
     names: Annotated[str | None, Flag("names of weights in the files: pytorch, git-re-basin, or a table file")] = None
     torch: Annotated[str | None, Flag("MODULE:FUNCTION that returns a PyTorch module, for state dicts")] = None
-    data: Annotated[AnyPath | None, Flag("inputs by name and labels for Hugging Face folders: .npz, .safetensors")] = None
+    data: Annotated[AnyPath | None, Flag("inputs by name and labels for Hugging Face folders (.npz, …)")] = None
     matcher: Annotated[str, Flag("algorithm that matches units", choices=MATCHERS.keys())] = "weights"
     seed: Annotated[int, Flag("seed of the matcher", 0, LARGEST_SEED)] = 0
 
@@ -120,7 +120,7 @@ class MergeConfig(Output):
     b: Annotated[AnyPath, Flag("network B, aligned to A")]
     to: Annotated[AnyPath, Flag("where to write the merged network")]
     torch: Annotated[str | None, Flag("MODULE:FUNCTION that returns a PyTorch module, for state dicts")] = None
-    data: Annotated[AnyPath | None, Flag("inputs by name and labels for Hugging Face folders: .npz, .safetensors")] = None
+    data: Annotated[AnyPath | None, Flag("inputs by name and labels for Hugging Face folders (.npz, …)")] = None
     method: Annotated[str, Flag("merge method", choices=METHODS.keys())] = "average"
 
 

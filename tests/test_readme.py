@@ -19,7 +19,7 @@ TEXTS = [README, *(path.read_text() for path in sorted((ROOT / "docs").rglob("*.
 @pytest.mark.slow
 def test_readme_examples_align_sweep_and_merge(capsys, tmp_path, monkeypatch):
     """The second example is a script; the first is a fragment of it."""
-    fragment, script = re.findall(r"```python\n(.*?)```", README, re.S)
+    fragment, _, script = re.findall(r"```python\n(.*?)```", README, re.S)
     monkeypatch.chdir(tmp_path)
     scope: dict = {}
     exec(script, scope)

@@ -90,7 +90,7 @@ def compute_all_experts(module: Any) -> None:
 
 
 def _all_experts(experts: Any, hidden: Any, chosen: Any, shares: Any) -> Any:
-    """The sum of all experts' outputs, weighted by their shares: 0 unless an expert is chosen."""
+    """Return the sum of all experts' outputs, weighted by their shares, which are 0 for experts that are not chosen."""
     import torch
 
     def linear(name: str, x: Any, labels: str) -> Any:

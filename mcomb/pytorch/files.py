@@ -70,7 +70,7 @@ class Networks:
         write(build_module(merged.params, self.modules[0], share=True), to, self.paths[0])
 
     def _same_function(self) -> Any:
-        """The function of all networks and their weights; an error that names settings that differ."""
+        """Return the common function and the weights of all networks; name settings that differ in an error."""
         try:
             return same_function(self.modules, self.inputs, None, None)
         except UserError as error:
@@ -174,7 +174,7 @@ def require_new_place(to: Path, paths: Sequence[Path]) -> None:
 
 
 def _call(function: str) -> Any:
-    """What the user's function returns."""
+    """Call the user's function."""
     import torch
 
     place, _, name = function.rpartition(":")
@@ -193,7 +193,7 @@ def _call(function: str) -> Any:
 
 
 def _read_state(path: Path) -> dict[str, Any]:
-    """The tensors in a file, by name. Nothing in it is run."""
+    """Return the tensors in a file by name, without running any code in it."""
     import torch
     from safetensors.torch import load_file
 
@@ -209,7 +209,7 @@ def _read_state(path: Path) -> dict[str, Any]:
 
 
 def _load_state(module: Module, path: Path) -> Module:
-    """A copy of a module with the tensors in a file."""
+    """Return a copy of a module with the tensors in a file."""
     state, own = _read_state(path), copy.deepcopy(module)
     _require_alike(str(path), own, state)
     dtypes = {name: tensor.dtype for name, tensor in state.items()}
@@ -255,7 +255,7 @@ def _write_state(module: Module, to: Path, like: Path) -> None:
 
 
 def _load_folder(path: Path) -> Module:
-    """The model in a folder of Hugging Face. Code in the folder is never run."""
+    """Load the model in a Hugging Face folder, without running any code in it."""
     try:
         import transformers
     except ImportError as error:

@@ -219,7 +219,7 @@ def to_arrays(tree: Any) -> Any:
 def same_function(
     modules: Sequence[Module], inputs: Inputs, output: Output, options: Mapping[str, Any] | None
 ) -> tuple[Apply, tuple[Params, ...]]:
-    """The function of several modules, and the weights of each; an error unless it is the same for all of them."""
+    """Return the common function of several modules and the weights of each; raise an error if functions differ."""
     (apply, first), *others = (from_module(module, output=output, options=options) for module in modules)
     traced = _describe(apply, first, inputs)
     for i, (function, params) in enumerate(others, 1):
@@ -234,7 +234,7 @@ def same_function(
 
 
 def _describe(apply: Apply, params: Params, inputs: Inputs) -> tuple[str, list[bytes]]:
-    """The equations of a function, without the addresses of objects, and its constants."""
+    """Return the equations of a function, without addresses of objects, and its constants."""
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), params)
     traced = jax.make_jaxpr(apply)(shapes, inputs)
     return re.sub(r"0x[0-9a-f]+", "", str(traced)), [np.asarray(const).tobytes() for const in traced.consts]
@@ -260,7 +260,7 @@ def _slots(module: Module) -> Iterator[Slot]:
 
 
 def _leaves(slots: Sequence[Slot]) -> tuple[dict[Hashable, str], dict[str, Tensor]]:
-    """The names of all weights, by identity, and the weights by name. Tied weights have their first name."""
+    """Return names of all weights by identity, and weights by name. Tied weights have the first name."""
     names: dict[Hashable, str] = {}
     weights: dict[str, Tensor] = {}
     for slot in slots:
@@ -271,7 +271,7 @@ def _leaves(slots: Sequence[Slot]) -> tuple[dict[Hashable, str], dict[str, Tenso
 
 
 def _identity(slot: Slot) -> Hashable:
-    """What two slots share if their tensors are one, or share all of their memory."""
+    """Return a key that two slots share if their tensors are the same memory."""
     tensor = slot.tensor
     if str(tensor.layout) != "torch.strided" or tensor.device.type == "meta" or not tensor.numel():
         return id(tensor)
@@ -302,7 +302,7 @@ def build_module(params: Params, like: Module, share: bool) -> Module:
 
 
 def _to_array(name: str, tensor: Tensor) -> np.ndarray:
-    """A tensor as an array, without a copy if it is on the CPU and in order."""
+    """Return a tensor as an array, without a copy if it is contiguous on the CPU."""
     try:
         here = tensor.detach().cpu().resolve_conj().resolve_neg()
         dtype = getattr(ml_dtypes, str(here.dtype).removeprefix("torch."), None)
@@ -317,7 +317,7 @@ def _to_array(name: str, tensor: Tensor) -> np.ndarray:
 
 
 def _to_tensor(array: Any, share: bool) -> Tensor:
-    """An array as a tensor, which shares its memory if it may and the array owns it."""
+    """Return an array as a tensor that shares the memory, if allowed and owned by the array."""
     import torch
 
     own = np.asarray(array)
@@ -328,14 +328,14 @@ def _to_tensor(array: Any, share: bool) -> Tensor:
 
 
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and the keyword arguments that inputs stand for."""
+    """Return the positional and keyword arguments for a module."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (tuple(inputs), {}) if isinstance(inputs, tuple | list) else ((inputs,), {})
 
 
 def _select(outputs: Any, output: Output) -> Any:
-    """The output of a module that counts."""
+    """Select the relevant output of a module."""
     if callable(output):
         return output(outputs)
     named = dict(outputs) if isinstance(outputs, Mapping) else None
@@ -352,7 +352,7 @@ def _select(outputs: Any, output: Output) -> Any:
 
 
 def _unwrap(outputs: Any) -> Any:
-    """The arrays inside of outputs; whatever is no tensor is left out."""
+    """Return the arrays inside outputs, without values that are not tensors."""
     return jax.tree.map(
         lambda own: (own.jax() if hasattr(own, "jax") else own.numpy()) if _is_tensor(own) else None,
         outputs,
