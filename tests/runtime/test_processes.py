@@ -199,7 +199,7 @@ def test_processes_with_different_code_fail_together(tmp_path):
 
 @pytest.mark.slow
 def test_processes_name_missing_process():
-    program = "from mcomb import processes; processes.PATIENCE = 1; processes.join('localhost:{}', 2, 0)"
+    program = "from mcomb.runtime import processes; processes.PATIENCE = 1; processes.join('localhost:{}', 2, 0)"
     words = [sys.executable, "-c", program.format(free_port())]
     ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode not in (0, None)
