@@ -21,7 +21,8 @@ from docs.pictures import reduce_picture
 from mcomb.lab import cli
 from mcomb.lab.cache.store import Store
 from mcomb.lab.cli import Flag
-from mcomb.lab.runs.experiment import Experiment, run
+from mcomb.lab.runs.experiment import Experiment
+from mcomb.lab.runs.run import run
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "experiments"

@@ -17,8 +17,9 @@ from typing import Any
 from mcomb.errors import UserError
 from mcomb.lab import cli
 from mcomb.lab.flags import command, convert_config
-from mcomb.lab.runs.experiment import config_of, setups_help
-from mcomb.lab.runs.state import State, find_other_runs, read_state
+from mcomb.lab.runs.command import setups_help
+from mcomb.lab.runs.experiment import config_of
+from mcomb.lab.runs.identity import RunState, find_other_runs, read_state
 from mcomb.lab.runs.verdicts import verdict_colour
 from mcomb.lab.setups import SETUPS
 from mcomb.lab.tables import TABLE_WIDTH
@@ -56,7 +57,7 @@ def list_experiments(config: WidthConfig) -> list[dict[str, Any]]:
             if others and state.kind == "not run":
                 state = state._replace(said="not run with these flags")
         except UserError as error:  # some experiments reject some flags
-            state, line, others = State("impossible", f"rejects these flags: {error}"), None, []
+            state, line, others = RunState("impossible", f"rejects these flags: {error}"), None, []
         listed.append(about | {"command": line, "others": others} | state._asdict())
     return listed
 

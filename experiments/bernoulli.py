@@ -7,10 +7,11 @@ in accuracy for ResNet-20, 0.767 and 0.194 for Tiny-10.
 """
 
 from mcomb.combination import bernoulli
-from mcomb.lab.runs.experiment import Paper, main, sweep
+from mcomb.lab.runs.command import main
+from mcomb.lab.runs.experiment import Paper, sweep_experiment
 from mcomb.lab.runs.verdicts import judge_sweep
 
-EXPERIMENT = sweep(
+EXPERIMENT = sweep_experiment(
     name="bernoulli",
     title="each weight from A or from B",
     claim="Networks that take each weight at random from A or from B perform well if the networks are aligned.",

@@ -10,7 +10,8 @@ import numpy as np
 
 from mcomb.combination import centered
 from mcomb.lab.runs.barriers import barrier
-from mcomb.lab.runs.experiment import main, sweep
+from mcomb.lab.runs.command import main
+from mcomb.lab.runs.experiment import sweep_experiment
 from mcomb.lab.runs.results import Results
 from mcomb.lab.runs.verdicts import Verdict, works
 
@@ -37,7 +38,7 @@ def judge(results: Results) -> Verdict:
     )
 
 
-EXPERIMENT = sweep(
+EXPERIMENT = sweep_experiment(
     name="centered",
     title="coefficients in a box around A",
     claim="A still works after its weights move at random towards or away from the aligned B, by up to a quarter of "

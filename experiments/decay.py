@@ -20,10 +20,11 @@ from mcomb.io.paths import AnyPath
 from mcomb.lab.cli import Flag
 from mcomb.lab.figures import COLOURS, STYLE, save
 from mcomb.lab.flags import CHECKPOINT_FLAGS, LineConfig, convert_config
-from mcomb.lab.runs.experiment import Experiment, Parts, main
+from mcomb.lab.runs.command import main
+from mcomb.lab.runs.experiment import Experiment, Parts
 from mcomb.lab.runs.measure import Run
-from mcomb.lab.runs.pairs import pool, spread
-from mcomb.lab.runs.results import METRICS, VARIANTS, Results
+from mcomb.lab.runs.pairs import pool
+from mcomb.lab.runs.results import METRICS, VARIANTS, Results, spread
 from mcomb.lab.runs.verdicts import Verdict
 from mcomb.lab.tables import columns, with_range
 

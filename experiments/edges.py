@@ -15,10 +15,10 @@ from matplotlib.figure import Figure
 
 from mcomb.io.paths import AnyPath
 from mcomb.lab.figures import COLOURS, STYLE, save
-from mcomb.lab.runs.experiment import Experiment, main
+from mcomb.lab.runs.command import main
+from mcomb.lab.runs.experiment import Experiment
 from mcomb.lab.runs.measure import Run
-from mcomb.lab.runs.pairs import spread
-from mcomb.lab.runs.results import Results
+from mcomb.lab.runs.results import Results, spread
 from mcomb.lab.runs.verdicts import Verdict
 from mcomb.trees import Params, named_leaves
 

@@ -14,7 +14,8 @@ from mcomb.evaluation.objectives import AGREES_WITH
 from mcomb.io.paths import AnyPath
 from mcomb.lab.figures import STYLE, save
 from mcomb.lab.flags import SweepConfig, convert_config
-from mcomb.lab.runs.experiment import Experiment, Parts, main
+from mcomb.lab.runs.command import main
+from mcomb.lab.runs.experiment import Experiment, Parts
 from mcomb.lab.runs.measure import Run
 from mcomb.lab.runs.results import Results
 from mcomb.lab.runs.verdicts import Verdict, rate_is_above

@@ -7,9 +7,10 @@ accuracy for ResNet-20, 0.332 and 0.071 for Tiny-10.
 """
 
 from mcomb.combination import hyperplane
-from mcomb.lab.runs.experiment import Paper, main, sweep
+from mcomb.lab.runs.command import main
+from mcomb.lab.runs.experiment import Paper, sweep_experiment
 
-EXPERIMENT = sweep(
+EXPERIMENT = sweep_experiment(
     name="hyperplane",
     title="coefficients on a hyperplane",
     claim="Combinations on a hyperplane that moves through the cube from A to B perform well everywhere.",

@@ -39,10 +39,10 @@ from mcomb.lab.cli import Flag
 from mcomb.lab.figures import COLOURS, LEVELS, LINES, STYLE, save
 from mcomb.lab.flags import CombinationConfig
 from mcomb.lab.runs.barriers import barrier
-from mcomb.lab.runs.experiment import Experiment, main
+from mcomb.lab.runs.command import main
+from mcomb.lab.runs.experiment import Experiment
 from mcomb.lab.runs.measure import Run, Task
-from mcomb.lab.runs.pairs import spread
-from mcomb.lab.runs.results import METRICS, SPLITS, VARIANTS, Results
+from mcomb.lab.runs.results import METRICS, SPLITS, VARIANTS, Results, spread
 from mcomb.lab.runs.verdicts import Verdict, clearly_less, works
 from mcomb.lab.tables import columns, with_range
 from mcomb.merging.learned import GRANULARITIES, LearnedShares, learn_shares

@@ -17,7 +17,8 @@ from mcomb.errors import UserError
 from mcomb.lab.cli import Flag
 from mcomb.lab.flags import LineConfig
 from mcomb.lab.runs.barriers import barrier
-from mcomb.lab.runs.experiment import main, sweep
+from mcomb.lab.runs.command import main
+from mcomb.lab.runs.experiment import sweep_experiment
 from mcomb.lab.runs.results import METRICS, Results
 from mcomb.lab.runs.verdicts import Verdict, clearly_less, judge_sweep, works
 
@@ -64,7 +65,7 @@ def judge(results: Results) -> Verdict:
     )
 
 
-EXPERIMENT = sweep(
+EXPERIMENT = sweep_experiment(
     name="linear",
     title="the line through A and B",
     claim="Aligned networks are linearly connected. Loss and accuracy stay good for some distance beyond both ends, "

@@ -23,10 +23,10 @@ from mcomb.lab.cache.matchings import MatchingKey
 from mcomb.lab.cli import Flag
 from mcomb.lab.figures import STYLE, save
 from mcomb.lab.flags import SweepConfig
-from mcomb.lab.runs.experiment import Experiment, main
+from mcomb.lab.runs.command import main
+from mcomb.lab.runs.experiment import Experiment
 from mcomb.lab.runs.measure import Run, Task
-from mcomb.lab.runs.pairs import spread
-from mcomb.lab.runs.results import METRICS, SPLITS, Results, table
+from mcomb.lab.runs.results import METRICS, SPLITS, Results, spread, table
 from mcomb.lab.runs.verdicts import Verdict, clearly_less
 from mcomb.lab.tables import columns
 from mcomb.matching.matchers import MATCHERS

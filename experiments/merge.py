@@ -40,13 +40,14 @@ from mcomb.io.paths import AnyPath
 from mcomb.keys import stream
 from mcomb.lab.cli import Flag
 from mcomb.lab.data.datasets import Split
-from mcomb.lab.data.splits import SPLITS, Subset
+from mcomb.lab.data.splits import PARTITIONS, Subset
 from mcomb.lab.figures import COLOURS, STYLE, save
 from mcomb.lab.flags import CHECKPOINT_FLAGS, Config
-from mcomb.lab.runs.experiment import Experiment, main
+from mcomb.lab.runs.command import main
+from mcomb.lab.runs.experiment import Experiment
 from mcomb.lab.runs.measure import REPAIR_IMAGES, Run
-from mcomb.lab.runs.pairs import pool, spread
-from mcomb.lab.runs.results import METRICS, Results
+from mcomb.lab.runs.pairs import pool
+from mcomb.lab.runs.results import METRICS, Results, spread
 from mcomb.lab.runs.verdicts import Verdict
 from mcomb.lab.setups import SETUPS
 from mcomb.lab.tables import columns, with_range
@@ -69,7 +70,7 @@ class MergeConfig(Config):
     """Flags of `merge`."""
 
     pairs: Annotated[int, Flag("independent triples of networks, for consecutive values of --seed", 1, 1000)] = 3
-    split: Annotated[str, Flag("how the parents' train images differ", choices=SPLITS)] = "biased"
+    split: Annotated[str, Flag("how the parents' train images differ", choices=PARTITIONS)] = "biased"
     skew: Annotated[
         float | None, Flag("A's fraction of its classes (biased), or the concentration (dirichlet) [setup]", 0, 10**6)
     ] = None

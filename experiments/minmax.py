@@ -9,7 +9,8 @@ The network 'Max' takes the weight with the larger absolute value of each pair, 
 from mcomb.combination import minmax
 from mcomb.lab.flags import LineConfig
 from mcomb.lab.runs.barriers import barrier
-from mcomb.lab.runs.experiment import main, sweep
+from mcomb.lab.runs.command import main
+from mcomb.lab.runs.experiment import sweep_experiment
 from mcomb.lab.runs.results import METRICS, Results
 from mcomb.lab.runs.verdicts import LIMITS, Verdict, cost
 
@@ -28,7 +29,7 @@ def judge(results: Results) -> Verdict:
     )
 
 
-EXPERIMENT = sweep(
+EXPERIMENT = sweep_experiment(
     name="minmax",
     title="from the larger to the smaller weight",
     claim="The 'Min' network, which takes the smaller weight of each aligned pair, has low accuracy.",

@@ -16,7 +16,7 @@ from mcomb.lab import cli
 from mcomb.lab.cache.store import Store
 from mcomb.lab.flags import RECIPE_FLAGS, Config, command, recipe_dict
 from mcomb.lab.run_folders import pretrained_path
-from mcomb.lab.runs.experiment import parse_and_join, print_plan
+from mcomb.lab.runs.command import parse_and_join, print_plan
 from mcomb.lab.runs.plan import Job
 from mcomb.runtime.processes import from_first
 from mcomb.runtime.progress import show, show_json

@@ -18,18 +18,12 @@ from mcomb.lab import cli
 from mcomb.lab.cache.store import Store
 from mcomb.lab.cli import Flag
 from mcomb.lab.flags import CHECKPOINT_FLAGS, Config, command, convert_config
-from mcomb.lab.runs.experiment import (
-    Experiment,
-    config_of,
-    figure_path,
-    list_jobs,
-    parse_and_join,
-    print_plan,
-    read_results,
-    run,
-)
+from mcomb.lab.runs.command import parse_and_join, print_plan
+from mcomb.lab.runs.experiment import Experiment, config_of
+from mcomb.lab.runs.identity import find_other_runs
+from mcomb.lab.runs.plan import list_jobs
 from mcomb.lab.runs.results import Results
-from mcomb.lab.runs.state import find_other_runs
+from mcomb.lab.runs.run import figure_path, read_results, run
 from mcomb.lab.setups import SETUPS, WIDEST
 from mcomb.runtime.processes import from_first
 from mcomb.runtime.progress import say, show, show_json
@@ -75,7 +69,7 @@ class ReportConfig(width.WidthConfig):
     run: Annotated[bool, Flag("run the missing experiments", identity=False)] = False
 
 
-class Job(NamedTuple):
+class PageJob(NamedTuple):
     """An experiment on the page: its name there, its setup and width, and its flags."""
 
     name: str
@@ -84,12 +78,12 @@ class Job(NamedTuple):
     config: Config
 
 
-def plan(config: ReportConfig) -> list[Job]:
+def plan(config: ReportConfig) -> list[PageJob]:
     """Return all experiments except decay for all setups and widths, in the paper's order.
 
     `schematic` appears once, because it needs no networks, and `width` once for each setup.
     """
-    jobs: list[Job] = []
+    jobs: list[PageJob] = []
     setups, widths = tuple(dict.fromkeys(config.setup)), tuple(dict.fromkeys(config.width))
     for setup, its_width in itertools.product(setups, widths):
         place = f"{SETUPS[setup].title}, width {its_width}"
@@ -102,7 +96,7 @@ def plan(config: ReportConfig) -> list[Job]:
             own = config_of(experiment, config, setup=setup, width=its_width)
             if ORDER.index(module) < i:
                 name, own = f"{name}, beyond", replace(own, range=BEYOND)
-            jobs.append(Job(name, place, experiment, own))
+            jobs.append(PageJob(name, place, experiment, own))
     return jobs
 
 
@@ -124,7 +118,7 @@ def title(config: ReportConfig) -> str:
     return f"{'; '.join(SETUPS[setup].title for setup in dict.fromkeys(config.setup))}, {text}"
 
 
-def read_nearest(job: Job) -> tuple[Config, str, Results | None]:
+def read_nearest(job: PageJob) -> tuple[Config, str, Results | None]:
     """Return the config, the differing flags and the results of a job, or of its run with the most similar flags.
 
     Runs of `linear` with another --range do not count.

@@ -32,10 +32,11 @@ from mcomb.lab.cli import Flag
 from mcomb.lab.figures import COLOURS, LEVELS, LINES, STYLE, save, wrap
 from mcomb.lab.flags import CombinationConfig
 from mcomb.lab.runs.barriers import barrier
-from mcomb.lab.runs.experiment import Experiment, main
+from mcomb.lab.runs.command import main
+from mcomb.lab.runs.experiment import Experiment
 from mcomb.lab.runs.measure import Run, Task
-from mcomb.lab.runs.pairs import pool, spread
-from mcomb.lab.runs.results import METRICS, SPLITS, Results
+from mcomb.lab.runs.pairs import pool
+from mcomb.lab.runs.results import METRICS, SPLITS, Results, spread
 from mcomb.lab.runs.results import table as networks_table
 from mcomb.lab.runs.verdicts import Verdict, same_distribution, works
 from mcomb.lab.setups import SETUPS

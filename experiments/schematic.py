@@ -21,7 +21,8 @@ from mcomb.io.paths import AnyPath
 from mcomb.keys import stream
 from mcomb.lab.figures import STYLE, save
 from mcomb.lab.flags import Config
-from mcomb.lab.runs.experiment import Experiment, main
+from mcomb.lab.runs.command import main
+from mcomb.lab.runs.experiment import Experiment
 from mcomb.lab.runs.measure import Run
 from mcomb.lab.runs.results import Results
 from mcomb.lab.runs.verdicts import Verdict

@@ -11,7 +11,8 @@ import numpy as np
 from mcomb.combination import stitch
 from mcomb.lab import figures
 from mcomb.lab.flags import CurveConfig
-from mcomb.lab.runs.experiment import Experiment, main
+from mcomb.lab.runs.command import main
+from mcomb.lab.runs.experiment import Experiment
 from mcomb.lab.runs.measure import Run
 from mcomb.lab.runs.results import VARIANTS, Results
 from mcomb.lab.runs.verdicts import judge_sweep
@@ -33,7 +34,7 @@ EXPERIMENT = Experiment(
     config=CurveConfig,
     combinations=lambda config: len(VARIANTS) * (SETUPS[config.setup].model.depth + 1),
     measure=measure,
-    draw=figures.sweep,
+    draw=figures.draw_sweep,
     judge=judge_sweep,
 )
 

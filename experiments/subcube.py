@@ -7,9 +7,10 @@ accuracy for ResNet-20, 0.32 and 0.07 for Tiny-10.
 """
 
 from mcomb.combination import subcube
-from mcomb.lab.runs.experiment import Paper, main, sweep
+from mcomb.lab.runs.command import main
+from mcomb.lab.runs.experiment import Paper, sweep_experiment
 
-EXPERIMENT = sweep(
+EXPERIMENT = sweep_experiment(
     name="subcube",
     title="coefficients from a sliding cube",
     claim="Random points of a small cube that moves from A to B have low barriers and high accuracy.",

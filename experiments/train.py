@@ -16,7 +16,7 @@ from mcomb.lab import cli
 from mcomb.lab.cache.store import Store
 from mcomb.lab.cli import Flag
 from mcomb.lab.flags import TrainingConfig
-from mcomb.lab.runs.experiment import parse_and_join, print_plan
+from mcomb.lab.runs.command import parse_and_join, print_plan
 from mcomb.lab.runs.plan import Job
 from mcomb.lab.training.train import Training
 from mcomb.runtime.progress import say, show, show_json

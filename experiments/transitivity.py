@@ -11,7 +11,8 @@ from mcomb.combination import linear
 from mcomb.lab import figures
 from mcomb.lab.cache.matchings import B_TO_A, MatchingKey
 from mcomb.lab.flags import LineConfig
-from mcomb.lab.runs.experiment import Experiment, main
+from mcomb.lab.runs.command import main
+from mcomb.lab.runs.experiment import Experiment
 from mcomb.lab.runs.measure import Run, Task
 from mcomb.lab.runs.results import Results
 from mcomb.lab.runs.verdicts import Verdict, clearly_less, works
@@ -54,7 +55,7 @@ EXPERIMENT = Experiment(
     config=LineConfig,
     combinations=lambda config: 3 * config.points,
     measure=measure,
-    draw=figures.sweep,
+    draw=figures.draw_sweep,
     judge=judge,
 )
 

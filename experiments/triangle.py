@@ -24,7 +24,8 @@ from mcomb.lab.cli import Flag
 from mcomb.lab.figures import STYLE, save, wrap
 from mcomb.lab.flags import CombinationConfig
 from mcomb.lab.runs.barriers import barrier
-from mcomb.lab.runs.experiment import Experiment, main
+from mcomb.lab.runs.command import main
+from mcomb.lab.runs.experiment import Experiment
 from mcomb.lab.runs.measure import Run, Task
 from mcomb.lab.runs.results import METRICS, Results
 from mcomb.lab.runs.verdicts import Verdict, works

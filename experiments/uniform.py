@@ -8,9 +8,10 @@ for Tiny-10. Naive barriers are much higher.
 """
 
 from mcomb.combination import uniform
-from mcomb.lab.runs.experiment import Paper, main, sweep
+from mcomb.lab.runs.command import main
+from mcomb.lab.runs.experiment import Paper, sweep_experiment
 
-EXPERIMENT = sweep(
+EXPERIMENT = sweep_experiment(
     name="uniform",
     title="uniform coefficients",
     claim="All sampled combinations of aligned networks have high accuracy and low loss.",

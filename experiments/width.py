@@ -20,10 +20,10 @@ from mcomb.io.paths import AnyPath
 from mcomb.lab.cli import Flag
 from mcomb.lab.figures import LINES, STYLE, save
 from mcomb.lab.flags import CHECKPOINT_FLAGS, SweepConfig, convert_config
-from mcomb.lab.runs.experiment import Experiment, Parts, main
+from mcomb.lab.runs.command import main
+from mcomb.lab.runs.experiment import Experiment, Parts
 from mcomb.lab.runs.measure import Run
-from mcomb.lab.runs.pairs import spread
-from mcomb.lab.runs.results import METRICS, SPLITS, Results
+from mcomb.lab.runs.results import METRICS, SPLITS, Results, spread
 from mcomb.lab.runs.verdicts import Verdict, falls
 from mcomb.lab.setups import WIDEST
 

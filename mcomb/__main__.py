@@ -51,7 +51,7 @@ from mcomb.io.pytorch_names import TABLES, Table, read_table, to_theirs
 from mcomb.keys import LARGEST_SEED, stream
 from mcomb.lab import cli
 from mcomb.lab.cli import Flag, Output
-from mcomb.lab.runs import experiment
+from mcomb.lab.runs.command import main as run_experiment
 from mcomb.lab.setups import SETUPS
 from mcomb.lab.tables import columns
 from mcomb.matching.matchers import MATCHERS
@@ -434,7 +434,7 @@ def main(argv: list[str] | None = None) -> None:
     elif command in experiments:
         module = importlib.import_module(experiments[command])
         if hasattr(module, "EXPERIMENT"):
-            experiment.main(module.EXPERIMENT, module.__doc__, rest)
+            run_experiment(module.EXPERIMENT, module.__doc__, rest)
         else:
             module.main(rest)
     else:

@@ -9,7 +9,7 @@ import yaml
 
 import mcomb
 from mcomb.lab import cli
-from mcomb.lab.runs.experiment import run
+from mcomb.lab.runs.run import run
 from mcomb.lab.setups import SETUPS
 from mcomb.matching.matchers import MATCHERS
 from mcomb.symmetry.rules import RULES

@@ -21,7 +21,7 @@ from experiments import uniform
 from mcomb.errors import UserError
 from mcomb.io.paths import read_json
 from mcomb.lab import cli
-from mcomb.lab.runs.experiment import run
+from mcomb.lab.runs.run import run
 
 FLAGS = "--setup mlp-digits --width 1 --epochs 3 --checkpoint-every 1 --points 3 --samples 1"
 FLAGS += " --train-images 60 --test-images 60"

@@ -1,1 +1,1 @@
-"""The experiments' workshop: data, models, training, what is kept on disk, measuring, results and figures."""
+"""Train networks, cache them, run experiments with them, and draw the results."""

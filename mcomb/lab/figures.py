@@ -8,22 +8,21 @@ import numpy as np
 
 from mcomb.evaluation.plotting import COLOURS, LEVELS, STYLE
 from mcomb.io.paths import AnyPath, atomic
-from mcomb.lab.runs.pairs import spread
-from mcomb.lab.runs.results import METRICS, SPLITS
+from mcomb.lab.runs.results import METRICS, SPLITS, spread
 
 LINES: Any = {"train": "--", "test": "-"}  # where both splits share a panel
 
 
 def save(figure: Any, folder: AnyPath, name: str) -> None:
-    """Writes a figure as PNG and as PDF, each whole or not at all and the same bytes every time."""
+    """Write a figure as PNG and as PDF, each whole or not at all and the same bytes every time."""
     for suffix, metadata in (("png", {"Software": None}), ("pdf", {"CreationDate": None})):
         with atomic(folder / f"{name}.{suffix}") as temporary:
             figure.savefig(temporary, metadata=metadata)
         figure.set_layout_engine("none")  # laid out once for both
 
 
-def sweep(results: Mapping[str, Any], folder: AnyPath) -> None:
-    """Draws loss and accuracy over a sweep: mean, range and points of each curve, and the levels of A and B.
+def draw_sweep(results: Mapping[str, Any], folder: AnyPath) -> None:
+    """Draw loss and accuracy over a sweep: mean, range and points of each curve, and the levels of A and B.
 
     Points only of one pair. With --temperatures, a thin line is the test loss at each network's best temperature.
     """
@@ -68,5 +67,5 @@ def sweep(results: Mapping[str, Any], folder: AnyPath) -> None:
 
 
 def wrap(text: str, width: int) -> str:
-    """The text in lines of at most so many characters."""
+    """Break a text into lines of at most `width` characters."""
     return "\n".join(textwrap.wrap(text, width))

@@ -1,4 +1,4 @@
-"""The flags of the experiments, and what follows from the flags alone."""
+"""Define the flags of the experiments, and derive recipes, command lines and identities from them."""
 
 import dataclasses
 import shlex
@@ -101,8 +101,8 @@ class Config(TrainingConfig):
         return None
 
     @property
-    def images(self) -> dict[str, int | None]:
-        """How many images of each split are evaluated on; None for all."""
+    def evaluation_images(self) -> dict[str, int | None]:
+        """How many images of each split to evaluate on; None for all."""
         return {"train": self.train_images, "test": self.test_images}
 
     def checkpoint_of(self, letter: str) -> AnyPath | None:
@@ -164,7 +164,7 @@ CHECKPOINT_FLAGS = ("checkpoint_a", "checkpoint_b", "checkpoint_c")  # results k
 
 
 def recipe(config: TrainingConfig) -> Recipe:
-    """The setup's recipe with whatever the flags change in it."""
+    """Return the setup's recipe with the changes that the flags make."""
     chosen = {name: getattr(config, name) for name in (*RECIPE_FLAGS, "checkpoint_every")}
     return dataclasses.replace(
         SETUPS[config.setup].recipe, **{name: value for name, value in chosen.items() if value is not None}
@@ -172,17 +172,17 @@ def recipe(config: TrainingConfig) -> Recipe:
 
 
 def recipe_dict(config: TrainingConfig) -> dict[str, Any]:
-    """What of the recipe changes the network."""
+    """Return the entries of the recipe that change the network."""
     return {name: value for name, value in dataclasses.asdict(recipe(config)).items() if name != "checkpoint_every"}
 
 
 def identity_flags(config: TrainingConfig) -> list[str]:
-    """The flags that change a result, and with it the name of its folder."""
+    """Return the flags that change a result, and with it the name of its folder."""
     return [name for name, flag in flags(type(config)).items() if flag.identity]
 
 
 def command(name: str, config: TrainingConfig) -> str:
-    """The command line that gives a config, whatever prints and runs it, in a clone or wherever mcomb is installed."""
+    """Return the command line that gives a config, as a clone or an installed mcomb runs it."""
     words = ["mcomb", name] if is_installed_command() else ["python", "-m", f"experiments.{name}"]
     for field in dataclasses.fields(config):
         if getattr(config, field.name) != field.default and field.name not in (*vars(Output()), *PROCESS_FLAGS):
@@ -210,6 +210,6 @@ def differing_flags(config: TrainingConfig, other: TrainingConfig) -> list[str]:
 
 
 def convert_config(config: Config, to: type[C], **changes: Any) -> C:
-    """A config of another experiment with the flags that both have, and then the changes."""
+    """Convert a config to another experiment's: keep the flags that both have, then apply the changes."""
     names = {field.name for field in dataclasses.fields(to)} & {field.name for field in dataclasses.fields(config)}
     return to(**{name: getattr(config, name) for name in names} | changes)

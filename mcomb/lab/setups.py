@@ -1,4 +1,4 @@
-"""Setups: a model, a dataset and a training recipe under one name."""
+"""Define setups: a model, a dataset and a training recipe under one name."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,32 +36,32 @@ class Setup:
     expect: str = ""  # what training takes and gives, for the help
 
     def module(self, width: int, dtype: str = "float32") -> Classifier:
-        """The Flax module at a width, which computes in a dtype."""
+        """Return the Flax module at a width, which computes in a dtype."""
         if width > WIDEST:
             raise UserError(f"Width {width} exceeds {WIDEST}: use a smaller width.")
         return self.model(width=width, classes=self.dataset.classes, dtype=dtype)
 
     def apply(self, width: int, dtype: str = "float32") -> Apply:
-        """The function from parameters and raw pixels to logits."""
+        """Return the function from parameters and raw pixels to logits."""
         return classifier(self.module(width, dtype), self.dataset.mean, self.dataset.std)
 
     def init(self, width: int, seed: int) -> Params:
-        """A new network's parameters."""
+        """Return the parameters of a new network."""
         return self._compiled_init(width)(stream(seed, "init"))
 
     @cache  # noqa: B019 (there are as many setups as names)
     def _compiled_init(self, width: int) -> Callable[[PRNGKeyArray], Params]:
-        """The parameters for any key, compiled once for all seeds."""
+        """Return a function from a key to parameters, compiled once for all seeds."""
         model, shape = self.module(width), (1, *self.dataset.image)
         return jax.jit(lambda key: model.init(unrolled(key), jnp.zeros(shape))["params"])
 
     def shapes(self, width: int) -> Params:
-        """The shapes of a network's parameters."""
+        """Return the shapes of a network's parameters."""
         return jax.eval_shape(lambda: self.init(width, 0))
 
     @cache  # noqa: B019 (there are as many setups as names)
     def spec(self, width: int, dtype: str = "float32") -> PermutationSpec:
-        """The permutation symmetries of the network."""
+        """Return the permutation symmetries of the network."""
         images = jax.ShapeDtypeStruct((1, *self.dataset.image), jnp.uint8)
         return derive_spec(self.apply(width, dtype), self.shapes(width), images)
 

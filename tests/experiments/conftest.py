@@ -8,9 +8,9 @@ import pytest
 
 from mcomb.lab import cli
 from mcomb.lab.cache.store import Store
-from mcomb.lab.runs.experiment import run
 from mcomb.lab.runs.pairs import pool
 from mcomb.lab.runs.results import SPLITS
+from mcomb.lab.runs.run import run
 
 # Equally many images of both splits, so that one compilation serves both.
 SMALL = ["--setup", "mlp-digits", "--width", "2", "--epochs", "40", "--train-images", "397"]

@@ -4,7 +4,7 @@ import pytest
 from experiments import decay, linear
 from mcomb.errors import UserError
 from mcomb.lab import cli
-from mcomb.lab.runs.experiment import run
+from mcomb.lab.runs.run import run
 
 FLAGS = ("--setup", "mlp-digits", "--width", "2", "--train-images", "397", "--points", "3")
 RECIPES = ("--decays", "0.002", "--lengths", "6", "3")

@@ -10,7 +10,8 @@ import pytest
 import experiments
 from experiments import __main__ as everything
 from experiments import functional, schematic
-from mcomb.lab.runs.experiment import idle_flags, main
+from mcomb.lab.runs.command import main
+from mcomb.lab.runs.experiment import idle_flags
 
 FLAGS = ["--setup", "mlp-digits", "--width", "2"]
 

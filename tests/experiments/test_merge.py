@@ -7,9 +7,10 @@ from experiments import merge
 from mcomb.errors import UserError
 from mcomb.lab import cli
 from mcomb.lab.cache.store import Store
-from mcomb.lab.runs.experiment import over_pairs, reach_verdict, run
-from mcomb.lab.runs.pairs import pool
+from mcomb.lab.runs.experiment import reach_verdict
+from mcomb.lab.runs.pairs import over_pairs, pool
 from mcomb.lab.runs.rows import Rows
+from mcomb.lab.runs.run import run
 
 SMALL = ("--pairs", "1", "--steps", "20", "--candidates", "4", "--test-images", "200")
 
@@ -153,7 +154,7 @@ def test_finding_has_closed_gap_if_ensemble_is_better(midpoint, ensemble, said):
 def test_finding_quotes_pair_without_verdict():
     networks = {letter: {"test": {"accuracy": 0.9}} for letter in "AB"}
     good, bad = (pair_of() | {"models": networks | {"B": {"test": {"accuracy": accuracy}}}} for accuracy in (0.9, 0.15))
-    several = over_pairs(merge.EXPERIMENT)
+    several = over_pairs(merge.EXPERIMENT, merge.MergeConfig(setup="mlp-digits", pairs=2))
     assert "On average: The best merge on the withheld" in reach_verdict(several, pool([good, good])).finding
     agrees, finding = reach_verdict(several, pool([bad, bad]))
     assert agrees is None

@@ -7,7 +7,7 @@ import pytest
 
 from experiments import linear
 from mcomb.lab import cli
-from mcomb.lab.runs.experiment import run
+from mcomb.lab.runs.run import run
 
 RESULTS = (Path(__file__).parents[2] / "docs" / "results.md").read_text()
 

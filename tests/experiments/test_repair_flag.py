@@ -14,7 +14,7 @@ from mcomb import PermutationSpec
 from mcomb.lab import cli
 from mcomb.lab.cache.store import Store
 from mcomb.lab.flags import command
-from mcomb.lab.runs.experiment import run
+from mcomb.lab.runs.run import run
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 from experiments import uniform
 from mcomb.lab.cache import matchings
 from mcomb.lab.data.datasets import DATA_VARIABLE
-from mcomb.lab.runs import experiment, measure
+from mcomb.lab.runs import command, measure
 from mcomb.lab.training import side_by_side
 
 ROOT = Path(__file__).parents[2]
@@ -18,7 +18,7 @@ SMALL = ["--setup", "mlp-digits", "--width", "2", "--points", "3", "--samples", 
 
 
 def run(*flags, out):
-    experiment.main(uniform.EXPERIMENT, uniform.__doc__, [*SMALL, *flags, "--out", str(out)])
+    command.main(uniform.EXPERIMENT, uniform.__doc__, [*SMALL, *flags, "--out", str(out)])
 
 
 def results_in(out):
@@ -168,7 +168,7 @@ def test_uniform_uses_given_checkpoints(finished, tmp_path):
 def test_uniform_rejects_bad_input_in_one_line(flags, words, tmp_path, capsys, monkeypatch):
     monkeypatch.delenv(DATA_VARIABLE, raising=False)
     with pytest.raises(SystemExit) as stopped:
-        experiment.main(uniform.EXPERIMENT, uniform.__doc__, [*flags, "--out", str(tmp_path / "runs")])
+        command.main(uniform.EXPERIMENT, uniform.__doc__, [*flags, "--out", str(tmp_path / "runs")])
     assert stopped.value.code == 2
     lines = capsys.readouterr().err.splitlines(keepends=True)
     error = "".join(line for line in lines if not line.startswith("results go to "))
@@ -197,7 +197,7 @@ def test_uniform_rejects_checkpoint_of_other_width(finished, tmp_path, capsys):
 
 def test_uniform_help_has_one_line_per_flag(capsys):
     with pytest.raises(SystemExit) as stopped:
-        experiment.main(uniform.EXPERIMENT, uniform.__doc__, ["--help"])
+        command.main(uniform.EXPERIMENT, uniform.__doc__, ["--help"])
     assert stopped.value.code == 0
     text = capsys.readouterr().out
     for flag in ("--setup", "--width", "--epochs", "--batch-size", "--learning-rate", "--weight-decay", "--seed"):
@@ -209,9 +209,7 @@ def test_uniform_help_has_one_line_per_flag(capsys):
 @pytest.mark.slow
 def test_uniform_runs_model_of_paper_on_real_images(cifar_archive, tmp_path):
     flags = "--setup resnet20-cifar10 --width 1 --epochs 0 --points 2 --samples 1 --train-images 8 --test-images 8"
-    experiment.main(
-        uniform.EXPERIMENT, None, [*flags.split(), "--data-dir", str(cifar_archive), "--out", str(tmp_path)]
-    )
+    command.main(uniform.EXPERIMENT, None, [*flags.split(), "--data-dir", str(cifar_archive), "--out", str(tmp_path)])
     results = results_in(tmp_path)
     assert results["paper"]["loss"] == 0.044
     assert (np.array(results["curves"]["aligned"]["test"]["agreement"]).sum((2, 3)) == 8).all()

@@ -32,7 +32,7 @@ from experiments import (
 from mcomb.io.fingerprints import fingerprint
 from mcomb.lab import cli
 from mcomb.lab.cache.store import Store
-from mcomb.lab.runs.experiment import add_verdict, run
+from mcomb.lab.runs.run import add_verdict, run
 from mcomb.lab.runs.verdicts import why_no_verdict
 from mcomb.matching.matchers import MATCHERS
 
@@ -419,8 +419,8 @@ def test_verdict_of_untrained_networks_is_none(module, tmp_path_factory):
     out = tmp_path_factory.getbasetemp() / "untrained"  # shared, so that networks are initialized once
     config = module.EXPERIMENT.config
     flags = [*FLAGS, "--epochs", "0", "--out", str(out), *SHORT.get(module, [])]
-    flags += ["--points", "3"] if hasattr(config, "points") else []
-    flags += ["--samples", "1"] if hasattr(config, "samples") else []
+    flags += ["--points", "3"] if "points" in cli.flags(config) else []
+    flags += ["--samples", "1"] if "samples" in cli.flags(config) else []
     results = run(module.EXPERIMENT, cli.parse(config, "", flags))
     assert results["agrees"] is None
     assert "hardly beats guessing" in results["finding"]

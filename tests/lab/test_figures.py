@@ -6,7 +6,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from mcomb.lab import figures
-from mcomb.lab.figures import STYLE, save, sweep, wrap
+from mcomb.lab.figures import STYLE, draw_sweep, save, wrap
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -34,7 +34,7 @@ def test_sweep_figure_is_deterministic(tmp_path):
     folders = [tmp_path / name for name in ("first", "again")]
     for folder in folders:
         folder.mkdir()
-        sweep(results(), folder)
+        draw_sweep(results(), folder)
         assert sorted(path.name for path in folder.iterdir()) == ["uniform.pdf", "uniform.png"]
     for kind, magic in (("png", b"\x89PNG"), ("pdf", b"%PDF")):
         first, again = ((folder / f"uniform.{kind}").read_bytes() for folder in folders)
@@ -49,7 +49,7 @@ def test_sweep_draws_best_temperatures_only_if_measured(flagged, tmp_path, monke
     drawn = []
     monkeypatch.setattr(figures, "save", lambda figure, folder, name: drawn.append(figure))
     found = results()
-    sweep(found | ({"at_best_temperature": {"curves": found["curves"]}} if flagged else {}), tmp_path)
+    draw_sweep(found | ({"at_best_temperature": {"curves": found["curves"]}} if flagged else {}), tmp_path)
     labels = {panel.get_title(): panel.get_legend_handles_labels()[1] for panel in drawn[0].axes[:2]}
     tempered = [f"{variant}, best temperature" for variant in found["curves"]]
     assert [label for label in labels["test"] if "temperature" in label] == (tempered if flagged else [])
@@ -58,12 +58,12 @@ def test_sweep_draws_best_temperatures_only_if_measured(flagged, tmp_path, monke
 
 def test_sweep_figure_keeps_matplotlib_settings(tmp_path):
     before = dict(matplotlib.rcParams)
-    sweep(results(samples=1), tmp_path)
+    draw_sweep(results(samples=1), tmp_path)
     assert dict(matplotlib.rcParams) == before
 
 
 def test_save_failure_keeps_previous_figure(tmp_path, monkeypatch):
-    sweep(results(), tmp_path)
+    draw_sweep(results(), tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
     def fail(self, path, **options):
@@ -72,7 +72,7 @@ def test_save_failure_keeps_previous_figure(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Figure, "savefig", fail)
     with pytest.raises(OSError):  # noqa: PT011
-        sweep(results(), tmp_path)
+        draw_sweep(results(), tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 

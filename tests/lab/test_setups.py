@@ -9,6 +9,7 @@ from numerics import assert_close
 
 from mcomb import score
 from mcomb.keys import stream
+from mcomb.lab import setups
 from mcomb.lab.data.datasets import CIFAR10, DIGITS, Dataset, Split, Splits
 from mcomb.lab.models import MLP, ResNet20, Tiny10
 from mcomb.lab.setups import SETUPS
@@ -109,3 +110,11 @@ def test_setup_caches_apply_per_width():
     assert setup.apply(2) is setup.apply(2)
     assert setup.spec(2) is setup.spec(2)
     assert setup.module(2) == MLP(2, 10)
+
+
+def test_data_differing_between_processes_are_detected(monkeypatch):
+    compared = {}
+    monkeypatch.setattr(setups, "require_agreement", compared.__setitem__)
+    setups.load_data.cache_clear()
+    _, found = setups.load_data("mlp-digits", None)
+    assert compared == {"images": found}

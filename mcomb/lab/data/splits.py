@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32, Int64
 
-SPLITS = ("biased", "dirichlet", "none")
+PARTITIONS = ("biased", "dirichlet", "none")
 
 
 class Subset(NamedTuple):

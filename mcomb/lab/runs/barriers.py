@@ -1,4 +1,4 @@
-"""Barriers: how much worse than two networks the worst of their combinations is (the paper's section 3)."""
+"""Compute barriers: how much worse the worst combination of two networks is than the two (the paper's section 3)."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -9,12 +9,12 @@ from mcomb.lab.runs.results import METRICS, SPLITS, Results
 
 
 def barrier(metric: str, values: Any, a: float, b: float) -> float:
-    """The empirical barrier of a sample (the paper's section 3): its worst network against the mean of A and B."""
+    """Return the empirical barrier of a sample (the paper's section 3): its worst network minus the mean of A and B."""
     return float(np.max(values)) - (a + b) / 2 if metric == "loss" else (a + b) / 2 - float(np.min(values))
 
 
 def barriers(ends: Iterable[Mapping[str, Any]], curves: Mapping[str, Any], between: Any = ...) -> Results:
-    """The barriers of every curve between two networks' scores, for each split and metric.
+    """Return the barriers of every curve between two networks' scores, for each split and metric.
 
     `between` picks the points of a curve that count.
     """

@@ -1,19 +1,81 @@
-"""The identity of a result: everything that it was made from. A kept result is used only if all of it is the same."""
+"""Decide whether a result is reused: only if everything that it was made from is the same.
+
+`find_results` looks up the results that a run would reuse. `read_state` says how far a run has come from its folder
+alone, and `find_other_runs` lists finished runs with other flags.
+"""
 
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from datetime import datetime
+from operator import itemgetter
+from typing import Any, Literal, NamedTuple
 
-from mcomb.io.paths import AnyPath, read_json
+from mcomb.errors import UserError
+from mcomb.io.paths import AnyPath, modified, read_json, read_text, unseal
 from mcomb.lab import versions
 from mcomb.lab.cache.matchings import KeptMatching, MatchingKey
-from mcomb.lab.cache.networks import Network
+from mcomb.lab.cache.networks import Network, NotKeptError
 from mcomb.lab.cache.store import Store
-from mcomb.lab.flags import CHECKPOINT_FLAGS, RECIPE_FLAGS, YOUNGER_FLAGS, identity_flags, recipe_dict
-from mcomb.lab.runs.results import Results
+from mcomb.lab.flags import (
+    CHECKPOINT_FLAGS,
+    RECIPE_FLAGS,
+    YOUNGER_FLAGS,
+    Config,
+    differing_flags,
+    identity_flags,
+    recipe_dict,
+)
+from mcomb.lab.run_folders import RESULTS
+from mcomb.lab.runs.experiment import Experiment, is_of_paper, reach_verdict
+from mcomb.lab.runs.pairs import over_pairs
+from mcomb.lab.runs.results import SPLITS, Results
+from mcomb.lab.runs.rows import row_files
+from mcomb.lab.runs.temperatures import HALVES
+from mcomb.lab.runs.verdicts import verdict_words
+from mcomb.lab.setups import SETUPS
 from mcomb.runtime.devices import describe_devices
+from mcomb.runtime.processes import from_first
 from mcomb.runtime.progress import warn
+
+
+class RunState(NamedTuple):
+    """How far a run has come, in a few words, and what it has found."""
+
+    kind: str  # `done`, `begun`, `outdated`, `not run`, or `impossible` with these flags
+    said: str
+    agrees: bool | None = None
+    finding: str | None = None
+    when: str | None = None  # its results were written
+    is_papers: bool = False  # whether the paper has these networks
+
+
+class OtherRun(NamedTuple):
+    """A finished run of an experiment with other flags: its config, and its flags where they differ."""
+
+    config: Config
+    flags: str
+
+
+class Finished(NamedTuple):
+    """The results in a folder: reused if they are `current`, and otherwise why not."""
+
+    kind: Literal["current", "outdated", "missing"]
+    results: Results | None = None
+    why_not: str = ""
+
+
+def flags_identity(experiment: str, config: Config) -> Results:
+    """Return the part of the identity that follows from the flags and the version: no network is read for it."""
+    skipped = [*RECIPE_FLAGS, *CHECKPOINT_FLAGS, *(name for name in YOUNGER_FLAGS if not getattr(config, name))]
+    chosen = {name: getattr(config, name) for name in identity_flags(config) if name not in skipped}
+    identity = {
+        "experiment": experiment,
+        "config": chosen | {"recipe": recipe_dict(config)},
+        "version": versions.MEASUREMENT,
+    }
+    return json.loads(json.dumps(identity, default=str))
 
 
 def result_identity(
@@ -23,8 +85,8 @@ def result_identity(
     matchings: Mapping[MatchingKey, KeptMatching],
     parts: Mapping[str, Results],
 ) -> Results:
-    """Everything that a result is made from: with the same identity it would come out the same."""
-    identity = flags_identity(experiment, store) | {
+    """Return everything that a result is made from: with the same identity it would come out the same."""
+    identity = flags_identity(experiment, store.config) | {
         "networks": {letter: network.fingerprint for letter, network in networks.items()},
         "matchings": {str(key): kept.fingerprint for key, kept in matchings.items()},
         "parts": {name: identity_hash(results) for name, results in parts.items()},
@@ -35,34 +97,125 @@ def result_identity(
     return json.loads(json.dumps(identity, default=str))
 
 
-def flags_identity(experiment: str, store: Store) -> Results:
-    """What of the identity follows from the flags and the version: no network is read for it."""
-    config, skipped = store.config, [*RECIPE_FLAGS, *CHECKPOINT_FLAGS]
-    skipped += [name for name in YOUNGER_FLAGS if not getattr(config, name)]
-    chosen = {name: getattr(config, name) for name in identity_flags(config) if name not in skipped}
-    identity = {
-        "experiment": experiment,
-        "config": chosen | {"recipe": recipe_dict(config)},
-        "version": versions.MEASUREMENT,
-    }
-    return json.loads(json.dumps(identity, default=str))
-
-
 def identity_hash(results: Results) -> str:
-    """A short hash of what results were made from."""
+    """Return a short hash of what results were made from."""
     names = ("experiment", "config", "version", "networks", "matchings", "parts", "data", "devices")
     text = json.dumps({name: results.get(name) for name in names}, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def read_finished(folder: AnyPath, identity: Mapping[str, Any], tell: bool = True) -> Results | None:
-    """The results in a folder, if everything that made them is the same; if not, says what has changed."""
-    path = folder / "results.json"
+def make_inputs(
+    experiment: Experiment, store: Store, make: bool = True
+) -> tuple[dict[str, Network], dict[MatchingKey, KeptMatching]]:
+    """Return the networks and matchings of an experiment; where they are missing, make them or raise NotKeptError."""
+    networks = store.networks.get(experiment.networks, make)
+    if not networks:
+        return {}, {}
+    return networks, {key: store.matchings.get(networks, key, make) for key in experiment.matchings(store.config)}
+
+
+def examine(folder: AnyPath, identity: Mapping[str, Any]) -> Finished:
+    """Compare the results in a folder with an identity."""
+    path = folder / RESULTS
     if not path.is_file():
-        return None
+        return Finished("missing")
     results = read_json(path)
-    changed = [name for name, value in identity.items() if results and results.get(name) != value]
-    if tell and (changed or results is None):
-        why = f"was made from other {', '.join(changed)}" if changed else "is damaged or has no digest"
-        warn(f"{path} {why}: measuring again")
-    return None if changed else results
+    if results is None:
+        return Finished("outdated", None, "is damaged or has no digest")
+    if changed := [name for name, value in identity.items() if results.get(name) != value]:
+        return Finished("outdated", results, f"was made from other {', '.join(changed)}")
+    return Finished("current", results)
+
+
+def read_finished(folder: AnyPath, identity: Mapping[str, Any], tell: bool = True) -> Results | None:
+    """Return the results in a folder if everything that made them is the same; otherwise say what has changed."""
+    kind, results, why_not = examine(folder, identity)
+    if kind == "outdated" and tell:
+        warn(f"{folder / RESULTS} {why_not}: measuring again")
+    return results if kind == "current" else None
+
+
+def find_results(experiment: Experiment, config: Config, store: Store | None = None) -> Results | None:
+    """Return the results that a run with these flags would reuse, without a verdict; otherwise None."""
+    store, experiment = store or Store(config), over_pairs(experiment, config)
+    parts: dict[str, Results] = {}
+    for name, part in experiment.parts(config).items():
+        results = find_results(*part)
+        if results is None:
+            return None
+        parts[name] = results
+    folder = store.folder(experiment.name)
+    if not from_first((folder / RESULTS).is_file):  # no need to read networks
+        return None
+    try:
+        networks, matchings = make_inputs(experiment, store, make=False)
+    except NotKeptError:
+        return None
+    identity = result_identity(experiment.name, store, networks, matchings, parts)
+    return from_first(read_finished, folder, identity, tell=False)
+
+
+def read_state(experiment: Experiment, config: Config) -> RunState:
+    """Return how far an experiment has come with these flags, from its folder alone.
+
+    Networks, data and devices are not compared: if they changed, the experiment says so and measures again.
+    """
+    folder, identity = Store(config).folder(experiment.name), flags_identity(experiment.name, config)
+    kind, results, _ = examine(folder, identity)
+    if kind == "outdated":
+        return RunState("outdated", "results of another version" if results else "damaged results")
+    if kind == "current" and results:
+        agrees, finding = reach_verdict(over_pairs(experiment, config), results)
+        is_papers = is_of_paper(experiment, results)
+        when = datetime.fromtimestamp(modified(folder / RESULTS)).astimezone()
+        words = verdict_words(agrees, experiment.is_open, is_papers)
+        words = words.removesuffix(" with the paper").removesuffix(" the paper's effect")
+        said = f"{words}, {when:%Y-%m-%d %H:%M}"
+        return RunState("done", said, agrees, finding, when.isoformat("T", "minutes"), is_papers)
+    if count := _count_rows(folder, identity):
+        sets = (*SPLITS, *(HALVES if config.temperatures else ()))
+        in_all = len(sets) * experiment.combinations(config)
+        return RunState("begun", f"begun: {count:,} of {in_all:,} rows" if in_all else f"begun: {count:,} rows")
+    return RunState("not run", "not run")
+
+
+def _count_rows(folder: AnyPath, identity: Results) -> int:
+    """Count the rows in a folder that were measured with these flags."""
+    count = 0
+    for rows in row_files(folder):
+        header, *lines = read_text(rows).splitlines() or [""]
+        of_these = header.startswith(json.dumps(identity)[:-1])  # networks and the rest of the identity come after
+        count += sum(unseal(line) is not None for line in lines) if of_these else 0
+    return count
+
+
+def find_other_runs(experiment: Experiment, config: Config) -> list[OtherRun]:
+    """Return the finished runs of an experiment, of this setup and width, with other flags.
+
+    The run with the fewest differing flags is first, of several the newest. Runs of networks from files are left out,
+    because results do not record the paths of these.
+    """
+    store, found = Store(config), []
+    folder = store.folder(experiment.name)
+    for pattern in (experiment.name, f"{experiment.name},*"):
+        for path in store.folders.home.glob(f"{pattern}/{RESULTS}"):
+            results = read_json(path) if path.parent != folder else None
+            own = results and _config_of(results, config)
+            if own and Store(own).folder(experiment.name) == path.parent:
+                flags = differing_flags(own, config)
+                found.append((len(flags), -modified(path), OtherRun(own, " ".join(flags))))
+    return [other for *_, other in sorted(found, key=itemgetter(0, 1))]
+
+
+def _config_of(results: Results, config: Config) -> Config | None:
+    """Return the config that results were made with, the rest as in `config`; None if they are of another version."""
+    reset = dict.fromkeys((*RECIPE_FLAGS, *CHECKPOINT_FLAGS))
+    reset |= {name: False for name in YOUNGER_FLAGS if name in identity_flags(config)}
+    try:
+        recipe, own = results["config"]["recipe"], SETUPS[config.setup].recipe
+        changed = {name: recipe[name] for name in RECIPE_FLAGS if recipe[name] != getattr(own, name)}
+        flags = {name: value for name, value in results["config"].items() if name != "recipe"}
+        lists = {name: tuple(value) for name, value in flags.items() if isinstance(value, list)}
+        return replace(config, **reset | flags | lists | changed)
+    except (KeyError, TypeError, UserError):
+        return None

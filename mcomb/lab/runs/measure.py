@@ -1,25 +1,26 @@
-"""Measuring networks and their combinations: what an experiment's `measure` works with."""
+"""Measure networks and their combinations: the tools of an experiment's `measure`."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Float, Int, Key
+from jaxtyping import Int, Key
 
 from mcomb.combination import Distribution, Draw
 from mcomb.evaluation.evaluate import Metrics, evaluate, measure_examples, score
-from mcomb.evaluation.objectives import accuracy, agreement, cross_entropy, on_label, predicted, tempered_cross_entropy
+from mcomb.evaluation.objectives import accuracy, agreement, cross_entropy, on_label, predicted
 from mcomb.evaluation.repair import repaired
 from mcomb.keys import stream
 from mcomb.lab.cache.matchings import B_TO_A, KeptMatching, MatchingKey
 from mcomb.lab.cache.networks import Network
 from mcomb.lab.cache.store import Store
 from mcomb.lab.data.datasets import Split
-from mcomb.lab.runs.barriers import barrier, barriers
+from mcomb.lab.runs import temperatures
+from mcomb.lab.runs.barriers import barriers
 from mcomb.lab.runs.results import METRICS, VARIANTS, Results
 from mcomb.lab.runs.rows import Rows
 from mcomb.matching.matching import objective
@@ -27,9 +28,6 @@ from mcomb.runtime.batching import BATCH
 from mcomb.runtime.devices import replicate
 from mcomb.runtime.progress import progress_bar
 from mcomb.trees import Apply, Array, Params
-
-TEMPERATURES = tuple(2.0 ** (i / 4) for i in range(-16, 17))  # from a sixteenth to sixteen
-HALVES = ("test, even images", "test, odd images")  # a temperature is fitted on one and measured on the other
 
 # Train images whose statistics --repair takes; each combination pays for them. On digits more change nothing.
 REPAIR_IMAGES = 2 * BATCH
@@ -77,14 +75,14 @@ class Run:
     @cached_property
     def splits(self) -> dict[str, Split]:
         """The images to evaluate on, on every device."""
-        counts, data = self.config.images, self.store.data._asdict()
+        counts, data = self.config.evaluation_images, self.store.data._asdict()
         return {name: replicate(data[name].first(count)) for name, count in counts.items()}
 
     @cached_property
     def halves(self) -> dict[str, Split]:
         """The test images in two halves, on every device."""
         test = self.store.data.test.first(self.config.test_images)
-        return {name: replicate(test.take(slice(i, None, 2))) for i, name in enumerate(HALVES)}
+        return {name: replicate(half) for name, half in temperatures.split_in_halves(test).items()}
 
     @cached_property
     def scores(self) -> dict[str, dict[str, Metrics]]:
@@ -97,7 +95,7 @@ class Run:
 
     @cached_property
     def basics(self) -> Results:
-        """What every verdict needs to know of the networks, the data and the matchings."""
+        """The scores of networks, guessing and matchings that every verdict needs."""
         networks = {
             letter: {split: {m: getattr(score, m) for m in METRICS} for split, score in by_split.items()}
             for letter, by_split in self.scores.items()
@@ -115,7 +113,7 @@ class Run:
         }
 
     def evaluate(self, tasks: Mapping[str, Task], ends: str = "AB") -> dict[str, dict[str, Metrics]]:
-        """The metrics of each task on each split, from the rows there are and the evaluation of all others.
+        """Return the metrics of each task on each split: those in the rows, and the rest after evaluating it.
 
         Agreement is counted with the labels that the two networks `ends` predict.
         """
@@ -136,7 +134,7 @@ class Run:
         }
 
     def _predictions(self, data: Split, ends: str) -> Int[np.ndarray, "n 2"]:
-        """The labels that two networks predict."""
+        """Return the labels that two networks predict."""
         only = (("predicted", predicted),)
         networks = [self.networks[letter].params for letter in ends]
         found = [measure_examples(self.store.apply, params, *data, only)["predicted"][0] for params in networks]
@@ -165,7 +163,7 @@ class Run:
         }
 
     def keys(self, task: Task, these: Any = None) -> Key[Array, "k"]:
-        """The random keys of the combinations of a task, of `these` or of all."""
+        """Return the random keys of a task's combinations, of `these` or of all."""
         root = stream(self.config.seed, "coefficients", task.rng_name or self.experiment)
         return jax.vmap(jax.random.fold_in, (None, 0))(root, np.arange(len(task)) if these is None else these)
 
@@ -178,7 +176,7 @@ class Run:
         objectives: Mapping[str, Any],
         bar: Any,
     ) -> None:
-        """Evaluates the missing combinations of a task, and keeps them under their names call by call."""
+        """Evaluate the missing combinations of a task, and add a row for each after every call."""
         # Not fewer than devices, if the task has more: so what is measured again is measured in the same way.
         these = np.resize(missing, max(len(missing), min(len(task), len(jax.devices()))))
         left = iter([names[i] for i in missing])
@@ -195,7 +193,7 @@ class Run:
         evaluate(apply, networks, *data, draw, points, self.keys(task, these), **how)
 
     def _repair_if_asked(self, task: Task) -> tuple[Apply, Distribution | Draw, tuple[Any, ...]]:
-        """The function, the draw and the networks that give a task's combinations, repaired or as they are."""
+        """Return the function, the draw and the networks that give a task's combinations, repaired or as they are."""
         networks = replicate(task.networks)
         if not self.config.repair:
             return self.store.apply, task.draw, networks
@@ -205,9 +203,9 @@ class Run:
     def measure_curves(
         self, tasks: Mapping[str, Task], shape: tuple[int, ...], ends: str = "AB", between: Any = ...
     ) -> Results:
-        """Curves between two networks, and their barriers over the points that `between` picks.
+        """Measure curves between two networks, and their barriers over the points that `between` selects.
 
-        With --temperatures also the test losses of each network and combination at its own best temperature.
+        With `--temperatures`, also measure test losses at the best temperature of each network and combination.
         """
         measured = self.evaluate(tasks, ends)
         curves = {
@@ -223,31 +221,24 @@ class Run:
     def _measure_at_best_temperature(
         self, tasks: Mapping[str, Task], shape: tuple[int, ...], ends: str, between: Any
     ) -> Results:
-        """Test losses of the networks and on the curves, and barriers: each loss at a temperature of its own."""
-        counts = [len(data.labels) for data in self.halves.values()]
-        at_all: Any = {"loss": cross_entropy, "metrics": {"tempered": tempered_cross_entropy(TEMPERATURES)}}
+        """Return test losses of the networks and on the curves, and barriers, each at its own best temperature."""
+        apply, halves, objectives = self.store.apply, self.halves, temperatures.objectives()
         with self.store.durations.timed("evaluation"):
             networks = {
-                x: [score(self.store.apply, self.networks[x].params, *data, **at_all) for data in self.halves.values()]
-                for x in ends
+                letter: {
+                    half: score(apply, self.networks[letter].params, *data, **objectives)
+                    for half, data in halves.items()
+                }
+                for letter in ends
             }
-        levels = {x: float(cross_fit([at.tempered for at in halves], counts)) for x, halves in networks.items()}
-        measured = self._evaluate_on(self.halves, tasks, at_all)
-        curves = {
-            name: cross_fit([at.tempered for at in halves.values()], counts).reshape(shape)
-            for name, halves in measured.items()
-        }
-        lost = {name: barrier("loss", curve[between], *levels.values()) for name, curve in curves.items()}
-        return {
-            "models": {x: {"test": {"loss": loss}} for x, loss in levels.items()},
-            "curves": {name: {"test": {"loss": curve.tolist()}} for name, curve in curves.items()},
-            "barriers": {name: {"test": {"loss": loss}} for name, loss in lost.items()},
-        }
+        measured = self._evaluate_on(halves, tasks, objectives)
+        counts = [len(data.labels) for data in halves.values()]
+        return temperatures.calibrate(networks, measured, counts, shape, between)
 
     def measure_pair(
         self, draw: Distribution | Draw, name: str, label: str, values: Any, between: Any = ...
     ) -> Results:
-        """The curves of A combined with B, naive and aligned, over the values of a parameter."""
+        """Measure the curves of A combined with B, naive and aligned, over the values of a parameter."""
         samples = self.config.samples
         parameters = np.repeat(np.asarray(values, np.float32), samples)
         a, b = (self.networks[letter].params for letter in "AB")
@@ -258,7 +249,7 @@ class Run:
 
 
 def guessing(labels: np.ndarray) -> Results:
-    """What a network that looks at no image can reach: its loss and accuracy, and of how many images."""
+    """Return the loss and accuracy of the best constant prediction, and the number of images."""
     counts = np.bincount(labels)
     frequencies = counts[counts > 0] / len(labels)
     return {
@@ -269,20 +260,6 @@ def guessing(labels: np.ndarray) -> Results:
 
 
 def as_lists(metrics: Metrics, shape: tuple[int, ...]) -> Results:
-    """Loss, accuracy and agreement as nested lists, the axis of combinations in the given shape."""
+    """Return loss, accuracy and agreement as nested lists, with the axis of combinations in the given shape."""
     kept = {"loss": metrics.loss, "accuracy": metrics.accuracy, "agreement": metrics.agreement}
     return {name: values.reshape(*shape, *values.shape[1:]).tolist() for name, values in kept.items()}
-
-
-def cross_fit(tempered: Sequence[Float[np.ndarray, "*k t"]], counts: Sequence[int]) -> Float[np.ndarray, "*k"]:
-    """Return the mean loss over two halves of the examples, each at the temperature that is best on the other half.
-
-    Args:
-        tempered: For each half, the mean loss at each of t temperatures.
-        counts: How many examples each half has.
-    """
-    losses = [
-        np.take_along_axis(own, np.argmin(other, axis=-1)[..., None], axis=-1)[..., 0]
-        for own, other in (tempered, tempered[::-1])
-    ]
-    return np.asarray(np.average(losses, axis=0, weights=counts))

@@ -1,16 +1,58 @@
-"""The results of several independent pairs of networks as one: means, and the range over the pairs."""
+"""Run an experiment on several independent pairs of networks (`--pairs`): means, and the range over the pairs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from mcomb.lab.runs.results import METRICS, Results
-from mcomb.lab.runs.verdicts import Verdict
+from mcomb.errors import UserError
+from mcomb.lab.flags import CHECKPOINT_FLAGS, Config, flag_words
+from mcomb.lab.runs.experiment import VERDICT, Experiment, Parts, is_of_paper, reach_verdict
+from mcomb.lab.runs.results import METRICS, Results, spread
+from mcomb.lab.runs.verdicts import Verdict, why_no_verdict
+
+
+def over_pairs(experiment: Experiment, config: Config) -> Experiment:
+    """Return the experiment itself, or with `--pairs` the one that runs it on each pair and pools the results."""
+    if config.pairs == 1:
+        return experiment
+
+    def each_pair(config: Config) -> Parts:
+        for name in (*CHECKPOINT_FLAGS, "pretrained", "seed_a", "seed_b", "seed_c"):
+            value = getattr(config, name)
+            if value is not None and value is not False:
+                given = " ".join(flag_words(config, name))
+                raise UserError(f"--pairs {config.pairs} trains its own networks: remove --pairs or {given}.")
+        seeds = range(config.seed, config.seed + config.pairs)
+        return {f"seed {seed}": (experiment, replace(config, seed=seed, pairs=1)) for seed in seeds}
+
+    def judge_pairs(results: Results) -> Verdict:
+        verdicts = [reach_verdict(experiment, pair) for pair in results["pairs"]]
+        fit = not any(map(why_no_verdict, results["pairs"]))
+        more = experiment.judge_together(results["pairs"]) if fit else ""
+        return judge_all(verdicts, results, more, experiment.is_open, is_of_paper(experiment, results))
+
+    return replace(
+        experiment,
+        networks="",
+        matchings=lambda config: (),
+        combinations=lambda config: 0,
+        parts=each_pair,
+        measure=lambda run: pool([_measured(results) for results in run.parts.values()]),
+        judge=judge_pairs,
+    )
+
+
+def _measured(results: Results) -> Results:
+    """Return results without what each run has of its own: when, by which command and for how long it was run."""
+    others = ("title", "version", "networks", "matchings", "parts", "environment", "command", "durations", "seconds")
+    older = ("recalibrated",)  # at temperatures that were fitted on train images: nobody reads it any more
+    return {name: value for name, value in results.items() if name not in (*others, *older, *VERDICT)}
 
 
 def pool(pairs: Sequence[Results]) -> Results:
-    """The means of all numbers, and in the same form, as `least` and `largest`, their range; then each pair's own."""
+    """Return the means of all numbers, their range in the same form as `least` and `largest`, and each pair's own."""
     return {
         **_fold(pairs, np.mean),
         "least": _fold(pairs, np.min),
@@ -20,7 +62,7 @@ def pool(pairs: Sequence[Results]) -> Results:
 
 
 def _fold(values: Sequence[Any], by: Callable[[Any], Any]) -> Any:
-    """One value for several of the same form: folded where they are numbers, a list of all where they differ."""
+    """Fold several values of the same form into one: numbers by `by`, and other values that differ into a list."""
     first = values[0]
     if all(isinstance(value, dict) and value.keys() == first.keys() for value in values):
         return {key: _fold([value[key] for value in values], by) for key in first}
@@ -33,15 +75,10 @@ def _fold(values: Sequence[Any], by: Callable[[Any], Any]) -> Any:
     return list(values)
 
 
-def spread(results: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The least and the largest numbers over pairs, in the form of the results; for one pair, its own twice."""
-    return results.get("least", results), results.get("largest", results)
-
-
 def judge_all(
     verdicts: Sequence[Verdict], results: Results, more: str, is_open: bool = False, is_papers: bool = True
 ) -> Verdict:
-    """Agreement if every pair agrees, and the range of barriers; None if there is a pair that cannot tell.
+    """Return agreement if every pair agrees, and the range of barriers; None if one pair cannot tell.
 
     With `is_open`, agreement is with a question that the paper leaves open; `is_papers` says whether the paper has
     these networks.

@@ -1,4 +1,4 @@
-"""What a run would do: its steps, and the operations, memory and disk of each, before any of them is made.
+"""Plan a run (`--plan`): its steps, and the operations, memory and disk that each will take.
 
 Everything follows from the shapes alone: nothing is compiled, timed or read but what is kept already. Floating-point
 operations are those of the network on one image as XLA counts them, and three times as many for a gradient. A plan says
@@ -15,7 +15,11 @@ import jax.numpy as jnp
 from mcomb.io.paths import AnyPath
 from mcomb.lab.cache.matchings import MATCHING_IMAGES, MatchingKey
 from mcomb.lab.cache.store import Store
+from mcomb.lab.flags import Config
+from mcomb.lab.runs.experiment import Experiment, count_combinations
+from mcomb.lab.runs.identity import find_results
 from mcomb.lab.runs.measure import REPAIR_IMAGES
+from mcomb.lab.runs.pairs import over_pairs
 from mcomb.lab.tables import columns, readable_bytes
 from mcomb.lab.training.side_by_side import device_share
 from mcomb.lab.training.train import Training
@@ -44,6 +48,26 @@ class Job(NamedTuple):
     kept: bool = False  # whether its results are there
 
 
+def list_jobs(experiment: Experiment, config: Config) -> Iterator[Job]:
+    """Yield what the parts of an experiment and the experiment itself need, and whether their results are there."""
+    store = Store(config)
+    kept = find_results(experiment, config, store) is not None
+    experiment = over_pairs(experiment, config)
+    for part in experiment.parts(config).values():
+        yield from list_jobs(*part)
+    letters = experiment.networks
+    given = [network.name for letter in letters if (network := store.networks.given(letter))]
+    yield Job(
+        experiment.name,
+        store,
+        trainings=list(store.networks.trainings(letters).values()),
+        given=given,
+        matchings=experiment.matchings(config) if letters else (),
+        combinations=count_combinations(experiment, config),
+        kept=kept,
+    )
+
+
 class Step(NamedTuple):
     """One thing to do: its floating-point operations, and the bytes that it takes in memory and on disk.
 
@@ -68,7 +92,7 @@ class Work(NamedTuple):
 
 
 def work_of(store: Store) -> Work:
-    """What a network of the store costs, from its shapes."""
+    """Return the cost of a network of the store, from its shapes."""
     shapes, apply = store.setup.shapes(store.config.width), store.apply
     image = jax.ShapeDtypeStruct((1, *store.setup.dataset.image), jnp.uint8)
     sizes = {name: leaf.size for name, leaf in named_leaves(shapes).items()}
@@ -155,7 +179,7 @@ def _evaluation(job: Job, work: Work) -> Iterator[Step]:
     if job.kept:
         yield Step(what, "kept")
         return
-    counts = zip(config.images.values(), job.store.setup.dataset.images, strict=True)
+    counts = zip(config.evaluation_images.values(), job.store.setup.dataset.images, strict=True)
     images = sum(min(asked or there, there) + (REPAIR_IMAGES if config.repair else 0) for asked, there in counts)
     size = DTYPE_BYTES * work.parameters
     each = size + min(BATCH, images) * LIVE * work.largest  # a combination, and what is computed of it

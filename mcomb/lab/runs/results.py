@@ -1,10 +1,12 @@
-"""The results of a run: their names and the table that is printed."""
+"""Write the results of a run to results.json, and as a table."""
 
 import operator
 from collections.abc import Mapping
 from functools import reduce
 from typing import Any
 
+from mcomb.io.paths import AnyPath, write_json
+from mcomb.lab.run_folders import RESULTS
 from mcomb.lab.tables import columns, with_range
 
 Results = dict[str, Any]
@@ -14,10 +16,20 @@ VARIANTS = ("naive", "aligned")
 METRICS = ("loss", "accuracy")
 
 
-def table(results: Mapping[str, Any]) -> str:
-    """The numbers of a run for a person: the networks themselves, the barriers, and the paper's.
+def write_results(folder: AnyPath, results: Results) -> None:
+    """Write results.json, after everything else that belongs to it."""
+    write_json(folder / RESULTS, results)
 
-    Of several pairs, the means, and the least and the largest in brackets.
+
+def spread(results: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Return the least and the largest numbers over pairs, in the form of the results; for one pair, itself twice."""
+    return results.get("least", results), results.get("largest", results)
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """Write the numbers of a run for a person: the networks themselves, the barriers, and the paper's.
+
+    Of several pairs, write the means, with the least and the largest in brackets.
     """
     rows = [("", *(f"{split} {metric}" for metric in METRICS for split in SPLITS))]
     parts = [results[side] for side in ("least", "largest") if side in results]

@@ -17,7 +17,7 @@ import scipy  # its `stats`, which are slow to import, are once they are needed
 
 from mcomb.lab.runs.results import METRICS, Results
 
-Barrier = Mapping[str, float]  # loss and accuracy
+LossAndAccuracy = Mapping[str, float]
 
 LIMITS = {"loss": 0.25, "accuracy": 0.15}  # of the advantage over guessing: a combination that loses less works
 NEAR_PAPER = 1.5  # times the paper's barrier, and lower ones, agree with it
@@ -55,7 +55,7 @@ def verdict_colour(agrees: bool | None, is_papers: bool) -> str:
 
 
 def why_no_verdict(results: Results) -> str | None:
-    """Why nothing can be concluded from the networks: hardly trained, or not matched. None if all is well."""
+    """Return why the networks allow no verdict: hardly trained, or not matched. None if all is well."""
     for name, by_split in results.get("models", {}).items():
         guess, reached = results["guessing"]["test"], by_split["test"]["accuracy"]
         if not reached >= trained_accuracy(guess):
@@ -73,7 +73,7 @@ def why_no_verdict(results: Results) -> str | None:
 
 
 def trained_accuracy(guess: Mapping[str, int | float]) -> float:
-    """The accuracy from which on a network clearly beats guessing.
+    """Return the accuracy from which on a network clearly beats guessing.
 
     That is a tenth of the way from guessing to no error at all, and five standard errors more.
     """
@@ -81,8 +81,8 @@ def trained_accuracy(guess: Mapping[str, int | float]) -> float:
     return chance + 0.1 * (1 - chance) + 5 * math.sqrt(chance * (1 - chance) / guess["images"])
 
 
-def cost(results: Results, barrier: Barrier, split: str = "test") -> dict[str, float]:
-    """The part of the networks' mean advantage over guessing that a barrier takes away, for each metric."""
+def cost(results: Results, barrier: LossAndAccuracy, split: str = "test") -> dict[str, float]:
+    """Return the part of the networks' mean advantage over guessing that a barrier costs, for each metric."""
     guess = results["guessing"][split]
     level = {m: np.mean([by_split[split][m] for by_split in results["models"].values()]) for m in METRICS}
     advantage = {
@@ -92,19 +92,19 @@ def cost(results: Results, barrier: Barrier, split: str = "test") -> dict[str, f
     return {m: float(barrier[m] / advantage[m]) for m in METRICS}
 
 
-def works(results: Results, barrier: Barrier, limits: Barrier = LIMITS, split: str = "test") -> bool:
-    """Whether a barrier costs little, in loss and in accuracy; one that is not a number does not."""
+def works(results: Results, barrier: LossAndAccuracy, limits: LossAndAccuracy = LIMITS, split: str = "test") -> bool:
+    """Return whether a barrier costs little, in loss and in accuracy; False if it is not a number."""
     part = cost(results, barrier, split)
     return all(part[m] <= limits[m] for m in METRICS)
 
 
-def clearly_less(barrier: Barrier, other: Barrier) -> bool:
-    """Whether a barrier is at most half of another, in loss and in accuracy."""
+def clearly_less(barrier: LossAndAccuracy, other: LossAndAccuracy) -> bool:
+    """Return whether a barrier is at most half of another, in loss and in accuracy."""
     return all(barrier[m] <= CLEARLY_LESS * other[m] for m in METRICS)
 
 
-def judge_sweep(results: Results, limits: Barrier = LIMITS, variant: str = "aligned") -> Verdict:
-    """Whether every aligned combination works, and clearly better than naive ones, on the test set.
+def judge_sweep(results: Results, limits: LossAndAccuracy = LIMITS, variant: str = "aligned") -> Verdict:
+    """Judge whether every aligned combination works, and clearly better than naive ones, on the test set.
 
     Where the paper has barriers for this setup and width, working means barriers like the paper's.
     """
@@ -129,7 +129,7 @@ def judge_sweep(results: Results, limits: Barrier = LIMITS, variant: str = "alig
 
 
 def falls(values: Iterable[float]) -> bool:
-    """Whether values clearly go down: the last is at most half of the first, and most pairs are in order."""
+    """Return whether values clearly fall: the last is at most half of the first, and most pairs are in order."""
     series = list(values)
     return bool(
         series[-1] <= CLEARLY_LESS * series[0] and scipy.stats.kendalltau(range(len(series)), series).statistic < -0.5
@@ -137,13 +137,13 @@ def falls(values: Iterable[float]) -> bool:
 
 
 def rate_is_above(count: int, total: int, least: float) -> bool | None:
-    """Whether a rate observed as `count` of `total` is above `least`; None if so few cannot tell."""
+    """Return whether a rate observed as `count` of `total` is above `least`; None if so few cannot tell."""
     interval = scipy.stats.binomtest(count, total).proportion_ci(CONFIDENCE)
     return True if interval.low > least else False if interval.high < least else None
 
 
 def same_distribution(x: Any, y: Any, tolerance: float = 0.05) -> tuple[bool, float]:
-    """Whether two samples are distributed alike, and the Kolmogorov–Smirnov distance between them.
+    """Return whether two samples are distributed alike, and the Kolmogorov–Smirnov distance between them.
 
     Up to `tolerance`, and what samples of these sizes differ by chance.
     """

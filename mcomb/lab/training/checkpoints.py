@@ -1,4 +1,4 @@
-"""Checkpoints of a training in progress: saved as it goes, restored to resume it."""
+"""Save checkpoints of a training in progress, and restore them to resume it."""
 
 import errno
 import json
@@ -31,7 +31,7 @@ class TrainingCheckpoints:
     """
 
     def __init__(self, folder: AnyPath, made_from: Mapping[str, Any]):
-        """Opens a training's folder; one that was made from something else is an error."""
+        """Open a training's folder; raise UserError if it was made from something else."""
         self.folder, self.made_from = folder, json.loads(json.dumps(made_from))
         self.records: dict[AnyPath, dict[str, Any]] = {}  # of whole checkpoints, the newest first
         self.problems: dict[AnyPath, UserError] = {}  # of damaged ones
@@ -117,7 +117,7 @@ class TrainingCheckpoints:
             remove_folder(self.folder / "stopped")
 
     def read_params(self, target: Params) -> Params | None:
-        """The newest checkpoint's parameters; None if they are damaged, but there is an older checkpoint."""
+        """Return the newest checkpoint's parameters; None if they are damaged and there is an older checkpoint."""
         try:
             return read_checkpoint(next(iter(self.records)), target)
         except UserError:
@@ -126,7 +126,7 @@ class TrainingCheckpoints:
             return None
 
     def restore(self, target: TrainState) -> TrainState:
-        """The newest state that is whole, in the structure of `target`; newer, damaged ones are set aside."""
+        """Return the newest whole state, in the structure of `target`, and set newer, damaged ones aside."""
         for place, record in self.records.items():
             try:
                 state = self._restore(place, record, target)
@@ -139,7 +139,7 @@ class TrainingCheckpoints:
         raise next(iter(self.problems.values()))
 
     def _set_aside_newer(self, than: AnyPath) -> None:
-        """Renames damaged checkpoints, which otherwise would be in the way of those to come."""
+        """Rename damaged checkpoints, which would be in the way of later ones."""
         for place, problem in self.problems.items():
             if place.parent == than.parent and int(place.name) < int(than.name):
                 continue  # its removal, once it was old, was interrupted
@@ -158,7 +158,7 @@ class TrainingCheckpoints:
 
 
 def _read_record(place: AnyPath) -> dict[str, Any]:
-    """A checkpoint's record; those from before records had digests are taken as they are."""
+    """Return a checkpoint's record; accept older records, which have no digests."""
     text = (place / "config" / "metadata").read_text()
     record = unseal(text) or json.loads(text)
     if "digest" in record:

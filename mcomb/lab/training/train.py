@@ -1,4 +1,4 @@
-"""Training a classifier: an optax recipe, and the minibatch loop run epoch by epoch.
+"""Train a classifier: an optax recipe, and the minibatch loop run epoch by epoch.
 
 `train` is a generator of states, one an epoch. It saves nothing: its caller does.
 """
@@ -76,7 +76,7 @@ class Progress(NamedTuple):
 
 
 def learning_rate(recipe: Recipe, steps_per_epoch: int) -> optax.Schedule:
-    """The learning rate as a function of the step."""
+    """Return the learning rate as a function of the step."""
     peak, steps = recipe.learning_rate, max(1, recipe.epochs * steps_per_epoch)
     if recipe.schedule == "thirds":
         return optax.piecewise_constant_schedule(peak, {steps // 3: 0.1, 2 * steps // 3: 0.1})
@@ -88,7 +88,7 @@ def learning_rate(recipe: Recipe, steps_per_epoch: int) -> optax.Schedule:
 
 @cache  # equal recipes share an optimiser, and with it what is compiled for it
 def make_optimizer(recipe: Recipe, steps_per_epoch: int) -> optax.GradientTransformation:
-    """The recipe's optimiser."""
+    """Return the recipe's optimizer."""
     return optax.chain(
         optax.clip_by_global_norm(recipe.clip) if recipe.clip else optax.identity(),
         optax.add_decayed_weights(recipe.weight_decay),
@@ -98,7 +98,7 @@ def make_optimizer(recipe: Recipe, steps_per_epoch: int) -> optax.GradientTransf
 
 @cache  # the same function for the same network, so that what is compiled for it is used again
 def training_loss(apply: Apply, augmentation: Augmentation) -> Loss:
-    """The mean cross-entropy of augmented images, and the accuracy on them."""
+    """Return the loss function: the mean cross-entropy of augmented images, and the accuracy on them."""
 
     def loss(
         params: Params, rows: Int32[Array, "b"], data: Any, key: PRNGKeyArray
@@ -114,16 +114,16 @@ def training_loss(apply: Apply, augmentation: Augmentation) -> Loss:
 
 
 def hold_input(method: Callable[..., Any], args: Any, options: Any, context: InterceptorContext) -> Any:
-    """Keeps XLA on CPU from computing a convolution's input anew while it transposes it for the kernel's gradient.
+    """Keep XLA on CPU from recomputing a convolution's input while it transposes it for the kernel's gradient.
 
-    The transposition of an array that is there takes a fifth of the time of one that is fused with the norm before it.
+    Transposing a stored array takes a fifth of the time of a transposition that is fused with the norm before it.
     """
     held = isinstance(context.module, nn.Conv) and jax.default_backend() == "cpu"
     return method(*(jax.lax.optimization_barrier(args) if held else args), **options)
 
 
 def initial_state(params: Params, recipe: Recipe, images: int) -> TrainState:
-    """The state of a training on so many images before its first step."""
+    """Return the state of a training on so many images before its first step."""
     return training_loop.initial_state(params, make_optimizer(recipe, images // recipe.batch_size))
 
 
@@ -163,7 +163,7 @@ def compile_training(
 
 
 def training_bar(recipe: Recipe, images: int, step: int, describe: str) -> "tqdm[Any]":
-    """A bar over the images of all epochs, of which so many steps are done."""
+    """Return a progress bar over the images of all epochs, after `step` steps."""
     size = recipe.batch_size
     return progress_bar(recipe.epochs * (images // size * size), "img", describe, step * size)
 
@@ -182,12 +182,23 @@ def train(
     bar: "tqdm[Any] | None" = None,
     begun: Event | None = None,
 ) -> Iterator[tuple[int, TrainState, Progress]]:
-    """Yields (epoch, state, progress) after each epoch that `state` has not seen.
+    """Yield (epoch, state, progress) after each epoch that `state` has not seen.
 
-    A yielded state is donated to the next epoch: use it before asking for the next one. If another thread sets
-    `stop`, Stopped is raised before the next compiled call. A state within an epoch is gone on with from there. The
-    `bar` is one of `training_bar` that is shown already, while the state was made; its clock starts again. `begun` is
-    set after the first compiled call.
+    A yielded state is donated to the next epoch: use it before asking for the next one. A state within an epoch
+    resumes there.
+
+    Args:
+        apply: The function from parameters and raw pixels to logits.
+        state: Where the training begins or resumes.
+        data: The train images.
+        recipe: How the network is trained.
+        seed: The seed of the order and augmentation of images.
+        mesh: The devices to train on.
+        per_call: Training steps in one compiled call.
+        describe: The name of the training in messages.
+        stop: An event of another thread. Once it is set, Stopped is raised before the next compiled call.
+        bar: A `training_bar` that is shown already. Its clock starts again.
+        begun: An event to set after the first compiled call.
     """
     count, size = len(data.labels), recipe.batch_size
     steps = count_steps(data, recipe)

@@ -2,11 +2,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcomb.lab.data.splits import SPLITS, Subset
+from mcomb.lab.data.splits import PARTITIONS, Subset
 
 LABELS = np.random.default_rng(0).integers(0, 10, 1000).astype(np.int32)
 SUBSETS = st.builds(
-    Subset, st.sampled_from(SPLITS), st.floats(0.05, 1), st.integers(1, 900), st.integers(0, 99), st.just("A")
+    Subset, st.sampled_from(PARTITIONS), st.floats(0.05, 1), st.integers(1, 900), st.integers(0, 99), st.just("A")
 )
 
 

@@ -9,20 +9,12 @@ import pytest
 
 from mcomb.lab.cache.store import Store
 from mcomb.lab.flags import Config
-from mcomb.lab.runs import experiment
-from mcomb.lab.runs.experiment import (
-    Experiment,
-    Paper,
-    add_verdict,
-    is_of_paper,
-    papers_networks,
-    read_results,
-    run,
-    said_verdict,
-    setups_help,
-)
-from mcomb.lab.runs.identity import identity_hash
-from mcomb.lab.runs.state import read_state
+from mcomb.lab.runs import command, experiment, identity
+from mcomb.lab.runs import run as run_module
+from mcomb.lab.runs.command import setups_help
+from mcomb.lab.runs.experiment import Experiment, Paper, is_of_paper, papers_networks
+from mcomb.lab.runs.identity import identity_hash, read_state
+from mcomb.lab.runs.run import add_verdict, read_results, run, said_verdict
 from mcomb.lab.runs.verdicts import Verdict, verdict_colour
 from mcomb.lab.setups import SETUPS
 
@@ -125,6 +117,15 @@ def test_run_measures_draws_writes_and_judges(example, config, calls, capsys):
     assert said.err == f"results go to {folder}\n"
     verdict = f"shows the paper's effect: It is 40. {OTHERS}"
     assert said.out.splitlines() == ["MLP on digits: an example", verdict, f"figure: {folder / 'example.png'}"]
+
+
+def test_run_builds_one_store(example, config, monkeypatch):
+    built = []
+    for module in (command, run_module, identity):
+        monkeypatch.setattr(module, "Store", lambda config: built.append(config) or Store(config))
+    flags = ["--setup", "mlp-digits", "--width", "2", "--seed", "3", "--out", str(config.out)]
+    command.main(example, "", flags)
+    assert built == [config]
 
 
 def test_run_again_measures_and_draws_nothing(example, config, calls):
@@ -250,9 +251,9 @@ def test_help_lists_recipe_of_every_setup():
 def test_parse_and_join_compares_flags_code_and_versions(tmp_path, monkeypatch):
     def agreed(flags):
         values = {}
-        monkeypatch.setattr(experiment, "join", lambda *own: None)
-        monkeypatch.setattr(experiment, "require_agreement", values.__setitem__)
-        experiment.parse_and_join(Config, "", flags.split())
+        monkeypatch.setattr(command, "join", lambda *own: None)
+        monkeypatch.setattr(command, "require_agreement", values.__setitem__)
+        command.parse_and_join(Config, "", flags.split())
         return values
 
     first = agreed("--coordinator a:1 --processes 2 --process 0 --data-dir here --json")
@@ -260,5 +261,5 @@ def test_parse_and_join_compares_flags_code_and_versions(tmp_path, monkeypatch):
     assert first.keys() == {"flags", "code", "versions"}
     assert first["versions"] == f"jax {jax.__version__}, jaxlib {jaxlib.__version__}"
     assert agreed("--distributed --width 3")["flags"] != first["flags"]
-    monkeypatch.setattr(experiment, "EXPERIMENTS", tmp_path)
+    monkeypatch.setattr(command, "EXPERIMENTS", tmp_path)
     assert agreed("--distributed")["code"] != first["code"]

@@ -16,7 +16,7 @@ from mcomb.lab import versions
 from mcomb.lab.cache.store import Store
 from mcomb.lab.data.datasets import Split, Splits
 from mcomb.lab.flags import convert_config
-from mcomb.lab.runs.experiment import read_results, run
+from mcomb.lab.runs.run import read_results, run
 from mcomb.lab.setups import SETUPS, load_data
 from mcomb.lab.training.checkpoints import TrainingCheckpoints
 from mcomb.lab.training.train import initial_state

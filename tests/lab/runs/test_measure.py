@@ -14,8 +14,9 @@ from mcomb.lab.cache.matchings import B_TO_A
 from mcomb.lab.cache.store import Store
 from mcomb.lab.flags import SweepConfig
 from mcomb.lab.runs import measure
-from mcomb.lab.runs.measure import Run, Task, as_lists, cross_fit, guessing
+from mcomb.lab.runs.measure import Run, Task, as_lists, guessing
 from mcomb.lab.runs.rows import Rows
+from mcomb.lab.runs.temperatures import TEMPERATURES, cross_fit
 from mcomb.matching.matching import objective
 
 IMAGES = 40  # equal for both splits, so that one compilation serves both
@@ -76,7 +77,7 @@ def test_temperatures_are_fitted_on_the_half_they_do_not_measure(run):
 
     def expected(params):
         logits = np.asarray(run.store.apply(params, jnp.asarray(images)), np.float64)
-        scaled = logits[:, None] / np.array(measure.TEMPERATURES)[:, None]
+        scaled = logits[:, None] / np.array(TEMPERATURES)[:, None]
         logs = scaled - np.log(np.exp(scaled).sum(-1, keepdims=True))
         losses = -np.take_along_axis(logs, labels[:, None, None], -1)[..., 0]
         halves = losses[::2].mean(0), losses[1::2].mean(0)

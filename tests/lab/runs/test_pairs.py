@@ -2,7 +2,8 @@ import json
 
 import pytest
 
-from mcomb.lab.runs.pairs import judge_all, pool, spread
+from mcomb.lab.runs.pairs import judge_all, pool
+from mcomb.lab.runs.results import spread
 from mcomb.lab.runs.verdicts import Verdict
 
 

@@ -12,7 +12,8 @@ from mcomb.lab import cli
 from mcomb.lab.cache.store import Store
 from mcomb.lab.data.datasets import DIGITS, Split
 from mcomb.lab.runs import plan
-from mcomb.lab.runs.experiment import list_jobs, run
+from mcomb.lab.runs.plan import list_jobs
+from mcomb.lab.runs.run import run
 from mcomb.lab.setups import SETUPS
 from mcomb.lab.training.side_by_side import device_share
 from mcomb.lab.training.train import compile_training

@@ -11,7 +11,8 @@ from experiments import linear, matchers, triangle, width
 from mcomb.errors import UserError
 from mcomb.lab import cli
 from mcomb.lab.flags import Config, SweepConfig, command, convert_config, identity_flags, recipe, recipe_dict
-from mcomb.lab.runs.experiment import list_jobs, run
+from mcomb.lab.runs.plan import list_jobs
+from mcomb.lab.runs.run import run
 from mcomb.lab.setups import SETUPS
 
 CONFIGS = [SweepConfig]
@@ -31,6 +32,15 @@ def test_command_lists_only_changed_flags():
     assert command("linear", config) == f"python -m experiments.linear {words}"
     assert command("linear", linear.LinearConfig()) == "python -m experiments.linear"
     assert command("linear", dataclasses.replace(linear.LinearConfig(), repair=True)).endswith("linear --repair")
+
+
+def test_config_has_every_flag_that_the_lab_reads():
+    config = Config()
+    plain = (config.repair, config.temperatures, config.samples, config.range, config.split)
+    assert plain == (False, False, 1, None, None)
+    assert not {"repair", "temperatures", "samples", "range", "split"} & {*cli.flags(Config)}
+    line = linear.LinearConfig(range=(-1.0, 2.0), temperatures=True)
+    assert (line.range, line.temperatures, line.samples) == ((-1.0, 2.0), True, 1)
 
 
 VALUES = {

@@ -1,0 +1,79 @@
+"""The command line of an experiment: parse the flags, join other processes, then plan or run."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import jax
+import jaxlib
+import numpy as np
+
+from mcomb.errors import UserError
+from mcomb.io.fingerprints import code_fingerprint, fingerprint
+from mcomb.lab import cli
+from mcomb.lab.cache.store import Store
+from mcomb.lab.flags import TrainingConfig, command, flag_words
+from mcomb.lab.runs import plan
+from mcomb.lab.runs.experiment import Experiment, idle_flags
+from mcomb.lab.runs.plan import Job, list_jobs
+from mcomb.lab.runs.run import figure_path, run
+from mcomb.lab.setups import SETUPS
+from mcomb.runtime.processes import join, require_agreement
+from mcomb.runtime.progress import show, show_json
+
+T = TypeVar("T", bound=TrainingConfig)
+
+EXPERIMENTS = Path(__file__).parents[3] / "experiments"  # in a clone; elsewhere they are a part of this package
+
+
+def main(experiment: Experiment, description: str | None, argv: list[str] | None = None) -> None:
+    """Run an experiment as the command line asks."""
+
+    def plan_or_run() -> None:
+        config = parse_and_join(experiment.config, description, argv)
+        for name, why in idle_flags(experiment, config).items():
+            raise UserError(f"{' '.join(flag_words(config, name))} {why}.")
+        if config.plan:
+            print_plan(list_jobs(experiment, config))
+        else:
+            store = Store(config)
+            results = run(experiment, config, store)
+            figure = figure_path(experiment.name, store)
+            figures = [str(figure), str(figure.with_suffix(".pdf"))]
+            show_json(results | {"folder": str(figure.parent), "figures": figures})
+
+    cli.run(plan_or_run)
+
+
+def parse_and_join(config: type[T], description: str | None, argv: list[str] | None) -> T:
+    """Parse the command line, and join the processes that it names."""
+    parsed = cli.parse(config, description or "", argv, setups_help())
+    if parsed.distributed or parsed.coordinator or parsed.processes or parsed.process is not None:
+        join(parsed.coordinator, parsed.processes, parsed.process)
+        # Images may be in different places: they are compared once they are read.
+        require_agreement("flags", command("…", replace(parsed, data_dir=None)))
+        files = {path.name: np.frombuffer(path.read_bytes(), np.uint8) for path in EXPERIMENTS.glob("*.py")}
+        require_agreement("code", f"{code_fingerprint()}-{fingerprint(files)}")
+        require_agreement("versions", f"jax {jax.__version__}, jaxlib {jaxlib.__version__}")
+    return parsed
+
+
+def print_plan(jobs: Iterable[Job]) -> None:
+    """Print what would be done and what it takes."""
+    steps = plan.plan_steps(jobs)
+    show(plan.table(steps))
+    show_json({"steps": [step._asdict() for step in steps], "all": plan.total(steps)._asdict()})
+
+
+def setups_help() -> str:
+    """Return the recipes of the setups, for the end of a program's help."""
+    lines = []
+    for name, setup in SETUPS.items():
+        recipe = setup.recipe
+        lines.append(
+            f"  {name:18}{recipe.epochs} epochs, batch {recipe.batch_size}, "
+            f"learning rate {recipe.learning_rate:g}, weight decay {recipe.weight_decay:g}"
+        )
+        lines += [f"{'':20}{setup.expect}"] if setup.expect else []
+    return "\n".join(["setups:", *lines])
