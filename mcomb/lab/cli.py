@@ -1,4 +1,4 @@
-"""A typed dataclass as the command line: one field, one line of help, one flag."""
+"""Parse command lines into typed dataclasses: each field is one flag with one line of help."""
 
 import argparse
 import asyncio
@@ -30,24 +30,24 @@ from mcomb.runtime.progress import coloured, set_mode
 
 C = TypeVar("C")
 INTERRUPTED = "Interrupted; run the same command to resume."
-LARGEST = 10**7  # of whole numbers: more of anything is a slip, and would take all memory before it is noticed
+LARGEST = 10**7  # limit for integers: a larger value is probably a typo and would exhaust memory
 METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH", as_path: "PATH"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """What a field's annotation says of its flag: `Annotated[int, Flag("one line of help")]`."""
+    """Description of a field's flag, used as `Annotated[int, Flag("one line of help")]`."""
 
     help: str
     at_least: int | None = None
-    at_most: int | None = None  # whole numbers are at most LARGEST unless it says otherwise
+    at_most: int | None = None  # defaults to LARGEST for integers
     choices: Collection[str] | None = None
-    identity: bool = True  # whether it changes the result, and so the name of its folder
+    identity: bool = True  # whether it changes the result and therefore the folder's name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Output:
-    """The flags that say what a program prints. Fields by keyword only, like these, are listed last."""
+    """Flags that control a program's output. The help lists keyword-only fields like these last."""
 
     quiet: Annotated[bool, Flag("print only errors and warnings", identity=False)] = False
     json: Annotated[bool, Flag("print the result as JSON, and messages to standard error", identity=False)] = False
@@ -59,7 +59,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def flags(config: type[Any]) -> dict[str, Flag]:
-    """The flag of each field of a config class."""
+    """Return the flag of each field of a config class."""
     hints = typing.get_type_hints(config, include_extras=True)
     return {field.name: hints[field.name].__metadata__[0] for field in dataclasses.fields(config)}
 
@@ -72,9 +72,20 @@ def parse(
     prog: str | None = None,
     without: Collection[str] = (),
 ) -> C:
-    """The config that the command line asks for. A field without a default is given by its place, not by a flag.
+    """Parse the command line into a config and set the output mode.
 
-    Fields `without` a flag have their defaults. From here on the program is as quiet as it is asked to be.
+    Fields without a default become positional arguments; all others become flags.
+
+    Args:
+        config: The config class.
+        description: The text at the start of the help.
+        argv: The arguments, or None for those of this process.
+        epilog: The text at the end of the help.
+        prog: The program's name, or None to infer it.
+        without: Names of fields that get no flag and keep their defaults.
+
+    Raises:
+        UserError: The arguments are invalid.
     """
     if is_installed_command():
         description = description.replace("python -m experiments.", "mcomb ")
@@ -88,7 +99,7 @@ def parse(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    # Argparse takes -1e-05 for a flag: it knows no exponents.
+    # By default argparse parses -1e-05 as a flag, because its pattern has no exponents.
     parser._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
     hints, every_flag = typing.get_type_hints(config), flags(config)
     given = [field for field in dataclasses.fields(config) if field.name not in without]  # type: ignore[arg-type]
@@ -113,12 +124,12 @@ def parse(
             help=text if default is None else f"{text} (default: {_written(default)})",
         )
     values = vars(parser.parse_args(argv))
-    set_mode(*(values.get(name) is True for name in ("quiet", "json")))  # where --json is a path, it is no mode
+    set_mode(*(values.get(name) is True for name in ("quiet", "json")))  # a --json path is no mode
     return config(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 def is_installed_command() -> bool:
-    """Whether this is the command `mcomb`, or `python -m mcomb`: those who have no clone know no other."""
+    """Return whether the program was started as `mcomb` or `python -m mcomb`, which need no clone."""
     path = Path(sys.argv[0])
     return path.stem == "mcomb" or path.parts[-2:] == ("mcomb", "__main__.py")
 
@@ -135,7 +146,7 @@ def _written(value: Any) -> str:
 
 
 def _kind(hint: Any) -> tuple[Callable[[str], Any], int | str | None]:
-    """What turns a flag's text into its value, T for T, T | None and tuples of T, and how many texts it takes."""
+    """Return the converter from text to T for the hints T, T | None and tuples of T, and argparse's `nargs`."""
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if set(typing.get_args(AnyPath)) <= set(options):
         return as_path, None
@@ -169,13 +180,13 @@ def _checked(kind: Callable[[str], Any], flag: Flag) -> Callable[[str], Any]:
 
 
 def run(main: Callable[[], object]) -> None:
-    """Runs a program: a problem that a person can mend is one line on standard error and an exit code.
+    """Run a program, and report errors that the user can fix as one line and an exit code.
 
-    SIGTERM, by which machines announce that they will be taken away, ends it as Ctrl-C does: after the current step, or
-    at once if there is nothing to save.
+    Machines send SIGTERM before they are preempted. Like Ctrl-C, it ends the program after the current step, or at
+    once if there is nothing to save.
     """
     use_a_device_per_core()
-    jax.config.update("jax_default_matmul_precision", "highest")  # float32 is float32, also on accelerators
+    jax.config.update("jax_default_matmul_precision", "highest")  # full float32 precision on accelerators too
     _mute_orbax()
     _repeat_lost_interrupts()
     with interruptible(_end_now):
@@ -187,7 +198,7 @@ def run(main: Callable[[], object]) -> None:
 
 
 def _end(error: Exception | KeyboardInterrupt) -> None:
-    """Ends the program with one line that says why, or with the error if nobody can mend it."""
+    """End the program with a one-line message, or raise the error if it is a bug."""
     number = error.args[0] if isinstance(error, KeyboardInterrupt) and error.args else interrupted_by()
     if number or isinstance(error, KeyboardInterrupt):
         sys.exit(_leave(INTERRUPTED, INTERRUPTED, 128 + (number or signal.SIGINT)))
@@ -202,13 +213,13 @@ def _end(error: Exception | KeyboardInterrupt) -> None:
 
 @cache
 def _mute_orbax() -> None:
-    """Keeps orbax from printing tracebacks by the dozen where it cannot write or read: we say it in one line."""
+    """Silence orbax's tracebacks for failed reads and writes, which `run` reports in one line."""
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     before = sys.unraisablehook
 
     def hook(problem: Any) -> None:
-        is_closed = str(problem.exc_value) == "Event loop is closed"  # for what was still being written
+        is_closed = str(problem.exc_value) == "Event loop is closed"  # raised for pending writes
         if not is_closed and problem.object is not asyncio.BaseEventLoop.__del__:
             before(problem)
 
@@ -218,7 +229,7 @@ def _mute_orbax() -> None:
 
 @cache
 def _repeat_lost_interrupts() -> None:
-    """Sends an interrupt again that came where Python drops exceptions, as in a callback of the garbage collector."""
+    """Resend interrupts that Python drops, for example in callbacks of the garbage collector."""
     before = sys.unraisablehook
 
     def hook(problem: Any) -> None:
@@ -228,16 +239,16 @@ def _repeat_lost_interrupts() -> None:
         number = problem.exc_value.args[0] if problem.exc_value.args else signal.SIGINT
         while True:
             try:
-                Timer(0.01, os.kill, [os.getpid(), number]).start()  # once that is over
+                Timer(0.01, os.kill, [os.getpid(), number]).start()  # after the callback returns
                 return
-            except KeyboardInterrupt:  # on a busy machine it comes while we are still here, and would be lost again
+            except KeyboardInterrupt:  # on a busy machine the signal may arrive before this hook returns
                 continue
 
     sys.unraisablehook = hook
 
 
 def _lacking(error: Exception) -> str | None:
-    """What the machine lacks, if that is why a program fails, and what to do about it."""
+    """Return a message with a remedy for errors of the operating system and of memory; None for all others."""
     if isinstance(error, OSError):
         place = f" ({error.filename})" if error.filename else ""
         return f"{error.strerror or error}{place}: fix this"
@@ -251,12 +262,12 @@ def _fail(message: str, code: int) -> int:
 
 
 def _leave(line: str, message: str, code: int) -> int:
-    """Print a last line and give its message to the processes that run with this one; return the exit code."""
+    """Print a last line, send the message to the other processes, and return the exit code."""
     print(line, file=sys.stderr, flush=True)
     processes.leave(message, code)
     return code
 
 
 def _end_now(number: int) -> NoReturn:
-    """End a program whose main thread does not hear of an interrupt: files are written whole or not at all."""
+    """End a program whose main thread does not receive an interrupt; this is safe because file writes are atomic."""
     os._exit(_leave(INTERRUPTED, INTERRUPTED, 128 + number))

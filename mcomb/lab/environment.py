@@ -1,4 +1,4 @@
-"""Describe the environment that a network or a result comes from."""
+"""Describe the environment that produced a network or a result."""
 
 import importlib.metadata
 import platform
@@ -12,7 +12,7 @@ PACKAGES = ("mcomb", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "nump
 
 
 def environment() -> dict[str, Any]:
-    """Return the versions, devices and revision that a result depends on beside its config."""
+    """Return the versions, devices and git revision that a result depends on, besides its config."""
     packages: dict[str, str | None] = {}
     for package in PACKAGES:
         try:
@@ -30,7 +30,7 @@ def environment() -> dict[str, Any]:
 
 
 def _revision() -> str | None:
-    """Return the git revision of this code; None without git or a clone."""
+    """Return the git revision of this code; None outside a clone or without git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
     try:
         found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)

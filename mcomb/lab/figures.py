@@ -1,4 +1,4 @@
-"""Figures of the experiments, in one style."""
+"""Draw the figures of the experiments in one style."""
 
 import textwrap
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from mcomb.evaluation.plotting import COLOURS, LEVELS, STYLE
 from mcomb.io.paths import AnyPath, atomic
 from mcomb.lab.runs.results import METRICS, SPLITS, spread
 
-LINES: Any = {"train": "--", "test": "-"}  # where both splits share a panel
+LINES: Any = {"train": "--", "test": "-"}  # line styles of splits that share a panel
 
 
 def save(figure: Any, folder: AnyPath, name: str) -> None:
@@ -18,15 +18,16 @@ def save(figure: Any, folder: AnyPath, name: str) -> None:
     for suffix, metadata in (("png", {"Software": None}), ("pdf", {"CreationDate": None})):
         with atomic(folder / f"{name}.{suffix}") as temporary:
             figure.savefig(temporary, metadata=metadata)
-        figure.set_layout_engine("none")  # laid out once for both
+        figure.set_layout_engine("none")  # compute the layout once for both files
 
 
 def draw_sweep(results: Mapping[str, Any], folder: AnyPath) -> None:
     """Draw loss and accuracy over a sweep: mean, range and points of each curve, and the levels of A and B.
 
-    Points only of one pair. With --temperatures, a thin line is the test loss at each network's best temperature.
+    Results of a single pair also show each sample as a point. With --temperatures, a thin line shows the test loss at
+    each network's best temperature.
     """
-    import matplotlib  # which takes half a second: no work waits for it that draws nothing
+    import matplotlib  # imported here because it takes half a second
     from matplotlib.figure import Figure
 
     values = np.array(results["parameter"]["values"])

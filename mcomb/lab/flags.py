@@ -21,7 +21,7 @@ DTYPES = ("float32", "bfloat16")
 
 @dataclass(frozen=True)
 class TrainingConfig(Output):
-    """The flags of a training."""
+    """Flags for training networks."""
 
     setup: Annotated[str, Flag("model, dataset and recipe", choices=SETUPS.keys())] = "resnet20-cifar10"
     width: Annotated[int, Flag("width multiplier: the first layer has 16·N units", 1, WIDEST)] = 32
@@ -55,7 +55,7 @@ class TrainingConfig(Output):
 
 @dataclass(frozen=True)
 class Config(TrainingConfig):
-    """The flags that every experiment has."""
+    """Flags that all experiments share."""
 
     matcher: Annotated[str, Flag("method for matching units", choices=MATCHERS.keys())] = "weights"
     train_images: Annotated[int | None, Flag("train images to evaluate on (default: all)", at_least=1)] = None
@@ -73,31 +73,31 @@ class Config(TrainingConfig):
         int | None, Flag("combinations in one batch on a device (default: automatic)", at_least=1, identity=False)
     ] = None
 
-    # Flags that only some experiments have, as they are for all others.
+    # Defaults of flags that only some experiments define.
 
     @property
     def repair(self) -> bool:
-        """Whether combinations are repaired (REPAIR)."""
+        """Whether REPAIR corrects the combinations."""
         return False
 
     @property
     def temperatures(self) -> bool:
-        """Whether losses are also measured at each network's best temperature."""
+        """Whether to also measure losses at each network's best temperature."""
         return False
 
     @property
     def samples(self) -> int:
-        """How many combinations are drawn at each value of a sweep."""
+        """The number of combinations drawn at each value of a sweep."""
         return 1
 
     @property
     def range(self) -> tuple[float, float] | None:
-        """The first and last value of a sweep; None for those of the experiment."""
+        """The first and last value of a sweep; None for the experiment's defaults."""
         return None
 
     @property
     def split(self) -> str | None:
-        """How the train images of A and B differ; None if both have all."""
+        """The scheme that splits train images between A and B; None if both have all."""
         return None
 
     @property
@@ -106,7 +106,7 @@ class Config(TrainingConfig):
         return {"train": self.train_images, "test": self.test_images}
 
     def checkpoint_of(self, letter: str) -> AnyPath | None:
-        """Return the file that gives network A, B or C, if there is one."""
+        """Return the checkpoint of network A, B or C; None if it has none."""
         return {"A": self.checkpoint_a, "B": self.checkpoint_b, "C": self.checkpoint_c}[letter]
 
     def seed_of(self, letter: str) -> int:
@@ -119,20 +119,20 @@ class Config(TrainingConfig):
         return None
 
     def training_of(self, letter: str) -> Training:
-        """Return what network A, B or C is trained from."""
+        """Return the seed and the train images of network A, B or C."""
         return Training(self.seed_of(letter), self.images_of(letter))
 
 
 @dataclass(frozen=True)
 class CombinationConfig(Config):
-    """The flags of an experiment that measures combinations."""
+    """Flags of experiments that measure combinations."""
 
     repair: Annotated[bool, Flag("restore the variance of activations in each combination (REPAIR)")] = False
 
 
 @dataclass(frozen=True)
 class CurveConfig(CombinationConfig):
-    """The flags of an experiment that measures curves of combinations between networks."""
+    """Flags of experiments that measure curves of combinations between networks."""
 
     temperatures: Annotated[bool, Flag("also measure test losses at the best softmax temperature of each network")] = (
         False
@@ -145,22 +145,22 @@ class CurveConfig(CombinationConfig):
 
 @dataclass(frozen=True)
 class LineConfig(CurveConfig):
-    """The flags of a sweep with one network at each value."""
+    """Flags of sweeps with one network at each value."""
 
     points: Annotated[int, Flag("values of the sweep's parameter, including end points", at_least=2)] = 25
 
 
 @dataclass(frozen=True)
 class SweepConfig(LineConfig):
-    """The flags of a sweep that samples networks at each value."""
+    """Flags of sweeps that sample networks at each value."""
 
     samples: Annotated[int, Flag("combinations drawn at each value", at_least=1)] = 5
 
 
-RECIPE_FLAGS = ("epochs", "batch_size", "learning_rate", "weight_decay")  # they name a network
-PROCESS_FLAGS = ("distributed", "coordinator", "processes", "process")  # who runs it, each with its own
-YOUNGER_FLAGS = ("temperatures",)  # kept results may be older: the flags are no part of an identity unless set
-CHECKPOINT_FLAGS = ("checkpoint_a", "checkpoint_b", "checkpoint_c")  # results know networks by their fingerprints
+RECIPE_FLAGS = ("epochs", "batch_size", "learning_rate", "weight_decay")  # part of a network's name
+PROCESS_FLAGS = ("distributed", "coordinator", "processes", "process")  # differ between the processes of a run
+YOUNGER_FLAGS = ("temperatures",)  # in an identity only if set, so that older results stay valid
+CHECKPOINT_FLAGS = ("checkpoint_a", "checkpoint_b", "checkpoint_c")  # results identify networks by fingerprints instead
 
 
 def recipe(config: TrainingConfig) -> Recipe:
@@ -198,7 +198,7 @@ def flag_words(config: TrainingConfig, name: str) -> list[str]:
 
 
 def differing_flags(config: TrainingConfig, other: TrainingConfig) -> list[str]:
-    """Return the flags that give `config` where those of `other` would not, each as on a command line."""
+    """Return the flags of `config` that differ from `other`, written as on a command line."""
     found = []
     for name in identity_flags(config):
         value = getattr(config, name)

@@ -1,7 +1,7 @@
-"""The paper's two networks and the embedded one. Every submodule has an explicit name; all return logits.
+"""The paper's two networks and an MLP. Every submodule has an explicit name, and every model returns logits.
 
-Parameters are float32. With the dtype bfloat16, products, activations and what leaves a norm are bfloat16; the
-statistics of norms stay float32, as Flax has them, and logits become float32 again.
+Parameters are float32. With the dtype bfloat16, products, activations and outputs of norms are bfloat16. Flax computes
+the statistics of norms in float32, and `classifier` converts logits to float32.
 """
 
 from collections.abc import Callable
@@ -16,41 +16,42 @@ from mcomb.trees import Apply, Array, Params
 
 
 class Classifier(nn.Module):
-    """A network whose layers are in an order; the first has 16·width units."""
+    """Base class of networks with ordered layers; the first layer has 16·width units."""
 
     width: int
     classes: int
-    dtype: str = "float32"  # what is computed in
-    depth: ClassVar[int]  # how many layers
+    dtype: str = "float32"  # of computations
+    depth: ClassVar[int]  # number of layers
 
     @staticmethod
     def layer_of(leaf: str) -> int:
-        """The layer that a leaf belongs to, from 1."""
+        """Return the layer of a leaf, counted from 1."""
         raise NotImplementedError
 
 
 def _numbered_layer(leaf: str) -> int:
-    """The number in a leaf's first name."""
+    """Return the number in the first component of a leaf's name."""
     return int("".join(filter(str.isdigit, leaf.partition("/")[0])))
 
 
 def layers_of(dtype: str) -> tuple[Callable[..., nn.Module], Callable[..., nn.Module]]:
-    """The convolution, without a bias, and the norm that compute in a dtype."""
+    """Return constructors of a convolution without bias and of a norm, both computing in a dtype."""
     return partial(nn.Conv, use_bias=False, dtype=dtype), partial(nn.LayerNorm, dtype=dtype)
 
 
 class MLP(Classifier):
-    """Three hidden layers of 16·width units."""
+    """MLP with three hidden layers of 16·width units."""
 
     depth = 4
 
     @staticmethod
     def layer_of(leaf: str) -> int:
-        """The layer a leaf belongs to, from 1: the hidden layers, then the logits."""
+        """Return the layer of a leaf, counted from 1: the hidden layers, then the logits."""
         return MLP.depth if leaf.startswith("logits") else _numbered_layer(leaf)
 
     @nn.compact
     def __call__(self, x: Float[Array, "n h w c"]) -> Float[Array, "n classes"]:
+        """Return the logits of normalized images."""
         x = x.reshape(len(x), -1)
         for i in (1, 2, 3):
             x = nn.relu(nn.Dense(16 * self.width, dtype=self.dtype, name=f"dense{i}")(x))
@@ -58,7 +59,7 @@ class MLP(Classifier):
 
 
 class Tiny10(Classifier):
-    """Eight conv–LayerNorm–ReLU layers, global average pooling, a dense layer (Kornblith et al. 2019)."""
+    """Eight conv–LayerNorm–ReLU layers, global average pooling and a dense layer (Kornblith et al. 2019)."""
 
     # channels, kernel size, stride, padding of each layer
     LAYERS = (
@@ -75,11 +76,12 @@ class Tiny10(Classifier):
 
     @staticmethod
     def layer_of(leaf: str) -> int:
-        """The layer a leaf belongs to, from 1: the convolutions, each with its norm, then the logits."""
+        """Return the layer of a leaf, counted from 1: the convolutions with their norms, then the logits."""
         return Tiny10.depth if leaf.startswith("logits") else _numbered_layer(leaf)
 
     @nn.compact
     def __call__(self, x: Float[Array, "n h w c"]) -> Float[Array, "n classes"]:
+        """Return the logits of normalized images."""
         conv, norm = layers_of(self.dtype)
         for i, (channels, size, stride, padding) in enumerate(self.LAYERS, 1):
             x = conv(channels * self.width, (size, size), stride, padding, name=f"conv{i}")(x)
@@ -88,7 +90,7 @@ class Tiny10(Classifier):
 
 
 class Block(nn.Module):
-    """conv–norm–relu–conv–norm plus the shortcut, which is a strided conv and a norm where the shape changes."""
+    """Residual block: conv–norm–ReLU–conv–norm plus a shortcut, with a strided conv and a norm if shapes differ."""
 
     channels: int
     stride: int
@@ -96,6 +98,7 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "n h w c"]) -> Float[Array, "n h2 w2 c2"]:
+        """Return the block's output for a batch of feature maps."""
         conv, norm = layers_of(self.dtype)
         y = conv(self.channels, (3, 3), self.stride, name="conv1")(x)
         y = nn.relu(norm(name="norm1")(y))
@@ -108,15 +111,16 @@ class Block(nn.Module):
 
 
 class ResNet20(Classifier):
-    """He et al.'s CIFAR ResNet of depth 20 with LayerNorm over channels in place of BatchNorm."""
+    """He et al.'s ResNet-20 for CIFAR, with LayerNorm over channels instead of BatchNorm."""
 
     depth = 20
 
     @staticmethod
     def layer_of(leaf: str) -> int:
-        """The layer a leaf belongs to, from 1: the stem, two for each block, the logits.
+        """Return the layer of a leaf, counted from 1: the stem, two layers for each block, then the logits.
 
-        A norm goes with its convolution, a shortcut with the second layer of its block, whose output it joins.
+        A norm belongs to the layer of its convolution. A shortcut belongs to the second layer of its block, because
+        their outputs are added.
         """
         if leaf.startswith("logits"):
             return ResNet20.depth
@@ -128,6 +132,7 @@ class ResNet20(Classifier):
 
     @nn.compact
     def __call__(self, x: Float[Array, "n h w c"]) -> Float[Array, "n classes"]:
+        """Return the logits of normalized images."""
         conv, norm = layers_of(self.dtype)
         x = conv(16 * self.width, (3, 3), name="conv0")(x)
         x = nn.relu(norm(name="norm0")(x))
@@ -138,9 +143,9 @@ class ResNet20(Classifier):
         return nn.Dense(self.classes, dtype=self.dtype, name="logits")(x.mean(axis=(1, 2)))
 
 
-@cache  # the same function for the same model, so that what is compiled for it serves every experiment
+@cache  # equal models share one function, so that all experiments reuse its compiled code
 def classifier(model: nn.Module, mean: tuple[float, ...], std: tuple[float, ...]) -> Apply:
-    """The function from parameters and raw pixels to logits."""
+    """Return the function from parameters and raw pixels to logits."""
     per_channel = lambda values: jnp.array(values, jnp.float32).reshape(1, 1, 1, -1)  # noqa: E731
 
     def apply(params: Params, images: Array) -> Array:

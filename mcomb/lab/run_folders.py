@@ -1,10 +1,10 @@
-"""Name all folders and files of a run: the one place for the layout on disk.
+"""Name all folders and files of a run. No other module defines the layout on disk.
 
     out/<setup>/width-<w>/networks/<network>/      orbax checkpoints
                           matchings/<b>-to-<a>.npz, and <b>-to-<a>,matcher=<m>.npz
                           <experiment>/            results.json, samples.jsonl, figures
 
-A name has every flag that differs from its default, as in `uniform,seed=1,points=5`.
+A name contains every flag that differs from its default, as in `uniform,seed=1,points=5`.
 """
 
 import hashlib
@@ -18,10 +18,10 @@ from mcomb.lab.flags import CHECKPOINT_FLAGS, RECIPE_FLAGS, TrainingConfig, iden
 from mcomb.lab.setups import SETUPS
 from mcomb.lab.training.train import Training
 
-# The files in an experiment's folder, beside its figures.
+# The files in an experiment's folder, besides its figures.
 RESULTS = "results.json"
 ROWS = "samples.jsonl"
-ROW_OBJECTS = "samples"  # in an object store: a folder with one object per call in place of ROWS
+ROW_OBJECTS = "samples"  # replaces ROWS in an object store: a folder with one object per call
 FIGURE_RECORD = ".figures.json"  # fingerprints of the figures' files, and the version that drew them
 LOCK = ".lock"
 
@@ -36,7 +36,7 @@ class RunFolders:
 
     @property
     def home(self) -> AnyPath:
-        """The folder of this setup and width, which holds all others."""
+        """The folder of this setup and width, which contains all others."""
         return self.config.out / self.config.setup / f"width-{self.config.width}"
 
     @property
@@ -49,7 +49,7 @@ class RunFolders:
         return self.networks / self.network_name(training)
 
     def network_name(self, training: Training) -> str:
-        """Name a network by its seed, by its images unless it has all, and by the changes to its recipe."""
+        """Return a network's name: its seed, its images unless it has all, and the changes to its recipe."""
         own, setups = recipe(self.config), SETUPS[self.config.setup].recipe
         changed = [
             f"{name.replace('_', '-')}={getattr(own, name)}"
@@ -60,11 +60,11 @@ class RunFolders:
         return ",".join([f"seed-{training.seed}", *images, *changed, *self.other_dtype])
 
     def matching(self, a: str, b: str, matcher: str, restarts: int = 1) -> AnyPath:
-        """Return the file of the matching of network B to network A, by the networks' names."""
+        """Return the file of the matching of network `b` to network `a`, given their names."""
         name = f"{b}-to-{a}"
         name += ",".join(["", f"matcher={matcher}", *self.other_dtype]) if matcher != "weights" else ""
         name += f",restarts={restarts}" if restarts > 1 else ""
-        if len(name.encode()) > 180:  # file names have up to 255 bytes, and temporary files and locks have longer ones
+        if len(name.encode()) > 180:  # file systems allow 255 bytes, and temporary files and locks extend the name
             name = f"{shorten_name(name, 150)}-{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}"
         return self.home / "matchings" / f"{name}.npz"
 
@@ -73,7 +73,7 @@ class RunFolders:
 
         Args:
             name: The experiment's name.
-            given: The names of networks that are read from files, by letter. They have fingerprints in them.
+            given: By letter, the names of networks read from files. The names contain fingerprints.
         """
         parts, own = [name], SETUPS[self.config.setup].recipe
         for flag in identity_flags(self.config):
@@ -87,12 +87,12 @@ class RunFolders:
 
     @property
     def other_dtype(self) -> list[str]:
-        """The part of a name for dtypes other than float32."""
+        """The suffix of names for dtypes other than float32."""
         return [f"dtype={self.config.dtype}"] if self.config.dtype != "float32" else []
 
 
 def pretrained_path(setup: str, width: int, seed: int) -> Path:
-    """Return the file of a network that comes with the repository."""
+    """Return the file of a pretrained network in the repository."""
     return PRETRAINED / setup / f"width-{width}" / f"seed-{seed}.safetensors"
 
 
@@ -102,12 +102,12 @@ def figure_files(folder: AnyPath, experiment: str) -> list[AnyPath]:
 
 
 def shorten_name(name: str, size: int = 60) -> str:
-    """Cut a name that becomes part of other file names."""
+    """Truncate a name that becomes part of other file names."""
     return name.encode()[:size].decode(errors="ignore")
 
 
 def _in_a_name(value: Any) -> str:
-    """Write a flag's value as part of a folder's name."""
+    """Format a flag's value for a folder's name."""
     if isinstance(value, tuple):
         return "..".join(map(_in_a_name, value))
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -22,18 +22,18 @@ from mcomb.symmetry.derive import derive_spec
 from mcomb.symmetry.spec import PermutationSpec
 from mcomb.trees import Apply, Params
 
-WIDEST = 100_000  # the multiplier of widths: more would not even be counted
+WIDEST = 100_000  # limit of the width multiplier: wider networks are too large even to plan
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What is trained, on what, and how. Nothing here loads the dataset: its constants are enough."""
+    """A model, its dataset and its training recipe. No method loads the dataset's images."""
 
     title: str
     model: type[Classifier]
     dataset: Dataset
     recipe: Recipe
-    expect: str = ""  # what training takes and gives, for the help
+    expect: str = ""  # the expected accuracy and training time, for the help
 
     def module(self, width: int, dtype: str = "float32") -> Classifier:
         """Return the Flax module at a width, which computes in a dtype."""
@@ -127,7 +127,7 @@ SETUPS = {
 
 
 class LoadedData(NamedTuple):
-    """A setup's images and their fingerprint."""
+    """The images of a setup and their fingerprint."""
 
     splits: Splits
     fingerprint: str
@@ -135,7 +135,7 @@ class LoadedData(NamedTuple):
 
 @cache
 def load_data(setup: str, data_dir: Path | None) -> LoadedData:
-    """Load a setup's images once, and require that all processes have the same ones."""
+    """Load a setup's images once, and require the same images in all processes."""
     splits = SETUPS[setup].dataset.load(data_dir)
     found = fingerprint(splits)
     require_agreement("images", found)

@@ -1,20 +1,21 @@
-"""Write tables and numbers as text."""
+"""Format tables and numbers as text."""
 
 from collections.abc import Iterable
 
-TABLE_WIDTH = 100  # characters: no table that is printed is wider
+TABLE_WIDTH = 100  # the maximum, in characters
 
 
 def with_range(numbers: list[float | None]) -> str:
-    """Write a number, or a mean with its range; nothing where there is none."""
+    """Format a number, or a mean with its range; return an empty string for None."""
     written = ["" if number is None else f"{number:.4f}" for number in numbers]
     return f"{written[0]} ({written[1]}–{written[2]})" if len(written) > 1 and written[0] else written[0]
 
 
 def columns(rows: Iterable[tuple[str, ...]], labels: int = 1) -> str:
-    """Return rows of cells as text, the first column to the left and all others to the right.
+    """Format rows of cells as text, with the first column left-aligned and all others right-aligned.
 
-    A table wider than TABLE_WIDTH is split into parts, one below the other; each repeats the first `labels` columns.
+    Tables wider than TABLE_WIDTH are split into parts, one below the other. Each part repeats the first `labels`
+    columns.
     """
     rows = list(rows)
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
@@ -26,7 +27,7 @@ def columns(rows: Iterable[tuple[str, ...]], labels: int = 1) -> str:
 
 
 def _split(labels: list[int], others: list[int], widths: list[int]) -> list[list[int]]:
-    """Return the columns of each part of a table, in the fewest parts that are narrow enough; one part if none are."""
+    """Return the columns of each part of a table, in the fewest parts that fit; one part if no split fits."""
     for count in range(1, len(others) + 1):
         size = -(-len(others) // count)
         parts = [labels + others[i : i + size] for i in range(0, len(others), size)]
@@ -40,6 +41,6 @@ def _pad(cell: str, width: int, column: int) -> str:
 
 
 def readable_bytes(count: float) -> str:
-    """Return a number of bytes in the unit that suits it, such as `9.4 GB`."""
+    """Format a number of bytes with a suitable unit, such as `9.4 GB`."""
     unit, name = next(((unit, name) for unit, name in ((1e9, "GB"), (1e6, "MB")) if count >= unit), (1e3, "kB"))
     return f"{count / unit:.1f} {name}"

@@ -1,9 +1,9 @@
-"""The versions of the algorithms. Raise one by hand when a change of the code alters its numbers.
+"""Versions of the algorithms. Increment one when a code change alters its numbers.
 
-Networks, matchings and results record the version that made them, and those of another version are not used.
+Networks, matchings and results record the version that made them. Caches ignore entries of other versions.
 """
 
 TRAINING = 1
 MATCHING = 2
 MEASUREMENT = 2
-FIGURES = 2  # kept results are only drawn anew
+FIGURES = 2  # a new version redraws figures but keeps results
