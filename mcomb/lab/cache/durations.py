@@ -1,4 +1,4 @@
-"""Measure how long a run spends on each kind of work."""
+"""Measure the time that a run spends on each kind of work."""
 
 import time
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-# JAX's events for the work that it does once per program.
+# JAX's monitoring events for lowering and compilation.
 COMPILATION = ("/jax/core/compile/jaxpr_to_mlir_module_duration", "/jax/core/compile/backend_compile_duration")
 
 
@@ -20,7 +20,7 @@ class Durations:
 
     @contextmanager
     def timed(self, kind: str) -> Iterator[None]:
-        """Add the seconds that the body takes to those spent on `kind`."""
+        """Add the duration of the body to the seconds of `kind`."""
         start = time.monotonic()
         yield
         self.seconds[kind] = self.seconds.get(kind, 0.0) + time.monotonic() - start
@@ -33,7 +33,7 @@ def compilation_seconds() -> float:
 
 @cache
 def _compilations() -> list[float]:
-    """Return a list to which JAX appends the seconds of every compilation from now on."""
+    """Register a listener, and return the list to which it appends the seconds of each compilation."""
     seconds: list[float] = []
 
     def listen(event: str, duration_secs: float, **_: Any) -> None:

@@ -1,6 +1,6 @@
-"""Cache matchings: read them, or find and write them where they are missing.
+"""Cache matchings: read them from disk, or compute and write missing ones.
 
-Of several processes that want the same matching, one finds it and the others wait.
+If several processes need the same matching, one computes it and the others wait.
 """
 
 import io
@@ -26,21 +26,21 @@ from mcomb.runtime.processes import from_first
 from mcomb.runtime.progress import say, warn
 from mcomb.symmetry.spec import PermutationSpec
 
-MATCHING_IMAGES = 10_000  # of the train split, for matchers to see: more would change little and cost much
+MATCHING_IMAGES = 10_000  # train images for matchers: more would cost much and change little
 MATCHING_FIELDS = tuple(field.name for field in fields(Matching) if field.name != "perms")
 
 
 @dataclass(frozen=True)
 class MatchingKey:
-    """Which network is matched to which, and how.
+    """Key of a matching: the two networks and the method.
 
-    Its text, in results and tables, is `B to A`, and `B to A, ste` where an experiment chooses the matcher itself.
+    In results and tables the key reads `B to A`, or `B to A, ste` if the experiment chooses the matcher.
 
     Attributes:
         moved: The letter of the network whose units are reordered.
-        reference: The letter of the network that it is matched to.
-        matcher: The matcher's name, or None for that of `--matcher`.
-        restarts: How many restarts weight matching tries.
+        reference: The letter of the network that `moved` is matched to.
+        matcher: The matcher's name, or None for the value of `--matcher`.
+        restarts: The number of restarts of weight matching.
     """
 
     moved: str
@@ -53,7 +53,7 @@ class MatchingKey:
 
     @property
     def method(self) -> str:
-        """The matcher and its restarts in words."""
+        """The matcher and its restarts as text."""
         return f"{self.matcher} best of {self.restarts}" if self.restarts > 1 else str(self.matcher)
 
 
@@ -62,7 +62,7 @@ B_TO_A = MatchingKey("B", "A")
 
 @dataclass(frozen=True)
 class KeptMatching:
-    """A matching, the seconds it took without compilation, and its fingerprint."""
+    """A matching, its duration in seconds without compilation, and its fingerprint."""
 
     matching: Matching
     seconds: float
@@ -70,17 +70,17 @@ class KeptMatching:
 
 
 class MatchingCache:
-    """The matchings of one config's networks, found once and kept in the run folders."""
+    """Cache of the matchings between the networks of one config, in the run folders."""
 
     def __init__(self, config: Any, folders: RunFolders, durations: Durations):
         self.config, self.folders, self.durations = config, folders, durations
         self.setup = SETUPS[config.setup]
 
     def get(self, networks: Mapping[str, Network], key: MatchingKey = B_TO_A, make: bool = True) -> KeptMatching:
-        """Return the matching of one network to another, found once for exactly these two networks.
+        """Return the matching of one network to another, and compute it if it is not cached.
 
-        It depends only on the networks, the matcher and the dataset: matchers see the same images whatever a run
-        evaluates. Of several restarts, weight matching keeps the best.
+        A matching depends only on the networks, the matcher and the dataset. Matchers always use the same images, even
+        if a run evaluates fewer. With several restarts, weight matching keeps the best.
 
         Raises:
             NotKeptError: The matching is not cached and `make` is False.
@@ -109,7 +109,7 @@ class MatchingCache:
     def _find(self, a: Network, b: Network, matcher: str, restarts: int) -> KeptMatching:
         how = matcher if restarts == 1 else f"{matcher}, best of {restarts} restarts"
         say(f"matching {b.name} to {a.name} by {how} …")
-        import scipy.optimize  # noqa: F401 (slow, and no part of the first matcher's time)
+        import scipy.optimize  # noqa: F401 (import it before the timer starts, because it is slow)
 
         spec, compiled, start = self._spec, compilation_seconds(), time.monotonic()
         with self.durations.timed("matching"):
@@ -125,7 +125,7 @@ class MatchingCache:
 
 
 def write_matching(path: AnyPath, made_from: list[str], kept: KeptMatching) -> KeptMatching:
-    """Write a matching, with the fingerprints of what it was made from, and return it."""
+    """Write a matching with the fingerprints of its inputs, and return it."""
     values: dict[str, Any] = {name: getattr(kept.matching, name) for name in MATCHING_FIELDS}
     perms = {f"perms/{name}": perm for name, perm in kept.matching.perms.items()}
     with atomic(path) as temporary:
@@ -134,12 +134,12 @@ def write_matching(path: AnyPath, made_from: list[str], kept: KeptMatching) -> K
 
 
 def read_matching(path: AnyPath, made_from: list[str], spec: PermutationSpec, tell: bool = True) -> KeptMatching | None:
-    """Return a matching if it is there, whole, and made from just this; otherwise say why not and return None."""
+    """Return a cached matching if it is intact and made from the same inputs; otherwise warn and return None."""
     if not path.is_file():
         return None
     perms = {name: f"perms/{name}" for name in spec.sizes}
     try:
-        with np.load(io.BytesIO(path.read_bytes())) as file:  # of a damaged file np.load would leave it open
+        with np.load(io.BytesIO(path.read_bytes())) as file:  # np.load would leak the handle of a damaged file
             kept: dict[str, Any] = dict(file)
         if not {"made_from", "seconds", *MATCHING_FIELDS, *perms.values()} <= kept.keys():
             problem = "is from an older version"
@@ -150,7 +150,7 @@ def read_matching(path: AnyPath, made_from: list[str], spec: PermutationSpec, te
             values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
             matching = Matching({name: kept[key] for name, key in perms.items()}, **values)
             return KeptMatching(matching, kept["seconds"].item(), fingerprint(matching.perms))
-    except Exception as error:  # a damaged zip file makes for any kind of error
+    except Exception as error:  # damaged zip files raise many types
         problem = f"cannot be read ({type(error).__name__})"
     if tell:
         warn(f"{path} {problem}: matching again")

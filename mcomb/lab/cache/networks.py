@@ -1,6 +1,6 @@
-"""Cache trained networks: read them, or train them where they are missing.
+"""Cache trained networks: read them from disk, or train missing ones.
 
-Of several processes that want the same network, one trains it and the others wait.
+If several processes need the same network, one trains it and the others wait.
 """
 
 import itertools
@@ -29,7 +29,7 @@ from mcomb.trees import Params, require_finite
 
 
 class NotKeptError(Exception):
-    """A network or matching that may not be made is not cached."""
+    """Exception for a network or matching that is not cached if `make` is False."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Network:
 
 
 class NetworkCache:
-    """The networks of one config: given by files, or trained and kept in the run folders."""
+    """Cache of the networks of one config: read from files, or trained and saved in the run folders."""
 
     def __init__(self, config: Any, folders: RunFolders, durations: Durations):
         self.config, self.folders, self.durations = config, folders, durations
@@ -51,7 +51,7 @@ class NetworkCache:
         self._trained: dict[Training, Network] = {}
 
     def get(self, letters: str, make: bool = True) -> dict[str, Network]:
-        """Return networks A, B and C by letter: the given ones, and the others trained from their seeds.
+        """Return networks by letter: read them from files if given, and train the others from their seeds.
 
         Raises:
             NotKeptError: A network is not trained yet and `make` is False.
@@ -62,7 +62,7 @@ class NetworkCache:
         return {letter: network or trained[wanted[letter]] for letter, network in given.items()}
 
     def given(self, letter: str) -> Network | None:
-        """Return network A, B or C if a checkpoint gives it or it comes with the repository; otherwise None."""
+        """Return network A, B or C from its checkpoint or from the pretrained networks; None if it has neither."""
         path = self.config.checkpoint_of(letter)
         if path is None and not self.config.pretrained:
             return None
@@ -75,7 +75,7 @@ class NetworkCache:
         return self._given[letter]
 
     def _pretrained(self, letter: str) -> Path:
-        """Return the file of a network that comes with the repository."""
+        """Return the file of a pretrained network in the repository."""
         if changed := [name for name in RECIPE_FLAGS if getattr(self.config, name) is not None]:
             raise UserError(f"--pretrained networks have a fixed recipe: remove --{changed[0].replace('_', '-')}.")
         path = pretrained_path(self.config.setup, self.config.width, self.config.seed_of(letter))
@@ -87,10 +87,10 @@ class NetworkCache:
         return path
 
     def trainings(self, letters: str) -> dict[str, Training]:
-        """Return by letter what the networks are trained from that are not given.
+        """Return the seed and images of each network that is not given, by letter.
 
         Raises:
-            UserError: Two networks would be the same.
+            UserError: Two networks have the same seed and images.
         """
         seeded = {x: self.config.training_of(x) for x in letters if self.config.checkpoint_of(x) is None}
         for one, other in itertools.combinations(seeded, 2):
@@ -104,16 +104,16 @@ class NetworkCache:
         return given.name if given else self.folders.network_name(self.config.training_of(letter))
 
     def epochs_trained(self, training: Training) -> int:
-        """Return for how many epochs a network has been trained."""
+        """Return the number of epochs that a network has been trained for."""
         return from_first(lambda: self._checkpoints(training).epoch or 0)
 
     def train(self, trainings: Sequence[Training], make: bool = True) -> dict[Training, Network]:
-        """Return networks, after training those that are unfinished side by side, on devices of their own.
+        """Return networks, and train the unfinished ones in parallel on separate devices.
 
-        Another process that wants one of them waits until all are trained.
+        Other processes that need one of these networks wait until all are trained.
 
-        Each network has an equal share of the devices, whether the others are trained already or not, and a training
-        resumes with as many devices as it had. So a network depends only on what was asked for.
+        Each network gets an equal share of the devices, even if other networks are trained already. A resumed run uses
+        its previous number of devices. A network therefore depends only on the arguments of this call.
 
         Raises:
             NotKeptError: A network is unfinished and `make` is False.
@@ -126,7 +126,7 @@ class NetworkCache:
             share = device_share(len(trainings))
             from_first(make_writable, self.folders.networks)
             with ExitStack() as locks:
-                # In one order, so that no two processes wait for each other.
+                # Sorted to prevent deadlocks between processes.
                 for name in sorted(map(self.folders.network_name, unfinished)):
                     locks.enter_context(lock(self.folders.networks / f".{name}.lock", f"training {name}"))
                 with self.durations.timed("training"):
@@ -147,14 +147,14 @@ class NetworkCache:
         return from_first(lambda: [training for training in trainings if self._read(training) is None])
 
     def _read_finished(self, training: Training) -> Network:
-        """Read a network that has just been trained."""
+        """Return a network that has just been trained."""
         network = self._read(training)
         if network is None:
             raise UserError(f"{self.folders.network(training)} changed during the run: run it again.")
         return network
 
     def _read(self, training: Training) -> Network | None:
-        """Read a network once, if it is trained to its end and whole."""
+        """Return a network, read once; None if it is unfinished or damaged."""
         if training not in self._trained:
             checkpoints = self._checkpoints(training)
             done = checkpoints.epoch == self.recipe.epochs
@@ -168,7 +168,7 @@ class NetworkCache:
         return TrainingCheckpoints(self.folders.network(training), self.cache_key(training))
 
     def cache_key(self, training: Training) -> dict[str, Any]:
-        """Return everything that a network is made from: checkpoints record it, and it must not change."""
+        """Return all values that determine a network; checkpoints record them and require the same values."""
         key = {"setup": self.config.setup, "width": self.config.width, "seed": training.seed}
         key |= recipe_dict(self.config)
         key |= {"images": training.images._asdict()} if training.images else {}
@@ -176,7 +176,7 @@ class NetworkCache:
 
 
 def _list_pretrained(folder: Path) -> str:
-    """List as flags the networks that come with the repository: the seeds in a folder, or else all setups."""
+    """Return the seeds of the pretrained networks in a folder; without any, the setups and widths that have some."""
     if seeds := sorted(int(path.stem.removeprefix("seed-")) for path in folder.glob("seed-*.safetensors")):
         return f"one of the seeds {', '.join(map(str, seeds))}"
     widths: dict[str, list[int]] = {}

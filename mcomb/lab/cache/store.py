@@ -1,4 +1,4 @@
-"""Tie together what a run works with: its config, its setup and data, its folders, networks and matchings."""
+"""Combine the config, setup, data, folders, networks and matchings of a run."""
 
 from typing import Any
 
@@ -18,15 +18,15 @@ from mcomb.trees import Apply, Params
 
 
 class Store:
-    """The data, networks and matchings of one run. A run builds it once.
+    """The data, networks and matchings of one run. Each run creates one store.
 
     Attributes:
-        config: The flags of the run, a config of the experiment's own class.
+        config: The flags of the run, an instance of the experiment's config class.
         setup: The model, dataset and recipe.
         folders: The names of the run's folders.
         durations: The seconds spent on each kind of work.
-        networks: The given and trained networks.
-        matchings: The matchings of these networks.
+        networks: The cache of networks.
+        matchings: The cache of matchings between these networks.
     """
 
     def __init__(self, config: TrainingConfig):
@@ -43,7 +43,7 @@ class Store:
 
     @property
     def data_fingerprint(self) -> str:
-        """The same for the same images, wherever they were read from."""
+        """The fingerprint of the images, independent of their location."""
         return load_data(self.config.setup, self.config.data_dir).fingerprint
 
     @property
@@ -63,7 +63,7 @@ class Store:
         return self.folders.experiment(experiment, given)
 
     def permute(self, network: Network, matching: Matching) -> Params:
-        """Return the parameters with their units in another order, after checking that nothing else changes."""
+        """Return the parameters with permuted units, and check that the network's outputs do not change."""
         images = jnp.asarray(self.data.test.images[:64])
         self.spec.check(self.apply, network.params, images, perms=matching.perms)
         return self.spec.apply(matching.perms, network.params)

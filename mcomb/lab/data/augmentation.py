@@ -1,4 +1,4 @@
-"""Random affine maps of training images, on the device and inside the compiled step."""
+"""Augment train images with random affine maps, on the device and within the compiled step."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -13,16 +13,16 @@ from mcomb.trees import Array
 
 @dataclass(frozen=True)
 class Augmentation:
-    """The ranges of one random affine map per image; the default is no change."""
+    """Ranges of a random affine map for each image; the default is the identity."""
 
     scale: tuple[float, float] = (1.0, 1.0)
-    rotation: float = 0.0  # degrees either way
+    rotation: float = 0.0  # maximum in degrees, in both directions
     flip: bool = False
-    shift: int = 0  # whole pixels either way
+    shift: int = 0  # maximum in pixels, in both directions
 
 
 def augment(key: PRNGKeyArray, images: Shaped[Array, "n h w c"], how: Augmentation) -> Float32[Array, "n h w c"]:
-    """Each image under a random map of its own: resize, crop, flip and rotation in one bilinear resampling."""
+    """Apply a random map to each image: resize, crop, flip, rotate and shift in one bilinear resampling."""
     return jax.vmap(partial(_augment_one, how=how))(jax.random.split(unrolled(key), len(images)), images)
 
 
@@ -31,13 +31,13 @@ def _augment_one(key: PRNGKeyArray, image: Shaped[Array, "h w c"], how: Augmenta
     k_scale, k_crop, k_flip, k_rotation, k_shift = jax.random.split(key, 5)
     size = jnp.array([height, width], jnp.float32)
     scale = jax.random.uniform(k_scale, minval=how.scale[0], maxval=how.scale[1])
-    # A crop of the resized image: its centre may lie anywhere that leaves no more border than the resize made.
+    # Crop the resized image around a random centre, without more border than the resize creates.
     crop = jax.random.uniform(k_crop, (2,), minval=-0.5, maxval=0.5) * jnp.abs(scale - 1) * size
     mirror = jnp.where(how.flip & jax.random.bernoulli(k_flip), -1.0, 1.0)
     angle = jnp.deg2rad(how.rotation) * jax.random.uniform(k_rotation, minval=-1.0)
     shift = jax.random.randint(k_shift, (2,), -how.shift, how.shift + 1)
 
-    # Where in the source each target pixel lies: undo the maps, last one first, about the image's centre.
+    # Source coordinates of each target pixel: invert the maps in reverse order about the image's centre.
     centre = (size - 1) / 2
     y = jnp.arange(height)[:, None] - centre[0] - shift[0]
     x = jnp.arange(width)[None, :] - centre[1] - shift[1]

@@ -1,4 +1,4 @@
-"""Datasets as uint8 arrays: scikit-learn's digits, and CIFAR-10 from a local copy, from TFDS or downloaded."""
+"""Load datasets as uint8 arrays: scikit-learn's digits, and CIFAR-10 from a local copy, TFDS or a download."""
 
 import hashlib
 import importlib.util
@@ -24,14 +24,14 @@ from mcomb.runtime.progress import progress_bar, say, warn
 DATA_VARIABLE = "MCOMB_DATA_DIR"
 URL_VARIABLE = "MCOMB_CIFAR10_URL"
 CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
-CIFAR10_BYTES = 170_052_171  # of the archive, until the server says how many it sends
+CIFAR10_BYTES = 170_052_171  # initial total of the progress bar, until the server sends the size
 TIMEOUT = 60  # seconds without a byte
 REMEDY = (
     f"run it again, set {URL_VARIABLE} to a mirror, pass the official archive as --data-dir or {DATA_VARIABLE}, "
     "or use the embedded data with --setup mlp-digits."
 )
 
-# SHA-256 of the binary archive's members, MD5 of the pickled ones (the only checksum published for those).
+# SHA-256 of the binary archive's members; MD5 of the pickled members, their only published checksum.
 CIFAR10_BINARY = {
     "data_batch_1.bin": "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
     "data_batch_2.bin": "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed",
@@ -64,16 +64,16 @@ class Split(NamedTuple):
     labels: Int32[np.ndarray, "n"]
 
     def first(self, count: int | None) -> "Split":
-        """The first `count` images, or all of them."""
+        """Return the first `count` images; all if `count` is None."""
         return self.take(slice(count))
 
     def take(self, rows: Any) -> "Split":
-        """The images in these rows."""
+        """Return the images in these rows."""
         return Split(self.images[rows], self.labels[rows])
 
 
 class Splits(NamedTuple):
-    """A dataset's images, always in the same order whatever they were read from."""
+    """The images of a dataset, in the same order for every source."""
 
     train: Split
     test: Split
@@ -81,24 +81,24 @@ class Splits(NamedTuple):
 
 @dataclass(frozen=True)
 class Dataset:
-    """What is known of a dataset before it is loaded, and how to load it."""
+    """Constants of a dataset, and the function that loads it."""
 
     name: str
     classes: int
     image: tuple[int, int, int]  # height, width, channels
-    images: tuple[int, int]  # how many to train and to test with
+    images: tuple[int, int]  # numbers of train and test images
     mean: tuple[float, ...]  # of raw pixels, for each channel
     std: tuple[float, ...]
-    load: Callable[[Path | None], Splits]  # from a local copy at this path, or from wherever it usually is
+    load: Callable[[Path | None], Splits]  # from a local copy at this path, or from the default location
 
 
 def load_digits(data_dir: Path | None = None) -> Splits:
-    """Scikit-learn's bundled 8×8 digits, always split into the same 1,400 for training and 397 for testing."""
-    place: Any = importlib.util.find_spec("sklearn")  # importing it, with most of scipy, takes more than a second
+    """Load scikit-learn's 8×8 digits, with a fixed split into 1,400 train and 397 test images."""
+    place: Any = importlib.util.find_spec("sklearn")  # an import would load most of scipy and take more than a second
     file = Path(place.origin).parent / "datasets" / "data" / "digits.csv.gz"
     if file.is_file():
         rows = np.loadtxt(file, np.uint8, delimiter=",")
-    else:  # another version has it elsewhere
+    else:  # other versions store it elsewhere
         from sklearn.datasets import load_digits
 
         rows = np.column_stack(load_digits(return_X_y=True)).astype(np.uint8)
@@ -108,7 +108,14 @@ def load_digits(data_dir: Path | None = None) -> Splits:
 
 
 def load_cifar10(data_dir: Path | None = None) -> Splits:
-    """CIFAR-10 from `data_dir`, else from the folder that MCOMB_DATA_DIR names, else from TFDS or the internet."""
+    """Load CIFAR-10 from a local copy, from TFDS or from the internet, in this order.
+
+    Args:
+        data_dir: An archive or a folder; None for the value of MCOMB_DATA_DIR, if set.
+
+    Raises:
+        UserError: The local copy is incomplete or damaged, or the download fails.
+    """
     local = data_dir or (Path(os.environ[DATA_VARIABLE]) if os.environ.get(DATA_VARIABLE) else None)
     return _read_archive(local) if local else _read_tfds() or _download_archive()
 
@@ -166,7 +173,7 @@ def _archive_members(archive: Path) -> Iterator[tuple[str, bytes]]:
         with tarfile.open(archive) as tar:
             for member in tar:
                 name = Path(member.name).name
-                # A link has no content of its own, and may lead nowhere or to itself.
+                # Skip links, which may be dangling or circular.
                 if name in CIFAR10_MEMBERS and member.isfile() and (content := tar.extractfile(member)):
                     yield name, content.read()
     except (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError) as error:
@@ -174,7 +181,7 @@ def _archive_members(archive: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _parse(name: str, content: bytes) -> Split:
-    """The images and labels of one member whose checksum is right."""
+    """Return the images and labels of a member with a verified checksum."""
     if name.endswith(".bin"):
         rows = np.frombuffer(content, np.uint8).reshape(-1, 1 + 3 * 32 * 32)
         labels, pixels = rows[:, 0], rows[:, 1:]
@@ -186,7 +193,7 @@ def _parse(name: str, content: bytes) -> Split:
 
 
 def _read_tfds() -> Splits | None:
-    """What TFDS has prepared, or prepares where TensorFlow is installed, as on Colab; None if it does neither."""
+    """Load CIFAR-10 with TFDS, and prepare it if TensorFlow is installed; return None if TFDS cannot provide it."""
     try:
         import tensorflow_datasets as tfds
 
@@ -196,19 +203,19 @@ def _read_tfds() -> Splits | None:
                 return None
             builder.download_and_prepare()
         return Splits(*(_in_archive_order(builder.as_data_source(split)) for split in ("train", "test")))
-    except Exception:  # whatever is wrong with it, the archive will do
+    except Exception:  # fall back to the archive on any error
         return None
 
 
 def _in_archive_order(examples: Iterable[Mapping[str, Any]]) -> Split:
-    """TFDS's examples, which it shuffles, in the archive's order: that of their ids, such as `train_00042`."""
+    """Sort the shuffled examples of TFDS by ids such as `train_00042`, which restores the archive's order."""
     ordered = sorted(examples, key=lambda example: example["id"])
     images, labels = ([example[name] for example in ordered] for name in ("image", "label"))
     return Split(np.stack(images), np.array(labels, np.int32))
 
 
 def _download_archive() -> Splits:
-    """The official archive, downloaded once and kept in the user's cache folder, from CIFAR10_URL or a mirror."""
+    """Download the official archive from CIFAR10_URL or a mirror, cache it in the user's cache folder, and read it."""
     url = os.environ.get(URL_VARIABLE) or CIFAR10_URL
     archive = Path(pooch.os_cache("mcomb")) / CIFAR10_PLACES[0]
     with lock(make_writable(archive.parent) / ".cifar10.lock", "downloading CIFAR-10"):
@@ -219,7 +226,7 @@ def _download_archive() -> Splits:
                 warn(f"{str(error).rpartition(': ')[0]}: downloading it again")
                 archive.unlink()
         say(f"downloading CIFAR-10 from {url} to {archive}")
-        pooch.get_logger().setLevel("ERROR")  # it would tell us to record a checksum: each member has one
+        pooch.get_logger().setLevel("ERROR")  # hide its advice to record a checksum, because each member has one
         try:
             with progress_bar(CIFAR10_BYTES, "B", "CIFAR-10") as bar:
                 download = pooch.HTTPDownloader(progressbar=bar, chunk_size=2**16, timeout=TIMEOUT)
@@ -235,5 +242,5 @@ def _download_archive() -> Splits:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of what an error says."""
+    """Return the first line of an error's message, or its type without a message."""
     return next(iter(str(error).strip().splitlines()), "").rstrip(":") or type(error).__name__

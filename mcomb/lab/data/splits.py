@@ -1,4 +1,4 @@
-"""Train images shared out between two networks that are to be merged: what one knows, the other hardly does."""
+"""Split train images between two networks, so that merging combines different knowledge."""
 
 import zlib
 from typing import NamedTuple
@@ -10,16 +10,16 @@ PARTITIONS = ("biased", "dirichlet", "none")
 
 
 class Subset(NamedTuple):
-    """The train images of one network of a pair, A or B, or those that are withheld from both.
+    """The train images of network A or B of a pair, or the images withheld from both.
 
-    Of the images that are not withheld, with the split
+    The split assigns the images that are not withheld:
 
-    - `biased`, A sees the part `skew` of those of one half of the classes and the rest of the other half's;
-    - `dirichlet`, A sees a part of each class that is drawn from the beta distribution with both parameters `skew`,
-      which is the Dirichlet distribution for two;
-    - `none`, both see all.
+    - `biased`: A sees the fraction `skew` of one half of the classes, and the fraction 1 − `skew` of the other half.
+    - `dirichlet`: A sees a random fraction of each class. The fraction follows the beta distribution with both
+      parameters `skew`, which is the Dirichlet distribution for two networks.
+    - `none`: both networks see all images.
 
-    In the first two B sees whatever A does not. All of it is drawn from the pair's seed.
+    For the first two, B sees the remaining images. The pair's seed determines all random choices.
     """
 
     split: str
@@ -30,17 +30,17 @@ class Subset(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What folders call it."""
+        """The part of a network's name for this subset."""
         return f"split={self.split}-{self.skew:g},withheld={self.withheld},images={self.who}{self.seed}"
 
     def expected_count(self, images: int) -> int:
-        """About how many of so many images it has."""
+        """Return the expected size of this subset, out of `images` train images."""
         if self.who == "withheld":
             return self.withheld
         return (images - self.withheld) // (1 if self.split == "none" else 2)
 
     def rows(self, labels: Int32[np.ndarray, "n"]) -> Int64[np.ndarray, "m"]:
-        """The indices of its images, in a random order."""
+        """Return the indices of its images in random order."""
         classes = int(labels.max()) + 1
         rng = np.random.default_rng([self.seed, zlib.crc32(b"split")])
         order = rng.permutation(len(labels))

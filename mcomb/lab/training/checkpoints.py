@@ -23,19 +23,26 @@ from mcomb.trees import Params
 
 
 class TrainingCheckpoints:
-    """The two newest checkpoints of one training: `folder/<epoch>/{params,optimizer,config}`.
+    """The two newest checkpoints of one training run: `folder/<epoch>/{params,optimizer,config}`.
 
-    A training that was stopped within an epoch has another one, `folder/stopped/<step>`. The config has what the
-    training was made from, which must not change, and a record of how it was trained. The record and the arrays have
-    fingerprints; where the newest checkpoint is damaged, the one before it is restored.
+    A run that stopped within an epoch has an additional checkpoint, `folder/stopped/<step>`. Each config contains
+    `made_from`, which must not change, and a record of the training. Fingerprints protect the record and the arrays. If
+    the newest checkpoint is damaged, `restore` uses the previous one.
+
+    Args:
+        folder: The folder of the checkpoints.
+        made_from: The setup, recipe and seed of the network, as JSON values.
+
+    Raises:
+        UserError: The checkpoints were made from other values, or all of them are damaged.
     """
 
     def __init__(self, folder: AnyPath, made_from: Mapping[str, Any]):
         """Open a training's folder; raise UserError if it was made from something else."""
         self.folder, self.made_from = folder, json.loads(json.dumps(made_from))
-        self.records: dict[AnyPath, dict[str, Any]] = {}  # of whole checkpoints, the newest first
-        self.problems: dict[AnyPath, UserError] = {}  # of damaged ones
-        self.devices: list[str] = []  # all numbers and kinds of devices that it was trained on, such as `2 × cpu`
+        self.records: dict[AnyPath, dict[str, Any]] = {}  # of intact checkpoints, newest first
+        self.problems: dict[AnyPath, UserError] = {}  # of damaged checkpoints
+        self.devices: list[str] = []  # every device count and kind used so far, such as `2 × cpu`
         for place in [parent / str(n) for parent in (folder, folder / "stopped") for n in saved_steps(parent)]:
             try:
                 self.records[place] = reading(place, partial(_read_record, place))
@@ -51,18 +58,18 @@ class TrainingCheckpoints:
 
     @property
     def epoch(self) -> int | None:
-        """The epoch of the newest checkpoint; None if there is none, or if that is within an epoch."""
+        """The epoch of the newest checkpoint; None without checkpoints or within an epoch."""
         newest = next(iter(self.records), None)
         return int(newest.name) if newest and newest.parent == self.folder else None
 
     @property
     def step(self) -> int:
-        """The step of the newest checkpoint; 0 if there is none."""
+        """The step of the newest checkpoint; 0 without checkpoints."""
         return next((record["step"] for record in self.records.values()), 0)
 
     @property
     def device_count(self) -> int | None:
-        """The number of devices that it was trained on last; None before the first checkpoint."""
+        """The number of devices last trained on; None before the first checkpoint."""
         return int(self.devices[-1].split()[0]) if self.devices else None
 
     def _require_same_origin(self, record: Mapping[str, Any]) -> None:
@@ -80,7 +87,16 @@ class TrainingCheckpoints:
                 )
 
     def save(self, epoch: int | None, state: TrainState, mesh: Mesh | None = None) -> None:
-        """Writes the state after an epoch (None: within one) on a mesh, atomically; then drops all but the last two."""
+        """Write a checkpoint atomically, and delete all but the two newest.
+
+        Args:
+            epoch: The number of completed epochs, or None within an epoch.
+            state: The state to save.
+            mesh: The devices that the network is trained on.
+
+        Raises:
+            UserError: The checkpoint cannot be written.
+        """
         devices = describe_devices(mesh)
         self.devices = [*(other for other in self.devices if other != devices), devices]
         record = {
@@ -92,7 +108,7 @@ class TrainingCheckpoints:
         }
         folder, number = (self.folder / "stopped", int(state.step)) if epoch is None else (self.folder, epoch)
         try:
-            import orbax.checkpoint as ocp  # it takes half a second, for which no bar should wait
+            import orbax.checkpoint as ocp  # takes half a second and would delay the progress bar
 
             options = ocp.CheckpointManagerOptions(
                 max_to_keep=2, enable_async_checkpointing=False, cleanup_tmp_directories=True
@@ -107,8 +123,8 @@ class TrainingCheckpoints:
                     ),
                     custom_metadata=fingerprint_entry(state.params),
                 )
-        except Exception as error:  # orbax has many kinds of them
-            if are_several():  # another process may be the reason
+        except Exception as error:  # orbax raises many types
+            if are_several():  # another process may have caused the error
                 raise
             problem = f"Cannot write checkpoint {folder / str(number)} ({first_words(error)})"
             remedy = "free disk space" if system_error(error) in (errno.ENOSPC, errno.EDQUOT) else "fix this"
@@ -142,10 +158,10 @@ class TrainingCheckpoints:
         """Rename damaged checkpoints, which would be in the way of later ones."""
         for place, problem in self.problems.items():
             if place.parent == than.parent and int(place.name) < int(than.name):
-                continue  # its removal, once it was old, was interrupted
+                continue  # an interrupted deletion of an old checkpoint left it incomplete
             aside = place.with_name(f"damaged-{place.name}")
             remove_folder(aside)
-            place.rename(aside)  # in a store: object by object
+            place.rename(aside)  # not atomic in an object store
             what = str(problem).rpartition(": ")[0]
             warn(f"{what}: renamed it to {aside.name}, training resumes from {than}")
 

@@ -1,4 +1,4 @@
-"""Train several networks at once, in threads that share devices and memory and stop together."""
+"""Train several networks in parallel threads that share devices and memory and stop together."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -41,10 +41,10 @@ T = TypeVar("T")
 
 
 def run_side_by_side(work: Callable[[T, Event], None], arguments: Sequence[T]) -> None:
-    """Call work(argument, stop) for each argument, in a thread of its own.
+    """Call work(argument, stop) for each argument, each in its own thread.
 
-    `stop` is set if one of them fails or the user interrupts: the others should then end soon, however they end. This
-    function raises the first error.
+    If a thread fails or the user interrupts, this function sets `stop`, waits for the threads and raises the first
+    error. Threads should return or raise soon after `stop` is set.
     """
     stop, errors = Event(), list[BaseException]()
 
@@ -52,7 +52,7 @@ def run_side_by_side(work: Callable[[T, Event], None], arguments: Sequence[T]) -
         try:
             work(argument, stop)
         except BaseException as error:
-            errors.append(error)  # before the others hear of it, and fail in their turn
+            errors.append(error)  # before `stop` is set, because other threads fail then too
             stop.set()
 
     with ThreadPoolExecutor(max(1, len(arguments))) as pool:
@@ -66,7 +66,7 @@ def run_side_by_side(work: Callable[[T, Event], None], arguments: Sequence[T]) -
 
 
 class Budget:
-    """Memory that threads share: each reserves its part and waits while the others hold too much."""
+    """Memory budget of several threads: each reserves its part and waits until enough is free."""
 
     def __init__(self, size: float):
         self.size = self._left = size
@@ -74,7 +74,16 @@ class Budget:
 
     @contextmanager
     def reserve(self, needed: float, stop: Event, on_wait: Callable[[], object]) -> Iterator[None]:
-        """Hold `needed` bytes, at most `size`; call `on_wait` before waiting for them, and raise if `stop` is set."""
+        """Reserve `needed` bytes, at most `size`, for the body of the context.
+
+        Args:
+            needed: The number of bytes.
+            stop: Ends the wait when set.
+            on_wait: Called once before waiting.
+
+        Raises:
+            RuntimeError: `stop` is set.
+        """
         with self._changed:
             if needed > self._left:
                 on_wait()
@@ -92,7 +101,7 @@ class Budget:
 
 
 class Unfinished(NamedTuple):
-    """A network to train: its name, what it is trained from, and its checkpoints so far."""
+    """A network to train: its name, its seed and images, and its checkpoints."""
 
     name: str
     training: Training
@@ -101,14 +110,14 @@ class Unfinished(NamedTuple):
 
 @dataclass(frozen=True)
 class Trainer:
-    """Trains networks of one architecture by one recipe, side by side.
+    """Trainer of several networks with the same architecture and recipe, in parallel.
 
     Attributes:
         apply: The function from parameters and raw pixels to logits.
         init: The function from a seed to the parameters of a new network.
         data: All train images.
-        recipe: How the networks are trained.
-        steps_per_call: Training steps in one compiled call, or None to choose.
+        recipe: The training recipe.
+        steps_per_call: Training steps in one compiled call, or None for an automatic choice.
     """
 
     apply: Apply
@@ -118,7 +127,7 @@ class Trainer:
     steps_per_call: int | None = None
 
     def train_side_by_side(self, networks: Sequence[Unfinished], share: int) -> None:
-        """Train networks, each on `share` devices or on as many as it began with."""
+        """Train networks in parallel, each on `share` devices or on its previous number of devices."""
         by_size: dict[int, list[Unfinished]] = {}
         for network in networks:
             begun_with = None if are_several() else network.checkpoints.device_count
@@ -141,7 +150,7 @@ class Trainer:
             data = data.take(images.rows(data.labels))
         describe = f"training {name}"
         with ExitStack() as held:
-            # The bar comes first: compiling takes seconds, and making the first state another one or two.
+            # Show the bar first: compilation takes seconds, and creating the first state another one or two.
             bar = held.enter_context(training_bar(recipe, len(data.labels), checkpoints.step, describe))
             if recipe.epochs:
                 steps = recipe.epochs * (len(data.labels) // recipe.batch_size) - checkpoints.step
@@ -160,7 +169,7 @@ class Trainer:
             how: dict[str, Any] = {"mesh": mesh, "per_call": self.steps_per_call, "stop": stop}
             how |= {"describe": describe, "bar": bar, "begun": held.enter_context(unsaved())}
             epochs = train(self.apply, state, data, recipe, seed, **how)
-            del state  # a network may fill half of the memory
+            del state  # free it, because a network may fill half of the memory
             try:
                 for epoch, trained, _ in epochs:
                     if epoch % recipe.checkpoint_every == 0 or epoch == recipe.epochs:
@@ -170,9 +179,9 @@ class Trainer:
                 raise
 
     def _compile_to_fit(self, data: Split, mesh: Mesh, free: float, describe: str) -> tuple[Mesh, Needs]:
-        """Compile the step of a training on a mesh, or on one device of a CPU if only that fits into the free memory.
+        """Compile the training step on a mesh, or on one CPU device if only that fits into free memory.
 
-        Each device has a copy of the weights, and those of a CPU share its memory.
+        Each device stores a copy of the weights, and all devices of a CPU share its memory.
         """
         alone = [device_mesh(mesh.devices.tolist()[:1])] if mesh.size > 1 and jax.default_backend() == "cpu" else []
         shapes = jax.eval_shape(lambda: self.init(0))
@@ -190,14 +199,14 @@ class Trainer:
     def _save_stopped(
         self, checkpoints: TrainingCheckpoints, state: TrainState, before: int, images: int, mesh: Mesh
     ) -> None:
-        """Save a stopped training beyond the step `before`, unless other processes go on with it."""
+        """Save the state of a stopped run if it advanced beyond the step `before` in a single process."""
         epoch, within = divmod(int(state.step), images // self.recipe.batch_size)
         if int(state.step) > before and not are_several() and all_finite(state.params):
             checkpoints.save(None if within else epoch, state, mesh)
 
 
 def say_if_long(flop: float, mesh: Mesh, describe: str) -> None:
-    """Say how long a training takes if even matrix products at full speed would take more than an hour."""
+    """Print a lower bound on the training time, from the speed of matrix products, if it exceeds an hour."""
     if flop < HOUR * SLOWEST:
         return
     hours = flop / matrix_rate(mesh) / HOUR
@@ -207,8 +216,8 @@ def say_if_long(flop: float, mesh: Mesh, describe: str) -> None:
 
 
 def device_share(networks: int) -> int:
-    """Return how many devices each of some networks trains on.
+    """Return the number of devices for each of several networks.
 
-    Processes that run together train one network after the other, each on all devices.
+    Connected processes train the networks one after the other, each on all devices.
     """
     return len(jax.devices()) if are_several() else max(1, len(jax.devices()) // networks)

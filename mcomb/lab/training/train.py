@@ -1,6 +1,6 @@
 """Train a classifier: an optax recipe, and the minibatch loop run epoch by epoch.
 
-`train` is a generator of states, one an epoch. It saves nothing: its caller does.
+`train` yields a state after each epoch. Its caller saves the checkpoints.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,7 +34,7 @@ from mcomb.trees import Apply, Array, Params, at_least_float32
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a network is trained: SGD with momentum 0.9 and a schedule of the learning rate."""
+    """Hyperparameters of training by SGD with momentum 0.9 and a learning-rate schedule."""
 
     epochs: int
     learning_rate: float
@@ -47,14 +47,14 @@ class Recipe:
 
 
 class Training(NamedTuple):
-    """What one network is trained from: its seed, and its train images unless it has all."""
+    """The seed of a network, and its train images unless it has all."""
 
     seed: int
     images: Subset | None = None
 
 
 class Stopped(Exception):
-    """A training was asked to stop; it has come to this state."""
+    """Exception that carries the state of a stopped training run."""
 
     def __init__(self, state: TrainState):
         super().__init__("the training was stopped")
@@ -62,14 +62,19 @@ class Stopped(Exception):
 
 
 class Needs(NamedTuple):
-    """What a training needs: bytes, on each accelerator or on all devices of a CPU together, and FLOP for each step."""
+    """Requirements of a training run.
+
+    Attributes:
+        memory: Bytes on each accelerator, or on all devices of a CPU together.
+        flop: Floating-point operations of each step.
+    """
 
     memory: float
     flop: float
 
 
 class Progress(NamedTuple):
-    """Mean loss and accuracy on an epoch's augmented training images."""
+    """Mean loss and accuracy on the augmented train images of an epoch."""
 
     loss: float
     accuracy: float
@@ -82,11 +87,11 @@ def learning_rate(recipe: Recipe, steps_per_epoch: int) -> optax.Schedule:
         return optax.piecewise_constant_schedule(peak, {steps // 3: 0.1, 2 * steps // 3: 0.1})
     if recipe.schedule == "cosine":
         return optax.cosine_decay_schedule(peak, steps)
-    warmup = min(steps_per_epoch, steps // 2)  # the paper's one epoch, unless the training is shorter than two
+    warmup = min(steps_per_epoch, steps // 2)  # one epoch as in the paper, unless the run is shorter than two epochs
     return optax.warmup_cosine_decay_schedule(1e-6, peak, warmup, steps)
 
 
-@cache  # equal recipes share an optimiser, and with it what is compiled for it
+@cache  # equal recipes share an optimiser and its compiled code
 def make_optimizer(recipe: Recipe, steps_per_epoch: int) -> optax.GradientTransformation:
     """Return the recipe's optimizer."""
     return optax.chain(
@@ -96,7 +101,7 @@ def make_optimizer(recipe: Recipe, steps_per_epoch: int) -> optax.GradientTransf
     )
 
 
-@cache  # the same function for the same network, so that what is compiled for it is used again
+@cache  # equal arguments share one function, so that its compiled code is reused
 def training_loss(apply: Apply, augmentation: Augmentation) -> Loss:
     """Return the loss function: the mean cross-entropy of augmented images, and the accuracy on them."""
 
@@ -128,7 +133,11 @@ def initial_state(params: Params, recipe: Recipe, images: int) -> TrainState:
 
 
 def count_steps(data: Split, recipe: Recipe) -> int:
-    """Return the number of whole batches in the data; an error if there is none."""
+    """Return the number of full batches in the data.
+
+    Raises:
+        UserError: The batch size exceeds the number of images.
+    """
     count, size = len(data.labels), recipe.batch_size
     if count < size:
         raise UserError(f"--batch-size {size} exceeds the {count} training images: use a smaller batch size.")
@@ -138,10 +147,10 @@ def count_steps(data: Split, recipe: Recipe) -> int:
 def compile_training(
     apply: Apply, params: Params, data: Split, recipe: Recipe, mesh: Mesh, per_call: int | None = None
 ) -> Needs:
-    """Compile the step that `train` makes on a mesh, from the shapes of `params` alone, and return what it needs.
+    """Compile the training step on a mesh from the shapes of `params`, and return its requirements.
 
-    Memory is XLA's own account of the step, the state on each device, the data, and the state that training begins
-    with, which is held until the first step is made.
+    The memory includes XLA's temporary buffers, the state on each device and the data. It also includes the initial
+    state, which stays in memory until the first step.
     """
     steps = count_steps(data, recipe)
     state = jax.eval_shape(lambda params: initial_state(params, recipe, len(data.labels)), params)
@@ -218,8 +227,8 @@ def train(
     fitting = fit(loss, state, batches(), optimizer, stream(seed, "augment"), mesh)
     bar = training_bar(recipe, count, int(state.step), describe) if bar is None else bar
     with bar:
-        bar.unpause()  # neither its rate nor the time left counts what came before
-        bar.update(int(state.step) * size - bar.n)  # a state that could not be read is not gone on from
+        bar.unpause()  # exclude earlier time from the rate and the estimate
+        bar.update(int(state.step) * size - bar.n)  # move back if the newest checkpoint was damaged
         for epoch in range(first + 1, recipe.epochs + 1):
             history: list[tuple[np.ndarray, np.ndarray]] = []
             try:
@@ -236,7 +245,7 @@ def train(
                 if not all_finite(state.params):
                     raise Diverged("a weight became infinite or NaN")
             except Diverged as error:
-                decays = recipe.weight_decay > max(1, recipe.learning_rate)  # no loss asks for that much
+                decays = recipe.weight_decay > max(1, recipe.learning_rate)  # then the decay is the likely cause
                 remedy = "weight-decay below {weight_decay:g}" if decays else "learning-rate below {learning_rate:g}"
                 what = str(error).partition(":")[0]
                 raise Diverged(
