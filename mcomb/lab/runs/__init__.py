@@ -1,1 +1,1 @@
-"""Run experiments and keep their results."""
+"""Run experiments and save their results."""

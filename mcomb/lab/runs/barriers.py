@@ -16,7 +16,10 @@ def barrier(metric: str, values: Any, a: float, b: float) -> float:
 def barriers(ends: Iterable[Mapping[str, Any]], curves: Mapping[str, Any], between: Any = ...) -> Results:
     """Return the barriers of every curve between two networks' scores, for each split and metric.
 
-    `between` picks the points of a curve that count.
+    Args:
+        ends: The scores of the two networks that the curves connect.
+        curves: The measurements on each curve, by variant.
+        between: Index of the points of a curve to include.
     """
     first, last = ends
 

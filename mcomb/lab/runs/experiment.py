@@ -18,17 +18,17 @@ from mcomb.lab.runs.verdicts import Verdict, judge_sweep, why_no_verdict
 from mcomb.lab.setups import SETUPS
 
 Parts = Mapping[str, tuple["Experiment", Config]]
-"""Other experiments, by name, whose results one is built on."""
+"""Experiments, by name, that provide results for another experiment."""
 
 MOST = 10**7  # combinations of one experiment: more would take years, and all memory at once
 COUNT_FLAGS = ("points", "samples", "grid", "beyond", "scatter", "counts", "line_points")  # these give the number
 
-VERDICT = ("claim", "alt", "agrees", "finding", "is_open", "is_papers")  # of results, added when they are read
+VERDICT = ("claim", "alt", "agrees", "finding", "is_open", "is_papers")  # fields that `add_verdict` adds to results
 
 
 @dataclass(frozen=True)
 class Paper:
-    """The barriers that the paper gives for a setup, at the width it gives them for."""
+    """The paper's barriers for a setup, and the width of its networks."""
 
     loss: float
     accuracy: float
@@ -37,20 +37,20 @@ class Paper:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """What an experiment needs, measures, draws and concludes; everything else is the same for all of them."""
+    """An experiment: the networks it needs, and the functions that measure, draw and judge its results."""
 
     name: str
     title: str
-    claim: str  # what the paper found, or asks
-    alt: str  # what the figure shows, for those who cannot see it
+    claim: str  # the paper's finding or open question
+    alt: str  # alternative text of the figure
     measure: Callable[[Run], Results]
     draw: Callable[[Results, AnyPath], None]
-    judge: Callable[[Results], Verdict]  # of results of trained and matched networks
+    judge: Callable[[Results], Verdict]  # takes results of trained and matched networks
     config: type[Config] = Config
     networks: str = "AB"
-    is_open: bool = False  # whether the claim is a question that the paper leaves open
-    varies_width: bool = False  # over parts of several widths
-    combinations: Callable[[Any], int] = lambda config: 0  # how many are evaluated, on each split
+    is_open: bool = False  # whether the claim is an open question of the paper
+    varies_width: bool = False  # whether its parts have several widths
+    combinations: Callable[[Any], int] = lambda config: 0  # number of evaluations on each split
     matchings: Callable[[Any], Sequence[MatchingKey]] = lambda config: (B_TO_A,)
     parts: Callable[[Any], Parts] = lambda config: {}
     table: Callable[[Results], str] = table
@@ -58,7 +58,7 @@ class Experiment:
     in_paper: Mapping[str, tuple[int, ...]] = field(  # the widths of the paper's networks, by setup
         default_factory=lambda: {"resnet20-cifar10": (32,), "tiny10-cifar10": (32,)}
     )
-    judge_together: Callable[[list[Results]], str] = lambda pairs: ""  # a sentence more on several pairs' results
+    judge_together: Callable[[list[Results]], str] = lambda pairs: ""  # a sentence about several pairs
 
 
 def sweep_experiment(
@@ -124,14 +124,14 @@ def reach_verdict(experiment: Experiment, results: Results) -> Verdict:
 
 
 def is_of_paper(experiment: Experiment, results: Results) -> bool:
-    """Return whether results are of the paper's setup and width: only these can agree with the paper."""
+    """Return whether results have the paper's setup and width, without which they cannot agree with the paper."""
     config = results.get("config", {})
     widths = results.get("widths") or [config.get("width")]
     return {*widths} <= {*experiment.in_paper.get(config.get("setup"), ())}
 
 
 def papers_networks(experiment: Experiment) -> str:
-    """Return a sentence on the networks that the paper has in an experiment, with its barriers if it gives some."""
+    """Return a sentence that lists the paper's networks for an experiment, with any barriers it reports."""
     each = []
     for setup, widths in experiment.in_paper.items():
         paper = (experiment.paper or {}).get(setup)

@@ -92,7 +92,7 @@ def result_identity(
         "parts": {name: identity_hash(results) for name, results in parts.items()},
     }
     if networks:
-        # Another kind or number of devices may be compiled for in another way, and round differently.
+        # Code compiled for another kind or number of devices may round differently.
         identity |= {"data": store.data_fingerprint, "devices": describe_devices()}
     return json.loads(json.dumps(identity, default=str))
 

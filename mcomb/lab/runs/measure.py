@@ -34,15 +34,15 @@ REPAIR_IMAGES = 2 * BATCH
 
 
 class Task(NamedTuple):
-    """Combinations to measure: k points, each given with its own key to `draw` over the networks.
+    """Combinations to measure: `draw` combines the networks at each of k points, with a key for each.
 
-    `ends` are, for a parameter, the networks that the draw combines, where these are not those given to it.
+    If `draw` changes the networks before it combines them, `ends(point, *networks)` returns the changed networks.
     """
 
     draw: Distribution | Draw
     networks: tuple[Params, ...]
     points: Any  # arrays with k rows
-    rng_name: str | None = None  # the experiment whose keys to draw with, if not this one's own
+    rng_name: str | None = None  # the experiment that determines the keys; None for the current one
     ends: Callable[..., tuple[Params, ...]] | None = None
 
     def __len__(self) -> int:
@@ -51,7 +51,7 @@ class Task(NamedTuple):
 
 @dataclass
 class Run:
-    """One run of an experiment: its networks and matchings, the results it builds on, and the rows measured so far."""
+    """One run of an experiment: its networks and matchings, the results of its parts, and the rows so far."""
 
     experiment: str
     store: Store
@@ -63,11 +63,11 @@ class Run:
 
     @property
     def config(self) -> Any:
-        """The flags of this run, a Config of the experiment's own class."""
+        """The flags of this run, an instance of the experiment's config class."""
         return self.store.config
 
     def align(self, key: MatchingKey = B_TO_A) -> Params:
-        """Return a network's parameters with its units matched to those of another network."""
+        """Return a network's parameters with its units matched to another network."""
         if key not in self._aligned:
             self._aligned[key] = self.store.permute(self.networks[key.moved], self.matchings[key].matching)
         return self._aligned[key]
@@ -86,7 +86,7 @@ class Run:
 
     @cached_property
     def scores(self) -> dict[str, dict[str, Metrics]]:
-        """The score of each network by itself on each split."""
+        """The score of each network on each split."""
         with self.store.durations.timed("evaluation"):
             return {
                 letter: {split: score(self.store.apply, network.params, *data) for split, data in self.splits.items()}
@@ -115,7 +115,7 @@ class Run:
     def evaluate(self, tasks: Mapping[str, Task], ends: str = "AB") -> dict[str, dict[str, Metrics]]:
         """Return the metrics of each task on each split: those in the rows, and the rest after evaluating it.
 
-        Agreement is counted with the labels that the two networks `ends` predict.
+        Agreement counts how often predictions equal those of the two networks `ends`.
         """
         sets = {
             name: (data.images, {"label": data.labels, "predicted": self._predictions(data, ends)})

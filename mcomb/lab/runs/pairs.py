@@ -80,8 +80,12 @@ def judge_all(
 ) -> Verdict:
     """Return agreement if every pair agrees, and the range of barriers; None if one pair cannot tell.
 
-    With `is_open`, agreement is with a question that the paper leaves open; `is_papers` says whether the paper has
-    these networks.
+    Args:
+        verdicts: The verdict of each pair.
+        results: The pooled results.
+        more: An additional sentence for the finding.
+        is_open: Whether the claim is an open question of the paper.
+        is_papers: Whether the paper has these networks.
     """
     outcomes = [verdict.agrees for verdict in verdicts]
     agrees = None if None in outcomes else all(outcomes)

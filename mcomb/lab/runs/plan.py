@@ -1,8 +1,8 @@
 """Plan a run (`--plan`): its steps, and the operations, memory and disk that each will take.
 
-Everything follows from the shapes alone: nothing is compiled, timed or read but what is kept already. Floating-point
-operations are those of the network on one image as XLA counts them, and three times as many for a gradient. A plan says
-nothing of time: a training says so itself once it has begun.
+A plan depends only on shapes and on the cache: planning compiles, times and trains nothing. XLA counts the
+floating-point operations of the network on one image; a gradient takes three times as many. A plan contains no times;
+long training runs print an estimate when they start.
 """
 
 import math
@@ -27,25 +27,25 @@ from mcomb.matching.straight_through import BATCH_SIZE, STEPS
 from mcomb.runtime.batching import BATCH
 from mcomb.trees import named_leaves
 
-GRADIENT = 3  # times the operations of the network itself
-SWEEPS = 2  # of weight matching, counted in full ones: after the first, only what has moved is counted anew
-# What programs hold at once of the arrays inside a network, by their own account (benchmarks.account):
-LIVE, COMPARED = 4, 8  # evaluation and activation matching, as much as so many of the largest array
-KEPT = 0.25  # a gradient, this part of all arrays
+GRADIENT = 3  # operations relative to a forward pass
+SWEEPS = 2  # full sweeps with the cost of weight matching, whose later sweeps skip unchanged parts
+# A network's intermediate arrays that are live at once, according to benchmarks.account:
+LIVE, COMPARED = 4, 8  # evaluation and activation matching, in multiples of the largest array
+KEPT = 0.25  # gradients, as a fraction of all arrays
 DTYPE_BYTES = 4.0
 IN_ALL = "total"
 
 
 class Job(NamedTuple):
-    """What one experiment needs: networks to train, matchings, and combinations to evaluate."""
+    """The work of one experiment: networks to train, matchings, and combinations to evaluate."""
 
     name: str
     store: Store
     trainings: Sequence[Training]
-    given: Sequence[str] = ()  # the names of the networks that are not trained
+    given: Sequence[str] = ()  # the names of networks from files
     matchings: Sequence[MatchingKey] = ()
     combinations: int = 0  # on each split
-    kept: bool = False  # whether its results are there
+    kept: bool = False  # whether its results are saved
 
 
 def list_jobs(experiment: Experiment, config: Config) -> Iterator[Job]:
@@ -69,9 +69,9 @@ def list_jobs(experiment: Experiment, config: Config) -> Iterator[Job]:
 
 
 class Step(NamedTuple):
-    """One thing to do: its floating-point operations, and the bytes that it takes in memory and on disk.
+    """A step of a plan: its floating-point operations, and its bytes in memory and on disk.
 
-    Memory is that of each accelerator, or of all devices of a CPU together.
+    Memory is per accelerator, or the total of all devices of a CPU.
     """
 
     what: str
@@ -82,12 +82,12 @@ class Step(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What follows from a setup's shapes at one width."""
+    """Costs of a setup's network at one width, derived from shapes."""
 
     parameters: int
     flop: float  # of the network on one image
     activations: float  # bytes of all arrays inside the network on one image
-    largest: float  # bytes of the largest of them
+    largest: float  # bytes of the largest array
     matching_flop: float  # of one sweep of weight matching
 
 
@@ -110,7 +110,7 @@ def work_of(store: Store) -> Work:
 
 
 def plan_steps(jobs: Iterable[Job]) -> list[Step]:
-    """Return the steps of some jobs, each once."""
+    """Return the steps of all jobs, without duplicates."""
     steps: dict[tuple[AnyPath, str], Step] = {}
     known: dict[AnyPath, Work] = {}
     for job in jobs:
@@ -128,7 +128,7 @@ def plan_steps(jobs: Iterable[Job]) -> list[Step]:
 
 
 def _copies(devices: int) -> int:
-    """Return how many copies of an array that devices hold are in the same memory."""
+    """Return the number of copies of a replicated array in the same memory."""
     return devices if jax.default_backend() == "cpu" else 1
 
 
@@ -146,7 +146,7 @@ def _training(job: Job, work: Work) -> Iterator[Step]:
             continue
         state = f"from epoch {done} of {recipe.epochs}" if done else f"{recipe.epochs} epochs"
         devices = device_share(len(job.trainings))
-        # Weights, momentum and gradient; and the state that training begins with. There are two checkpoints.
+        # Weights, momentum and gradient, plus the initial state. The disk stores two checkpoints.
         each = 3 * size + recipe.batch_size / devices * KEPT * work.activations
         memory = _copies(devices) * each + 2 * size + there * math.prod(store.setup.dataset.image)
         yield Step(f"train {name}", state, GRADIENT * work.flop * images, memory, 4 * size)
@@ -182,13 +182,13 @@ def _evaluation(job: Job, work: Work) -> Iterator[Step]:
     counts = zip(config.evaluation_images.values(), job.store.setup.dataset.images, strict=True)
     images = sum(min(asked or there, there) + (REPAIR_IMAGES if config.repair else 0) for asked, there in counts)
     size = DTYPE_BYTES * work.parameters
-    each = size + min(BATCH, images) * LIVE * work.largest  # a combination, and what is computed of it
+    each = size + min(BATCH, images) * LIVE * work.largest  # a combination and its activations
     memory = (len(job.trainings) + len(job.given) + 1) * size + _copies(len(jax.devices())) * each
     yield Step(what, f"{images:,} images each", work.flop * images * job.combinations, memory)
 
 
 def table(steps: list[Step]) -> str:
-    """Return the steps for a person to read, and what they come to together."""
+    """Format the steps and their total as a table."""
     rows: list[tuple[str, ...]] = [("", "", "TFLOP", "memory", "disk")]
     for step in (*steps, total(steps)):
         numbers = (f"{step.flop / 1e12:.3g}", *(readable_bytes(count) if count else "" for count in step[3:]))
@@ -197,6 +197,6 @@ def table(steps: list[Step]) -> str:
 
 
 def total(steps: list[Step]) -> Step:
-    """Return what some steps come to: the memory of the one that needs most, and the sum of everything else."""
+    """Return the total of the steps: the maximum of their memory, and the sum of all other numbers."""
     flop, disk = (sum(getattr(step, name) for step in steps) for name in ("flop", "disk"))
     return Step(IN_ALL, "", flop, max((step.memory for step in steps), default=0.0), disk)

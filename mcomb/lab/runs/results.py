@@ -47,6 +47,6 @@ def table(results: Mapping[str, Any]) -> str:
             if name in results.get("at_best_temperature", {}).get(kind, {}):
                 row("  at best temperature", "at_best_temperature", kind, name)
     if paper := results.get("paper"):
-        # The paper gives one number for each metric, and does not say of which split: test, we take it.
+        # The paper gives one number for each metric without naming a split; we assume the test split.
         rows.append((f"paper, width {paper['width']}", "", f"{paper['loss']:.3f}", "", f"{paper['accuracy']:.3f}"))
     return columns(rows)

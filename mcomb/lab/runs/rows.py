@@ -1,4 +1,4 @@
-"""Keep the measurements of a run while it goes on, so that the same command resumes it."""
+"""Save the measurements of a run continuously, so that the same command resumes it."""
 
 import json
 import os
@@ -12,11 +12,11 @@ from mcomb.runtime.progress import warn
 
 
 class Rows:
-    """The measurements of one run, a line of JSON each: a run that is killed loses only its last call.
+    """The measurements of one run, one line of JSON each. A killed run loses only its last call.
 
-    The first line is the `identity` of the measurement. Rows of another identity are dropped, and so are damaged rows:
-    each row has a digest. Every call appends to `samples.jsonl`. An object store cannot append, so that each call
-    writes an object of its own there: `samples/000000.jsonl` and so on.
+    The first line is the `identity` of the run. Reading drops rows of another identity, and rows that do not match
+    their digest. Each call appends to `samples.jsonl`. Object stores cannot append, so each call writes a new object
+    there: `samples/000000.jsonl` and so on.
     """
 
     def __init__(self, folder: AnyPath, identity: Mapping[str, Any]):
@@ -28,7 +28,7 @@ class Rows:
         return self.folder / (f"{ROW_OBJECTS}/{number:06}.jsonl" if in_store(self.folder) else ROWS)
 
     def _read(self) -> dict[str, dict[str, Any]]:
-        """Return the rows that are there and rewrite them as one clean file."""
+        """Return the intact rows, and rewrite them as one file."""
         rows: dict[str, dict[str, Any]] = {}
         files = row_files(self.folder)
         for path in files:
@@ -58,7 +58,7 @@ class Rows:
         return name in self.rows
 
     def add(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Append rows, each with its `name`, and flush them to disk."""
+        """Append rows, each with a `name`, and flush them to disk."""
         new = {row["name"]: row for row in rows}
         lines = [self._line(row) for row in new.values()]
         if is_first() and in_store(self.folder):
@@ -73,7 +73,7 @@ class Rows:
 
 
 def row_files(folder: AnyPath) -> list[AnyPath]:
-    """Return the files of rows in a run's folder, the oldest first."""
+    """Return the files of rows in a run's folder, oldest first."""
     if in_store(folder):
         return sorted((folder / ROW_OBJECTS).glob("*.jsonl"))
     return [path] if (path := folder / ROWS).is_file() else []

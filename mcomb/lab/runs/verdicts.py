@@ -1,11 +1,11 @@
-"""Verdicts: whether results show what the paper found. A run that went wrong must not earn one.
+"""Judge whether results show the paper's findings.
 
-Only results of the paper's own networks can agree with it; of other networks a verdict says whether the effect shows.
+Only results of the paper's networks can agree with the paper. For other networks, a verdict states whether they show
+the same effect. Networks that are not trained or not matched get no verdict (`why_no_verdict`).
 
-A verdict is only given on networks that are trained and matched (`why_no_verdict`). A barrier is then judged relative
-to how much better than guessing the networks are (`cost`): a drop of 0.1 in accuracy is small for networks at 0.95, but
-it is everything for networks at 0.2 where guessing has 0.1. An experiment with a claim of its own has its thresholds in
-its own `judge`.
+Barriers are judged relative to the networks' advantage over guessing (`cost`). A drop of 0.1 in accuracy is small for
+networks at 0.95. It is the whole advantage for networks at 0.2 if guessing reaches 0.1. Experiments with other claims
+define thresholds in their own `judge`.
 """
 
 import math
@@ -13,31 +13,33 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-import scipy  # its `stats`, which are slow to import, are once they are needed
+import scipy  # loads `stats` on first use, because its import is slow
 
 from mcomb.lab.runs.results import METRICS, Results
 
 LossAndAccuracy = Mapping[str, float]
 
-LIMITS = {"loss": 0.25, "accuracy": 0.15}  # of the advantage over guessing: a combination that loses less works
-NEAR_PAPER = 1.5  # times the paper's barrier, and lower ones, agree with it
-CLEARLY_LESS = 0.5  # times another barrier
+LIMITS = {"loss": 0.25, "accuracy": 0.15}  # maximum `cost` of a working combination
+NEAR_PAPER = 1.5  # maximum ratio to the paper's barrier for agreement
+CLEARLY_LESS = 0.5  # maximum ratio to the other barrier
 CONFIDENCE = 0.99
 
 
 WORDS = {True: "agrees with the paper", False: "does not agree with the paper", None: "no verdict"}
-OTHER_WORDS = {  # of networks that the paper does not have
+OTHER_WORDS = {  # for networks that are not in the paper
     True: "shows the paper's effect",
     False: "does not show the paper's effect",
     None: "no verdict",
 }
-OPEN_WORDS = {True: "yes", False: "no", None: "no verdict"}  # where the claim is a question that the paper leaves open
+OPEN_WORDS = {True: "yes", False: "no", None: "no verdict"}  # for open questions of the paper
 
 
 class Verdict(NamedTuple):
-    """Whether results show what the paper found, None if they cannot tell, and a sentence that says why.
+    """Verdict on the paper's claim, and a sentence with the reason.
 
-    Of a question that the paper leaves open, `agrees` is the answer.
+    Attributes:
+        agrees: Whether results agree with the claim, or the answer to an open question; None without a verdict.
+        finding: The reason.
     """
 
     agrees: bool | None
@@ -45,12 +47,12 @@ class Verdict(NamedTuple):
 
 
 def verdict_words(agrees: bool | None, is_open: bool, is_papers: bool) -> str:
-    """Return a verdict in words; `is_papers` says whether the paper has these networks."""
+    """Return the text of a verdict; `is_papers` states whether the paper has these networks."""
     return (OPEN_WORDS if is_open else WORDS if is_papers else OTHER_WORDS)[agrees]
 
 
 def verdict_colour(agrees: bool | None, is_papers: bool) -> str:
-    """Return the colour of a verdict: red only for results that contradict the paper."""
+    """Return the colour of a verdict; only results that contradict the paper are red."""
     return "green" if agrees else "red" if agrees is False and is_papers else "yellow"
 
 
@@ -75,7 +77,7 @@ def why_no_verdict(results: Results) -> str | None:
 def trained_accuracy(guess: Mapping[str, int | float]) -> float:
     """Return the accuracy from which on a network clearly beats guessing.
 
-    That is a tenth of the way from guessing to no error at all, and five standard errors more.
+    It is a tenth of the way from guessing to perfect accuracy, plus five standard errors.
     """
     chance = guess["accuracy"]
     return chance + 0.1 * (1 - chance) + 5 * math.sqrt(chance * (1 - chance) / guess["images"])
@@ -106,7 +108,8 @@ def clearly_less(barrier: LossAndAccuracy, other: LossAndAccuracy) -> bool:
 def judge_sweep(results: Results, limits: LossAndAccuracy = LIMITS, variant: str = "aligned") -> Verdict:
     """Judge whether every aligned combination works, and clearly better than naive ones, on the test set.
 
-    Where the paper has barriers for this setup and width, working means barriers like the paper's.
+    If the paper reports barriers for this setup and width, the aligned barriers must be close to these. Otherwise
+    their cost must be within `limits`.
     """
     aligned, naive = (results["barriers"][name]["test"] for name in (variant, "naive"))
     paper = results.get("paper")
@@ -145,7 +148,7 @@ def rate_is_above(count: int, total: int, least: float) -> bool | None:
 def same_distribution(x: Any, y: Any, tolerance: float = 0.05) -> tuple[bool, float]:
     """Return whether two samples are distributed alike, and the Kolmogorov–Smirnov distance between them.
 
-    Up to `tolerance`, and what samples of these sizes differ by chance.
+    The distance may be at most `tolerance` plus the deviation expected by chance for samples of these sizes.
     """
     distance = float(scipy.stats.ks_2samp(x, y, method="asymp").statistic)
     by_chance = math.sqrt(-math.log((1 - CONFIDENCE) / 2) / 2 * (1 / len(x) + 1 / len(y)))
