@@ -182,8 +182,8 @@ def _checked(kind: Callable[[str], Any], flag: Flag) -> Callable[[str], Any]:
 def run(main: Callable[[], object]) -> None:
     """Run a program, and report errors that the user can fix as one line and an exit code.
 
-    Machines send SIGTERM before they are preempted. Like Ctrl-C, it ends the program after the current step, or at
-    once if there is nothing to save.
+    Cloud platforms send SIGTERM before they preempt a machine. Like Ctrl-C, it ends the program after the current step,
+    or at once if there is nothing to save.
     """
     use_a_device_per_core()
     jax.config.update("jax_default_matmul_precision", "highest")  # full float32 precision on accelerators too

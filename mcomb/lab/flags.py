@@ -77,7 +77,7 @@ class Config(TrainingConfig):
 
     @property
     def repair(self) -> bool:
-        """Whether REPAIR corrects the combinations."""
+        """Whether to apply REPAIR to combinations."""
         return False
 
     @property

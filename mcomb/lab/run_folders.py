@@ -1,4 +1,4 @@
-"""Name all folders and files of a run. No other module defines the layout on disk.
+"""Name the folders and files of a run.
 
     out/<setup>/width-<w>/networks/<network>/      orbax checkpoints
                           matchings/<b>-to-<a>.npz, and <b>-to-<a>,matcher=<m>.npz

@@ -134,7 +134,7 @@ def write_matching(path: AnyPath, made_from: list[str], kept: KeptMatching) -> K
 
 
 def read_matching(path: AnyPath, made_from: list[str], spec: PermutationSpec, tell: bool = True) -> KeptMatching | None:
-    """Return a cached matching if it is intact and made from the same inputs; otherwise warn and return None."""
+    """Return a cached matching if it is intact and has the same inputs; otherwise None, with a warning if `tell`."""
     if not path.is_file():
         return None
     perms = {name: f"perms/{name}" for name in spec.sizes}

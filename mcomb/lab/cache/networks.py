@@ -29,7 +29,7 @@ from mcomb.trees import Params, require_finite
 
 
 class NotKeptError(Exception):
-    """Exception for a network or matching that is not cached if `make` is False."""
+    """Exception for an uncached network or matching if `make` is False."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class NetworkCache:
         Other processes that need one of these networks wait until all are trained.
 
         Each network gets an equal share of the devices, even if other networks are trained already. A resumed run uses
-        its previous number of devices. A network therefore depends only on the arguments of this call.
+        its previous number of devices. A network therefore does not depend on the state of the cache.
 
         Raises:
             NotKeptError: A network is unfinished and `make` is False.

@@ -1,4 +1,4 @@
-"""Split train images between two networks, so that merging combines different knowledge."""
+"""Split train images between two networks to merge, so that each sees different images."""
 
 import zlib
 from typing import NamedTuple
