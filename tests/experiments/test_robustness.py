@@ -52,7 +52,7 @@ def test_robustness_compares_measures_on_same_lines(results, draws_pairs):
             expected = np.mean(below) - found["unperturbed"][split][metric]
             assert found["extra"][measure][split][metric] == pytest.approx(expected)
     assert alone["agrees"] == found["agrees"]
-    own, of_paper = alone["finding"].split(" The paper has ")
+    own, of_paper = alone["finding"].split(" The paper measures ")
     assert found["finding"].startswith(own)
     assert found["finding"].endswith(of_paper)
     assert all(f"{measure} 0." in found["finding"] for measure in robustness.MEASURES)

@@ -39,7 +39,7 @@ def test_pairs_are_runs_of_seeds_judged_together(results):
         assert folded == pytest.approx([min(losses), np.mean(losses), max(losses)])
     agreeing = [one["agrees"] for one in each]
     assert both["agrees"] is (None if None in agreeing else all(agreeing))
-    assert both["finding"].startswith(f"{agreeing.count(True)} of 2 show the paper's effect.")
+    assert both["finding"].startswith(f"{agreeing.count(True)} of 2 pairs show the paper's effect.")
 
 
 @pytest.mark.parametrize("flags", [("--pretrained",), ("--checkpoint-b", "somewhere"), ("--seed-a", "0")])
@@ -77,7 +77,7 @@ def test_linear_without_near_points_has_no_verdict(results):
     beyond = results(linear, "--points", "4", "--range", "-1", "2")
     assert beyond["parameter"]["values"] == [-1, 0, 1, 2]
     assert beyond["agrees"] is None
-    assert "Give more --points" in beyond["finding"]
+    assert "Increase --points" in beyond["finding"]
 
 
 def test_stitching_replaces_layer_after_layer(results, curve, is_score):

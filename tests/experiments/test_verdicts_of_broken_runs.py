@@ -441,7 +441,7 @@ def test_verdict_of_identity_matching_is_none(results, config_of, tmp_path):
     np.savez(path, **kept | perms)
     after = run(edges.EXPERIMENT, config)
     assert after["agrees"] is None
-    assert "no closer" in after["finding"]
+    assert "does not bring their weights closer" in after["finding"]
     assert after["mean"]["aligned"] == after["mean"]["naive"] == before["mean"]["naive"]
     stored = json.loads((Store(config).folder("edges") / "results.json").read_text())
     assert stored["matchings"] == {"B to A": fingerprint({n.removeprefix("perms/"): p for n, p in perms.items()})}

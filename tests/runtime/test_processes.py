@@ -97,7 +97,7 @@ def test_processes_resume_after_kill_and_equal_one_process(tmp_path):
     first, second = end(*start_two([UNIFORM] * 2, two))
     assert (first[0], second[0]) == (0, 0), (first, second)
     assert "training seed-0" in first[2]
-    assert "Aligned, the worst combination" in first[1]
+    assert "uniform.png" in first[1]
     assert not second[1]
     assert "training" not in second[2]
 
