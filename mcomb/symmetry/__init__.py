@@ -1,1 +1,1 @@
-"""The symmetries of a network: the permutations of hidden units that leave its function as it is."""
+"""Symmetries of a network: permutations of hidden units that leave its function unchanged."""

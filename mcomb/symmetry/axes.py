@@ -1,16 +1,16 @@
-"""Axis identities: a union-find of the axes of arrays that must be permuted together.
+"""Axis identities: a union-find of array axes that must be permuted together.
 
-An axis is free or frozen. A reshape can reveal that it is the row-major product of other axes ("blocks"), a
-concatenation that others follow one another in it ("segments"). Uniting two axes splits both as far as needed, and
-freezes them where they do not fit together. Every step only takes freedom away, so a step too many is never wrong.
+An axis is free or frozen. A reshape can show that it is the row-major product of other axes ("blocks"). A concatenation
+can show that it consists of consecutive parts ("segments"). Uniting two axes splits both as far as needed, and freezes
+them if their parts do not fit. Each step can only remove freedom, so an unnecessary step is never wrong.
 
-A group norm after a concatenation reshapes segments to groups and channels. Its channels are "cells": they have
-another identity in each segment of the groups. Five and seven channels in groups of four are
+A group norm after a concatenation reshapes segments to groups and channels. Its channels are "cells": they have a
+different identity in each segment of the groups. Five and seven channels in groups of four are
 
     groups    1 of the first part, 1 of both, 1 of the second part
     channels  4 of the first part, 1 of the first and 3 of the second part, 4 of the second part
 
-Cells only make sense in arrays that also have the axis of their groups; `merge_cells` gives all groups one order.
+Cells are meaningful only in arrays that also have the axis of their groups. `merge_cells` gives all groups one order.
 """
 
 import itertools
@@ -23,15 +23,15 @@ from typing import Literal
 
 @dataclass(eq=False)
 class Axis:
-    """A node of the union-find. Only the functions of this module change it."""
+    """A node of the union-find, which only the functions of this module modify."""
 
     size: int
-    frozen: str | None = None  # the reason, if all of it is known to be frozen
+    frozen: str | None = None  # the reason, if the whole axis is known to be frozen
     kind: Literal["", "blocks", "segments", "cells"] = ""
     parts: "list[Axis]" = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)  # where each of its segments ends
-    groups: "Axis | None" = None  # of cells: the axis whose segments have a part each
-    counts: list[int] = field(default_factory=list)  # of cells: the sizes of these segments
+    ends: list[int] = field(default_factory=list)  # the end of each segment
+    groups: "Axis | None" = None  # cells only: the axis with one segment for each part
+    counts: list[int] = field(default_factory=list)  # cells only: the sizes of these segments
     parent: "Axis | None" = None  # the axis that this one was united with
 
 
@@ -44,7 +44,7 @@ def find(axis: Axis) -> Axis:
 
 
 def cells(axis: Axis) -> list[tuple[Axis, Axis]]:
-    """Return each segment of the groups of a cells axis with the axis inside of its groups."""
+    """Return each segment of the groups of a cells axis, with the axis inside its groups."""
     assert axis.groups is not None
     segments = split_segments(axis.groups, axis.counts, "")
     assert segments is not None, "groups are made of these segments"
@@ -52,12 +52,12 @@ def cells(axis: Axis) -> list[tuple[Axis, Axis]]:
 
 
 def groups_of(axis: Axis) -> Axis | None:
-    """Return the axis of the groups of cells; None for any other axis."""
+    """Return the groups axis of cells, or None for any other axis."""
     return None if axis.groups is None else find(axis.groups)
 
 
 def write_cells(factors: Sequence[Axis]) -> list[Axis]:
-    """Return the factors of a product, in which segments replace groups that their cells follow."""
+    """Return the factors of a product, with each pair of groups and cells replaced by segments."""
     for i, (groups, inner) in enumerate(itertools.pairwise(map(find, factors))):
         if inner.kind == "cells" and groups_of(inner) is groups:
             segments = concatenation([product(pair) for pair in cells(inner)])
@@ -66,7 +66,7 @@ def write_cells(factors: Sequence[Axis]) -> list[Axis]:
 
 
 def merge_cells(axis: Axis, reason: str) -> Axis:
-    """Return an axis that has one identity in all groups, after uniting its cells; any other as it is."""
+    """Unite the cells of an axis into one identity for all groups, and return it; return other axes unchanged."""
     axis = find(axis)
     if axis.kind != "cells":
         return axis
@@ -78,7 +78,7 @@ def merge_cells(axis: Axis, reason: str) -> Axis:
 
 
 def _is_inside(axis: Axis, other: Axis) -> bool:
-    """Return whether an axis is one of the cells of the other, or inside of one."""
+    """Return whether an axis is a cell of the other, or part of one."""
     todo = [*other.parts] if other.kind == "cells" else []
     while todo:
         part = find(todo.pop())
@@ -89,7 +89,7 @@ def _is_inside(axis: Axis, other: Axis) -> bool:
 
 
 def product(axes: Sequence[Axis]) -> Axis:
-    """Return the axis that is the row-major product of these, as flattening makes it."""
+    """Return the row-major product of axes, as flattening produces it."""
     axes = [axis for axis in axes if axis.size > 1]
     if len(axes) < 2:
         return axes[0] if axes else Axis(1)
@@ -97,7 +97,7 @@ def product(axes: Sequence[Axis]) -> Axis:
 
 
 def concatenation(axes: Sequence[Axis]) -> Axis:
-    """Return the axis in which these follow one another."""
+    """Return the concatenation of axes."""
     if len(axes) == 1:
         return axes[0]
     ends = list(itertools.accumulate(axis.size for axis in axes))
@@ -105,9 +105,9 @@ def concatenation(axes: Sequence[Axis]) -> Axis:
 
 
 def flat_parts(axis: Axis, kind: str, keep: Collection[Axis] = ()) -> list[Axis]:
-    """Return the factors ("blocks") or segments of an axis, nested ones flattened except for those to keep.
+    """Return the factors ("blocks") or segments of an axis, flattening nested ones except those in `keep`.
 
-    It is the axis itself if it is of another kind.
+    An axis of another kind is its own only part.
     """
     parts, stack = [], [axis]
     while stack:
@@ -131,7 +131,7 @@ def atoms(axis: Axis) -> Iterator[Axis]:
 
 
 def freeze(axis: Axis, reason: str) -> None:
-    """Forbid any permutation of an axis; parts that are frozen already keep their first reason."""
+    """Forbid any permutation of an axis; parts that are already frozen keep their first reason."""
     stack = [axis]
     while stack:
         part = find(stack.pop())
@@ -141,7 +141,7 @@ def freeze(axis: Axis, reason: str) -> None:
 
 
 def unite(a: Axis, b: Axis, reason: str) -> None:
-    """Make two axes of one size move together; freeze both, for `reason`, where their parts do not fit."""
+    """Make two axes of the same size move together, and freeze both if their parts do not fit."""
     pairs = [(a, b)]
     while pairs:
         a, b = map(find, pairs.pop())
@@ -156,7 +156,7 @@ def unite(a: Axis, b: Axis, reason: str) -> None:
             if a.frozen is not None:
                 freeze(b, a.frozen)
                 if not b.parts:
-                    b.frozen = a.frozen  # of two reasons the first
+                    b.frozen = a.frozen  # keep the first of two reasons
             a.parent = b
             continue
         parts_b, parts_a = _split_like(a, b, reason)
@@ -173,9 +173,9 @@ def unite(a: Axis, b: Axis, reason: str) -> None:
 
 
 def _unite_cells(a: Axis, b: Axis, reason: str) -> list[tuple[Axis, Axis]] | None:
-    """Return the axes to unite in place of two of which one is cells, None if neither is or the other has no parts.
+    """Return the pairs to unite in place of a pair with cells, or None if the pair needs no special treatment.
 
-    Cells of the same groups are united one by one; any others are merged.
+    Cells of the same groups are united one by one. All other cells are merged first.
     """
     if "cells" not in (a.kind, b.kind):
         return None
@@ -189,14 +189,14 @@ def _unite_cells(a: Axis, b: Axis, reason: str) -> list[tuple[Axis, Axis]] | Non
 
 
 def _split_like(axis: Axis, other: Axis, reason: str) -> tuple[list[Axis], list[Axis] | None]:
-    """Return the parts of the other axis, and the axis split into parts of their sizes, None if that is impossible."""
+    """Return the parts of `other`, and `axis` split into parts of the same sizes, or None if that is impossible."""
     parts = flat_parts(other, other.kind)
     split = split_product if other.kind == "blocks" else split_segments
     return parts, split(axis, [part.size for part in parts], reason)
 
 
 def split_product(axis: Axis, sizes: Sequence[int], reason: str) -> list[Axis] | None:
-    """Split an axis into factors of these sizes, of which it is the row-major product; None if that is impossible."""
+    """Split an axis into factors of the given sizes, or return None if that is impossible."""
     queue = flat_parts(axis, "blocks")
     factors = []
     for size in sizes:
@@ -206,7 +206,7 @@ def split_product(axis: Axis, sizes: Sequence[int], reason: str) -> list[Axis] |
             head = find(queue.pop(0))
             if missing % head.size:
                 head = merge_cells(head, reason)
-            if head.kind == "blocks":  # split since it was queued
+            if head.kind == "blocks":  # it was split after it was queued
                 queue[:0] = flat_parts(head, "blocks")
                 continue
             if missing % head.size:
@@ -222,7 +222,7 @@ def split_product(axis: Axis, sizes: Sequence[int], reason: str) -> list[Axis] |
 
 
 def _split_outer(axis: Axis, outer: int, reason: str) -> tuple[Axis, Axis] | None:
-    """Split an axis into two factors, the first of size `outer`; None if that is impossible."""
+    """Split an axis into two factors, the first of size `outer`, or return None if that is impossible."""
     if axis.size % outer:
         return None
     inner = axis.size // outer
@@ -233,7 +233,7 @@ def _split_outer(axis: Axis, outer: int, reason: str) -> tuple[Axis, Axis] | Non
 
 
 def _split_across_segments(axis: Axis, inner: int, reason: str) -> tuple[Axis, Axis] | None:
-    """Split segments into groups of `inner` entries and the cells inside them; None if that is impossible."""
+    """Split segments into groups of `inner` entries and their cells, or return None if that is impossible."""
     cuts = _cuts([part.size for part in flat_parts(axis, "segments")], inner)
     pieces = split_segments(axis, [stop - start for start, stop in itertools.pairwise(cuts)], reason)
     if pieces is None:
@@ -253,14 +253,14 @@ def _split_across_segments(axis: Axis, inner: int, reason: str) -> tuple[Axis, A
 
 
 def split_segments(axis: Axis, sizes: Sequence[int], reason: str) -> list[Axis] | None:
-    """Split an axis into segments of these sizes, which follow one another in it; None if that is impossible."""
+    """Split an axis into consecutive segments of the given sizes, or return None if that is impossible."""
     if len(sizes) == 1:
         return [find(axis)]
     axis = merge_cells(axis, reason)
     if axis.kind == "blocks":
         return _cut_blocks(axis, sizes, reason)
     if not axis.parts:
-        if axis.frozen is not None:  # no part of it will ever move, so it need not know them
+        if axis.frozen is not None:  # its parts never move, so they need not be recorded
             return [Axis(size, axis.frozen) for size in sizes]
         axis.kind, axis.parts = "segments", [Axis(size) for size in sizes]
         axis.ends = list(itertools.accumulate(sizes))
@@ -275,7 +275,7 @@ def split_segments(axis: Axis, sizes: Sequence[int], reason: str) -> list[Axis] 
 
 
 def _cut_blocks(axis: Axis, sizes: Sequence[int], reason: str) -> list[Axis] | None:
-    """Split a product into segments; what is inside of its first factor becomes cells, if it is one axis."""
+    """Split a product into segments; a single axis inside its first factor becomes cells."""
     first, *rest = write_cells(flat_parts(axis, "blocks"))
     if not rest:
         return split_segments(first, sizes, reason)
@@ -296,15 +296,15 @@ def _cut_blocks(axis: Axis, sizes: Sequence[int], reason: str) -> list[Axis] | N
 
 
 def _cuts(sizes: Iterable[int], inner: int) -> list[int]:
-    """Return where segments of these sizes end, and where the groups of `inner` entries begin and end that they cut."""
+    """Return the ends of segments of these sizes, and the bounds of the groups of `inner` entries that they cut."""
     ends = list(itertools.accumulate(sizes, initial=0))
     return sorted({*ends, *(end // inner * inner for end in ends), *(-(-end // inner) * inner for end in ends)})
 
 
 def _cut(axis: Axis, position: int, reason: str) -> int | None:
-    """Cut the segment across a position in two, and return how many segments end there or before.
+    """Cut the segment at a position in two, and return the number of segments that end at or before it.
 
-    None if that one cannot be cut.
+    Return None if the segment cannot be cut.
     """
     while True:
         index = bisect_left(axis.ends, position)

@@ -1,4 +1,4 @@
-"""Whether a permutation spec fits a function: permuted parameters must compute the same."""
+"""Check that a permutation spec fits a function: permuted parameters must compute the same outputs."""
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -24,10 +24,10 @@ def check_spec(
     perms: "Perms | None" = None,
     draws: int = 2,
 ) -> None:
-    """Raise an error unless random permutations, and `perms` if given, leave `apply(params, *inputs)` as it is.
+    """Raise an error if random permutations, or the given `perms`, change `apply(params, *inputs)`.
 
-    A float output may change by √eps of its largest entry, where eps is that of the coarsest float dtype inside. Some
-    of it must be finite and not zero, or any spec would do.
+    A float output may change by √eps of its largest entry, with eps of the coarsest float dtype in the function. At
+    least one entry must be finite and nonzero, because otherwise every spec would pass.
     """
     spec.validate(params)
     if perms is not None:
@@ -48,7 +48,7 @@ def check_spec(
 
 
 def _require_telling(outputs: Mapping[str, Array]) -> None:
-    """Raise an error if no entry of the outputs is finite and not zero, because any permutation could leave them so."""
+    """Raise an error if no output entry is finite and nonzero, because then every permutation would pass."""
     values = [np.asarray(_numbers(output)) for output in outputs.values()]
     if not any((np.isfinite(value) & (value != 0)).any() for value in values):
         how = "has no entries" if not any(value.size for value in values) else "is nowhere finite and other than zero"
@@ -56,12 +56,12 @@ def _require_telling(outputs: Mapping[str, Array]) -> None:
 
 
 def _numbers(output: Array) -> Array:
-    """Return an output as an array of numbers, which random keys are not."""
+    """Return an output as an array of numbers, converting random keys to their data."""
     return jax.random.key_data(output) if jnp.issubdtype(output.dtype, jax.dtypes.extended) else output
 
 
 def _check_equal(what: str, before: Array, after: Array, tolerance: float) -> None:
-    """Raise an error unless two arrays are equal, finite floats up to `tolerance` times the largest of them."""
+    """Raise an error unless two arrays are equal, with finite floats equal up to a relative tolerance."""
     before, after = _numbers(before), _numbers(after)
     exact = not jnp.issubdtype(before.dtype, jnp.inexact)
     dtype = np.float64 if exact or not jnp.iscomplexobj(before) else np.complex128
@@ -80,7 +80,7 @@ def _check_equal(what: str, before: Array, after: Array, tolerance: float) -> No
 
 
 def _coarsest_eps(jaxpr: core.ClosedJaxpr) -> float:
-    """Return the eps of the coarsest float dtype among the arrays of a jaxpr and of those inside it."""
+    """Return the eps of the coarsest float dtype in a jaxpr and its nested jaxprs."""
     arrays = [*jaxpr.jaxpr.invars, *(atom for eqn in all_equations(jaxpr) for atom in (*eqn.invars, *eqn.outvars))]
     dtypes = [array.aval.dtype for array in arrays if hasattr(array.aval, "dtype")]
     return max([0.0, *(float(jnp.finfo(dtype).eps) for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact))])

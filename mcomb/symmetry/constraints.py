@@ -1,4 +1,4 @@
-"""The constraints that rules impose: axes that move together, frozen axes, and the arrays of each operation."""
+"""Constraints that rules impose: axes that move together, frozen axes, and the arrays of each operation."""
 
 import collections
 import itertools
@@ -21,41 +21,42 @@ LabelledAxes = list[tuple[Hashable, Axis]]
 
 @dataclass(frozen=True)
 class Grouping:
-    """Rows sorted by the group that each belongs to, which is a position along an axis of groups.
+    """Rows sorted by group, where each row's group is a position along an axis of groups.
 
-        order = jnp.argsort(expert)       # of rows, of which each has an expert
+        order = jnp.argsort(expert)       # sort rows, each of which has an expert
         y = experts_in_turn(x[order])     # the rows of the first expert come first
-        y[jnp.argsort(order)]             # put back
+        y[jnp.argsort(order)]             # restore the order
 
-    A permutation of the groups permutes these rows, in an order that depends on the data. That changes nothing as long
-    as any order would do, and as all arrays with the axis of rows got it from this very sort: `break_up_groupings`.
+    A permutation of the groups also permutes these rows, in an order that depends on the data. This is safe if the
+    order of the rows does not matter, and all arrays with this axis of rows come from this sort. See
+    `break_up_groupings`.
     """
 
     rows: Axis
     groups: Axis
-    source: object  # of the positions that the rows were sorted by
+    source: object  # source of the positions that the rows were sorted by
     reason: str
 
 
 class Constraints:
-    """Collects the constraints of all rules.
+    """A collection of the constraints that all rules impose.
 
-    Rules get what is known of their operands, and return what is known of their results. Everything else that they say
-    is a constraint: `relate`, `freeze`, `split`, `join`, `record` and `group` only ever take freedom away.
+    Rules map facts about their operands to facts about their results. They impose constraints with `relate`, `freeze`,
+    `split`, `join`, `record` and `group`. These methods can only remove freedom.
     """
 
     def __init__(self) -> None:
-        self.reason = ""  # the current operation, to blame if an axis freezes
+        self.reason = ""  # the current operation, which is the reason if an axis freezes
         self.scope = ""  # the module or line of the current operation
         self.operations: list[list[LabelledAxes]] = []  # the arrays that each operation relates
         self.first_use: dict[Axis, int] = {}  # axes, numbered in the order in which operations first use them
-        self.loop_axes: list[Axis] = []  # of what loops carry from step to step, or return
+        self.loop_axes: list[Axis] = []  # axes of arrays that loops carry from step to step or return
         self.groupings: list[Grouping] = []
-        self.steps: LabelledAxes = []  # an axis for the steps of each scan that encloses the current operation
-        self.shards = 0  # how many `shard_map`s enclose the current operation
+        self.steps: LabelledAxes = []  # the step axis of each scan that encloses the current operation
+        self.shards = 0  # number of `shard_map`s that enclose the current operation
 
     def plain(self, array: Array) -> ArrayAxes:
-        """Return the axes of an array that is used as any other: positions are numbers, which freezes their axis."""
+        """Return the axes of an array that is used as plain numbers, which freezes the axis of any positions."""
         if array.positions is not None:
             freeze(array.positions.along, array.positions.reason)
         for column in array.columns:
@@ -67,11 +68,11 @@ class Constraints:
         return tuple(Axis(size, frozen) if size > 1 else None for size in shape)
 
     def explain(self, primitive: str, why: str | None) -> None:
-        """Say what is to blame for what freezes now: the primitive, and how it depends on the order."""
+        """Set the reason for axes that freeze next: the primitive, and how it depends on the order."""
         self.reason = f"{primitive} ({why}) in {self.scope}" if why else f"{primitive} in {self.scope}"
 
     def freeze(self, axes: Iterable[Axis | None]) -> None:
-        """Forbid any permutation of these axes, and blame the current operation."""
+        """Forbid any permutation of these axes, and record the current operation as the reason."""
         for axis in axes:
             if axis is not None:
                 freeze(axis, self.reason)
@@ -82,11 +83,11 @@ class Constraints:
         results: Sequence[Labels],
         new: Mapping[Any, Axis | None] = MappingProxyType({}),
     ) -> list[ArrayAxes]:
-        """Return the results of an operation that is written like an einsum: axes with the same label are united.
+        """Return the results of an operation written like an einsum, after uniting axes with the same label.
 
             relate([(x, "ij"), (y, "jk")], ["ik"])  # a matrix product: the last axis of x moves with the first of y
 
-        A label that no operand has stands for an axis of `new`, or for one along which all entries are equal.
+        A label that no operand has denotes an axis of `new`, or otherwise an axis along which all entries are equal.
         """
         axes = {label: axis for label, axis in new.items() if axis is not None}
         for operand, labels in operands:
@@ -101,7 +102,7 @@ class Constraints:
         """Record the arrays that an operation relates, with the labels of their axes."""
         labelled = [
             [
-                (int(label) if isinstance(label, np.integer) else label, axis)  # to compare with any other
+                (int(label) if isinstance(label, np.integer) else label, axis)  # so that labels compare equal
                 for axis, label in zip(axes, labels, strict=True)
                 if axis is not None
             ]
@@ -112,17 +113,17 @@ class Constraints:
         self.operations.append([self.steps + axes for axes in labelled])
 
     def record_again(self, arrays: Iterable[ArrayAxes]) -> None:
-        """Record arrays that some operation used, inside or outside of a scan."""
+        """Record arrays that an earlier operation used, inside or outside a scan."""
         for axes in arrays:
             if any(axis in self.first_use for axis in axes):
                 self.record([(axes, range(len(axes)))])
 
     def record_loop(self, arrays: Iterable[ArrayAxes]) -> None:
-        """Record arrays that a loop carries from step to step, or returns."""
+        """Record arrays that a loop carries from step to step or returns."""
         self.loop_axes += [axis for axes in arrays for axis in axes if axis is not None]
 
     def group(self, keys: Axis, groups: Axis, source: object) -> Axis:
-        """Return the axis of rows that are sorted by their groups; rows of one group stay in their order."""
+        """Return the axis of rows after a stable sort by group."""
         self.record([((groups,), ["groups"]), ((keys,), ["rows"])])
         self.explain("sort", "rows of one group stay in their order")
         self.freeze([keys, *([groups] if self.shards else [])])
@@ -131,20 +132,20 @@ class Constraints:
         return rows
 
     def break_up_groupings(self, others: Iterable[Axis]) -> None:
-        """Freeze the groups by which rows were sorted, if the order of the rows matters or others move with them.
+        """Freeze the groups of sorted rows if the order of the rows matters or other axes move with them.
 
-        A loop may carry sorted rows from one step to another, which sorts them in another order.
+        A loop may carry sorted rows to another step, which sorts them in another order.
         """
         sorts = collections.Counter(find(grouping.rows) for grouping in self.groupings)
         others = {*map(find, others), *(atom for axis in self.loop_axes for atom in atoms(axis))} if sorts else set()
-        for grouping in self.groupings * len(self.groupings):  # groups may be rows that were sorted before
+        for grouping in self.groupings * len(self.groupings):  # groups may themselves be sorted rows
             rows = find(grouping.rows)
             if rows.frozen or rows.parts or rows in others or sorts[rows] > 1:
                 freeze(rows, grouping.reason)
                 freeze(grouping.groups, rows.frozen or grouping.reason)
 
     def split(self, axis: Axis | None, sizes: Sequence[int], split: Callable[..., list[Axis] | None]) -> ArrayAxes:
-        """Return the parts of an axis by `split_product` or `split_segments`; where it cannot be split it is frozen."""
+        """Split an axis with `split_product` or `split_segments`, or freeze it if that is impossible."""
         if axis is None:
             return (None,) * len(sizes)
         self.first_use.setdefault(axis, len(self.first_use))
@@ -156,7 +157,7 @@ class Constraints:
         return tuple(part if part.size > 1 else None for part in parts)
 
     def join(self, axes: Sequence[Axis | None], sizes: Sequence[int]) -> Axis | None:
-        """Return the product of axes; one along which all entries are equal is a free factor."""
+        """Return the product of axes, with a free factor for each axis along which all entries are equal."""
         if all(axis is None for axis in axes):
             return None
         return product([axis or Axis(size) for axis, size in zip(axes, sizes, strict=True)])

@@ -1,11 +1,11 @@
-"""The permutation symmetries of any function that JAX can trace, derived from its jaxpr.
+"""Derive the permutation symmetries of any function that JAX can trace, from its jaxpr.
 
-Every axis of every parameter gets an identity (`axes`). A rule for each primitive (`rules`) carries the axes of its
-operands to its results and unites those that must move together. The axes of inputs, outputs and constants are
-frozen, and so is whatever meets a primitive without a rule. What is free at the end is a symmetry.
+Every axis of every parameter gets an identity (`axes`). A rule for each primitive (`rules`) propagates axes from
+operands to results, and unites axes that must move together. Axes of inputs, outputs and constants are frozen. A
+primitive without a rule freezes all axes that it touches. Each axis that is free at the end is a symmetry.
 
-A permutation can be batched over another axis, as that of the dimensions of a head over the heads, if that axis goes
-wherever the permutation goes. `_batch_axes` checks that.
+A permutation can be batched over another axis if every array with the permuted axis also has the other axis. For
+example, each head has its own order of dimensions. `_batch_axes` checks this condition.
 """
 
 import itertools
@@ -29,14 +29,14 @@ from mcomb.trees import Apply, Inputs, Params, leaf_name, named_leaves, output_s
 BY_NUMBER = "entries that are read one by one"
 
 BatchAxes = dict[Axis, set[Axis]]
-"""For each axis, the axes that its permutation is batched over."""
+"""For each axis, the batch axes of its permutation."""
 
 
 def derive_spec(apply: Apply, params: Params, inputs: Inputs) -> PermutationSpec:
     """Derive all permutations of hidden units that leave `apply(params, inputs)` unchanged.
 
-    The symmetries are read off the function's jaxpr. Only shapes and dtypes matter, so arguments may be
-    `jax.ShapeDtypeStruct`s. A permutation is named after the first module that it acts on.
+    mcomb reads the symmetries from the function's jaxpr. Only shapes and dtypes matter, so arguments may be
+    `jax.ShapeDtypeStruct`s. Each permutation is named after the first module that it acts on.
 
     Args:
         apply: A function that JAX can trace: Linen, NNX, Equinox, Haiku or plain JAX.
@@ -44,11 +44,11 @@ def derive_spec(apply: Apply, params: Params, inputs: Inputs) -> PermutationSpec
         inputs: Example inputs: an array or a tree of arrays.
 
     Returns:
-        The spec. `print(spec)` shows what each permutation acts on, how many arrangements it has, and which operation
-        froze the other axes.
+        The spec. `print(spec)` lists the axes and the number of arrangements of each permutation, and the operations
+        that froze the remaining axes.
 
     Raises:
-        UserError: The function cannot be traced with these arguments.
+        UserError: JAX cannot trace the function with these arguments.
 
     Examples:
         >>> spec = mcomb.derive_spec(apply, a, x)
@@ -65,10 +65,10 @@ def derive_from(function: Callable[..., Any], params: Params, *inputs: Any) -> P
 
 
 def infer_axes(traced: core.ClosedJaxpr, params: Params, *inputs: Any) -> tuple[Mapping[str, ArrayAxes], Interpreter]:
-    """Interpret a function of these arguments, and return the axes of each parameter and the interpreter."""
+    """Interpret a traced function, and return the axes of each parameter and the interpreter."""
     interp = Interpreter(Rules(RULES, FACT_RULES, freeze_everything, EXPLANATIONS, distinct_axes))
     leaves = {name: interp.new_axes(np.shape(leaf)) for name, leaf in named_leaves(params).items()}
-    weights = [Array(axes, frozenset(range(len(axes)))) for axes in leaves.values()]  # of floats: see `rules.distinct`
+    weights = [Array(axes, frozenset(range(len(axes)))) for axes in leaves.values()]  # floats: see `rules.distinct`
     paths = jax.tree_util.tree_flatten_with_path(inputs)[0]
     input_axes = [interp.new_axes(np.shape(leaf), f"input {leaf_name(path)}") for path, leaf in paths]
     results = interp.interpret_plain(traced.jaxpr, traced.consts, [*weights, *map(Array, input_axes)])
@@ -85,10 +85,10 @@ def infer_axes(traced: core.ClosedJaxpr, params: Params, *inputs: Any) -> tuple[
 
 
 def _merge_loose_cells(operations: Sequence[Sequence[LabelledAxes]], leaf_axes: Iterable[Axis | None]) -> None:
-    """Give all groups one order of their entries, where an array has the entries without the groups.
+    """Unite the cells of all groups if an array has the cells without the groups.
 
-    Groups times their cells are segments, which are fine anywhere; cells apart from their groups are no layout of a
-    parameter. Cells that turn out to be one axis are that axis.
+    A product of groups and their cells can be written as segments, which any parameter may have. Cells without their
+    groups have no layout. Cells that all have the same identity are replaced by that axis.
     """
     of_leaves = [axis for axis in leaf_axes if axis is not None]
     every_axis = [axis for arrays in operations for array in arrays for _, axis in array]
@@ -113,7 +113,7 @@ def _merge_loose_cells(operations: Sequence[Sequence[LabelledAxes]], leaf_axes: 
 
 
 def _factors(array: LabelledAxes, write: Callable[[list[Axis]], list[Axis]] = list) -> list[tuple[Hashable, Axis]]:
-    """Return the factors of the axes of an array, perhaps written in another way, each with its label and stride."""
+    """Return the factors of an array's axes, optionally rewritten by `write`, each with its label and stride."""
     found: list[tuple[Hashable, Axis]] = []
     for label, axis in array:
         stride = 1
@@ -124,7 +124,7 @@ def _factors(array: LabelledAxes, write: Callable[[list[Axis]], list[Axis]] = li
 
 
 def _parts(todo: list[Axis]) -> set[Axis]:
-    """Return axes and all that they consist of, groups times their cells written as segments."""
+    """Return the axes and all their parts, with products of groups and cells written as segments."""
     seen: set[Axis] = set()
     while todo:
         axis = find(todo.pop())
@@ -135,7 +135,7 @@ def _parts(todo: list[Axis]) -> set[Axis]:
 
 
 def _atoms_in_use(operations: Iterable[Iterable[LabelledAxes]]) -> set[Axis]:
-    """Return all atoms of the axes in the operations, after making concatenations of fixed entries frozen atoms."""
+    """Return all atoms in the operations, after replacing concatenations of fixed entries by frozen atoms."""
     seen: set[Axis] = set()
     todo = [axis for arrays in operations for array in arrays for _, axis in array]
     while todo:
@@ -162,7 +162,7 @@ def spec_of_trace(traced: core.ClosedJaxpr, params: Params, *inputs: Any) -> Per
     while True:
         batch_axes = _ordered(batch_axes, order)
         spec, atom_of = _write_spec(leaves, first, batch_axes)
-        # A leaf may have an outer axis twice, inside a segment of another axis. Then it is not clear which one counts.
+        # A leaf may have a batch axis twice, once inside a segment of another axis, which would be ambiguous.
         unclear = {pair for name in leaves for pair, _ in spec.unclear_batch_axes(name)}
         if not unclear:
             return spec
@@ -171,7 +171,7 @@ def spec_of_trace(traced: core.ClosedJaxpr, params: Params, *inputs: Any) -> Per
 
 
 def _first_places(leaves: Mapping[str, ArrayAxes], first_use: Mapping[Axis, int]) -> dict[Axis, tuple[str, int]]:
-    """Return the leaf and the axis of it where each atom is used first, in the order of use."""
+    """Return the leaf and the axis where each atom is used first, in the order of use."""
 
     def use(axes: ArrayAxes) -> int:
         never = len(first_use)
@@ -188,7 +188,7 @@ def _first_places(leaves: Mapping[str, ArrayAxes], first_use: Mapping[Axis, int]
 def _write_spec(
     leaves: Mapping[str, ArrayAxes], first: Mapping[Axis, tuple[str, int]], batch_axes: BatchAxes
 ) -> tuple[PermutationSpec, dict[str, Axis]]:
-    """Return the spec in which the atoms of `batch_axes` are free, and the atom of each name in it."""
+    """Return the spec in which the atoms of `batch_axes` are free, and the atom of each of its names."""
     order = {atom: i for i, atom in enumerate(first)}
     outer = set().union(*batch_axes.values())
     fixed = [atom for atom in first if atom in outer and atom not in batch_axes]
@@ -217,12 +217,12 @@ def _write_spec(
 
 
 def _module(leaf: str) -> str:
-    """Return the name of the module that has a leaf, or the leaf's own; an NNX leaf is the value of a variable."""
+    """Return the module name of a leaf, or the leaf's name; the suffix of NNX variables is dropped."""
     return leaf.removesuffix("/value").rpartition("/")[0] or leaf
 
 
 def _distinct(stems: Mapping[Axis, str]) -> dict[Axis, str]:
-    """Return names that are all different: of those with one stem, the second has .2 added, and so on."""
+    """Make names unique: the second name with the same stem ends in .2, and so on."""
     names: dict[Axis, str] = {}
     taken: set[str] = set()
     for atom, stem in stems.items():
@@ -233,16 +233,17 @@ def _distinct(stems: Mapping[Axis, str]) -> dict[Axis, str]:
 
 
 def _batch_axes(operations: Sequence[Sequence[LabelledAxes]]) -> BatchAxes:
-    """Return for each free atom the atoms that its permutation can be batched over.
+    """Return, for each free atom, the atoms that its permutation can be batched over.
 
-    Every array that has the first must have the other, once. And if several arrays of an operation share an index,
-    they must agree on the index that it is batched over:
+    Every array with the first atom must have the second atom exactly once. If several arrays of an operation share an
+    index, they must agree on the index that it is batched over:
 
         "qhd,khd->qhk"  # the order of d may depend on h
         "qhd,kgd->qhkg"  # it may not: for q it would depend on h, for k on g
 
-    An index is taken apart until it is an atom: its segments one by one, each with all other indices of its arrays; its
-    factors all at once. What was seen before, as the longer part of a concatenation that grows, is not seen again.
+    Composite indices are decomposed into atoms. Segments are processed one by one, each with all other indices of its
+    arrays. Factors are processed together. Combinations that were seen before are skipped, so that growing
+    concatenations stay cheap.
     """
     batch_axes: BatchAxes = {}
     todo = [
@@ -275,7 +276,7 @@ def _batch_axes(operations: Sequence[Sequence[LabelledAxes]]) -> BatchAxes:
 
 
 def _having(label: Hashable, arrays: Iterable[LabelledAxes]) -> list[LabelledAxes]:
-    """Return the arrays that have an index, which comes first in each."""
+    """Return the arrays that have an index, with that index moved to the front."""
     having = (sorted(array, key=lambda entry: entry[0] != label) for array in arrays)
     return [array for array in having if array and array[0][0] == label]
 
@@ -289,7 +290,7 @@ def _key(arrays: list[LabelledAxes]) -> Hashable:
 
 
 def _outer_indices(axis: Axis, others: LabelledAxes) -> dict[Axis, list[Hashable]]:
-    """Return the indices of each atom that has one wherever the axis has one, and not just in some segment."""
+    """Return the indices of each atom that is a whole factor of another axis, and not just part of a segment."""
     indices: dict[Axis, list[Hashable]] = {}
     for index, factor in _factors(others):
         if not factor.parts and factor.size > 1 and factor is not axis:
@@ -298,7 +299,7 @@ def _outer_indices(axis: Axis, others: LabelledAxes) -> dict[Axis, list[Hashable
 
 
 def _agreed(arrays: list[dict[Axis, list[Hashable]]]) -> set[Axis]:
-    """Return the atoms that have one index, the same in all arrays."""
+    """Return the atoms that have exactly one index, the same in all arrays."""
     first, *rest = arrays
     return {
         atom
@@ -308,7 +309,7 @@ def _agreed(arrays: list[dict[Axis, list[Hashable]]]) -> set[Axis]:
 
 
 def _ordered(batch_axes: BatchAxes, order: Mapping[Axis, int]) -> BatchAxes:
-    """Remove cycles, and make it transitive: d batched over h is batched over all that h is batched over."""
+    """Remove cycles and make the relation transitive: d over h is also over every batch axis of h."""
     changed = True
     while changed:
         changed = False
@@ -323,7 +324,7 @@ def _ordered(batch_axes: BatchAxes, order: Mapping[Axis, int]) -> BatchAxes:
 
 
 def axis_layout(axis: Axis | None, names: Mapping[Axis, str]) -> Layout:
-    """Return the layout of an axis, given the names of the axes that have one."""
+    """Return the layout of an axis, given the names of the named axes."""
     layout = None if axis is None else _part_layout(axis, names)
     return None if isinstance(layout, int) else layout
 

@@ -1,9 +1,9 @@
-"""The arrays inside a function: in which of them the units of each permutation are active, and how to get or edit them.
+"""Arrays inside a function: find the activations of each permutation's units, and read or edit them.
 
-`list_intermediates` traces a function, interprets it as `derive` does and lists its equations, also those of nested
-calls and of the bodies of scans, with the arrays that they read and make. `Intermediates.tap` evaluates that very trace
-and returns or edits any of these arrays. Branches and while loops are not entered: what is inside may not happen, or
-happen any number of times.
+`list_intermediates` traces a function, interprets it as `derive` does, and lists its equations with the arrays that
+they read and produce. The list includes equations of nested calls and of the bodies of scans. `Intermediates.tap`
+evaluates the same trace, and returns or edits any of these arrays. Branches and while loops are not entered, because
+their bodies may run any number of times or not at all.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -30,8 +30,8 @@ PRODUCTS = ("dot_general", "conv_general_dilated")
 class ArrayId(NamedTuple):
     """An array inside a trace: ArrayId((4, 1), 0) is the first result of live equation 1 inside live equation 4.
 
-    ArrayId((ARGUMENTS,), 2) is the third argument. Another trace of the same function, of arguments of other shapes or
-    dtypes, may have other equations: an id means nothing there.
+    ArrayId((ARGUMENTS,), 2) is the third argument. An id is valid only for its own trace: arguments of other shapes or
+    dtypes may give other equations.
     """
 
     path: EqnPath
@@ -40,28 +40,27 @@ class ArrayId(NamedTuple):
 
 @dataclass(frozen=True)
 class Intermediate:
-    """What is known of an array inside a function: the layouts of its axes, what makes it, and what it depends on.
+    """An array inside a function: the layouts of its axes, its origin and its dependencies.
 
-    The hidden units of `jnp.tanh(x @ w)` have the layouts (None, "w"), are made by `tanh` and depend on the inputs and
-    on the parameter "w". In the body of a scan the array has an axis of steps, which comes first, for each scan around
-    it.
+    The hidden units of `jnp.tanh(x @ w)` have the layouts (None, "w"). `tanh` produces them, and they depend on the
+    inputs and on the parameter "w". In the body of a scan, the array has a leading step axis for each enclosing scan.
     """
 
     id: ArrayId
     layouts: tuple[Layout, ...]
-    shape: tuple[int, ...]  # without the steps of scans
-    made_by: str  # the primitive; of an array in another dtype, what made the array
+    shape: tuple[int, ...]  # without the step axes of scans
+    made_by: str  # the primitive; conversions keep that of the converted array
     depends_on_inputs: bool
-    params: frozenset[str]  # that it depends on
+    params: frozenset[str]  # parameters that the array depends on
 
     @property
     def depends_on_params(self) -> bool:
-        """Whether it depends on any parameter."""
+        """Whether the array depends on any parameter."""
         return bool(self.params)
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """What it has in common with the same array in a trace of other dtypes."""
+        """Properties that the array shares with its counterpart in a trace with other dtypes."""
         return self.made_by, self.shape, self.layouts, self.params
 
     @property
@@ -72,7 +71,7 @@ class Intermediate:
 
 @dataclass(frozen=True)
 class Equation:
-    """An equation with the arrays that it reads, None for constants, and makes."""
+    """An equation with its operands, None for constants, and its results."""
 
     eqn: core.JaxprEqn
     operands: Sequence[Intermediate | None]
@@ -86,13 +85,13 @@ class Equation:
 
     @property
     def loops(self) -> int:
-        """How many scans the equation is inside of."""
+        """The number of scans that enclose the equation."""
         pairs = zip(self.results, self.eqn.outvars, strict=True)
         return max((len(result.layouts) - len(var.aval.shape) for result, var in pairs), default=0)  # type: ignore[attr-defined]
 
     @property
     def contracted(self) -> Iterator[tuple[Intermediate, set[str]]]:
-        """The operands of a matrix product or convolution, each with the named axes that are summed over."""
+        """The operands of a matrix product or convolution, each with the names of its contracted axes."""
         contracted: Sequence[Sequence[int]] = ()
         if self.eqn.primitive.name == "dot_general":
             contracted = self.eqn.params["dimension_numbers"][0]
@@ -106,7 +105,7 @@ class Equation:
 
     @property
     def dropped(self) -> Iterator[tuple[Intermediate, set[str]]]:
-        """The operands, each with the named axes that no result has."""
+        """The operands, each with the names of the axes that no result has."""
         kept = {name for result in self.results for name in result.names}
         yield from ((operand, operand.names - kept) for operand in self.operands if operand is not None)
 
@@ -123,10 +122,10 @@ class Intermediates:
     def tap(
         self, wanted: Collection[ArrayId], edits: Mapping[ArrayId, Callable[[Any], Any]] = MappingProxyType({})
     ) -> Callable[..., tuple[Any, dict[ArrayId, Any]]]:
-        """Return a function that returns the results of the traced one, and the wanted arrays inside of it.
+        """Return a function that computes the results of the traced function, and the wanted arrays inside it.
 
-        An edit replaces an array before anything reads it, inside a scan at every step alike. The function takes
-        arguments of the traced shapes and dtypes; compiled, it computes only what is used of it.
+        An edit replaces an array before any equation reads it, and applies at every step of a scan. The function takes
+        arguments of the traced shapes and dtypes. Under `jit`, it computes only the arrays that the caller uses.
         """
 
         def run(*args: Any) -> tuple[Any, dict[ArrayId, Any]]:
@@ -141,11 +140,11 @@ class Intermediates:
         edits: Mapping[ArrayId, Callable[[tuple[Any, ...]], tuple[Any, ...]]],
         instead: Mapping[EqnPath, Callable[..., list[tuple[Any, ...]]]] = MappingProxyType({}),
     ) -> Callable[..., list[Any]]:
-        """Return a function of several tuples of arguments that returns the results of the traced one for each of them.
+        """Return a function that evaluates the traced function for several tuples of arguments in lockstep.
 
-        They are evaluated in lockstep: an edit is given an array of all of them, in their order, and may mix them. What
-        is the same array for all is computed once. `instead` has functions to call in place of equations; they take
-        the operands and return the results, each a tuple with an array of all of them.
+        An edit receives a tuple with the same array from each evaluation, in order, and may mix them. Arrays that all
+        evaluations share are computed once. `instead` maps equations to functions that replace them. Such a function
+        takes the operands and returns the results, each as a tuple with one array for each evaluation.
         """
 
         def run(*each: tuple[Any, ...]) -> list[Any]:
@@ -159,7 +158,7 @@ class Intermediates:
         return run
 
     def _leaves(self, args: tuple[Any, ...]) -> list[Any]:
-        """Return the leaves of arguments; raise an error unless their shapes and dtypes were traced."""
+        """Return the leaves of the arguments, and raise an error if shapes or dtypes differ from the trace."""
         leaves = jax.tree.leaves(args)
         for leaf, aval in zip(leaves, self.traced.in_avals, strict=True):
             if (jnp.shape(leaf), jnp.result_type(leaf)) != (aval.shape, aval.dtype):
@@ -169,8 +168,8 @@ class Intermediates:
 
 
 def list_intermediates(spec: PermutationSpec, fn: Callable[..., Any], params: Params, *inputs: Any) -> Intermediates:
-    """List the arrays inside `fn(params, *inputs)`, in the names of the spec; from arrays or their shapes."""
-    # Traced from shapes alone, the function is the same wherever it is listed: inside `jit`, `vmap` or `shard_map`.
+    """List the arrays inside `fn(params, *inputs)` with the names of the spec; shapes suffice as arguments."""
+    # Trace from shapes alone, so that the trace is the same inside `jit`, `vmap` and `shard_map`.
     traced, result_shapes = jax.make_jaxpr(fn, return_shape=True)(*jax.tree.map(_shape, (params, *inputs)))
     leaves, interp = infer_axes(traced, params, *inputs)
     names: dict[Axis, str] = {}
@@ -197,12 +196,12 @@ def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def unit_activations(spec: PermutationSpec, intermediates: Intermediates) -> dict[str, list[Intermediate]]:
-    """Return for each permutation the arrays in which its units are active, each once, in the order of use.
+    """Return, for each permutation, the arrays that hold its units' activations, each once, in order of use.
 
-    They are what the next layer's weights see: the arrays that depend on the inputs and that a contraction sums over
-    the permutation's axis. If there is none, they are those of which any operation drops the axis; or else any that
-    depend on the inputs. A permutation whose units are only used between parameters, or only inside branches and while
-    loops, has none.
+    These are the inputs of the next layer's weights: arrays that depend on the inputs and that a contraction sums over
+    the permutation's axis. If there are none, the fallback is arrays whose axis any operation drops. The last fallback
+    is any array that depends on the inputs. A permutation has no arrays if its units are used only between parameters,
+    or only inside branches and while loops.
     """
     equations = intermediates.equations
     candidates: list[list[tuple[Intermediate, set[str]]]] = [
@@ -221,9 +220,10 @@ def unit_activations(spec: PermutationSpec, intermediates: Intermediates) -> dic
 
 
 class LinearMap(NamedTuple):
-    """A matrix product or convolution of something that depends on the inputs with weights that do not.
+    """A matrix product or convolution of an input-dependent array with weights that depend on parameters only.
 
-    If all that happens to it is that a bias is added, which depends on parameters only, too, the sum is the output.
+    The output includes a bias if adding that bias is the only use of the product, and the bias depends on parameters
+    only.
     """
 
     equation: Equation
@@ -233,7 +233,7 @@ class LinearMap(NamedTuple):
 
 
 def list_linear_maps(intermediates: Intermediates) -> Iterator[LinearMap]:
-    """Yield the linear maps outside of scans, in the order of use."""
+    """Yield the linear maps outside scans, in the order of use."""
     uses: dict[ArrayId, list[Equation]] = {}
     for equation in intermediates.equations:
         for operand in filter(None, equation.operands):
@@ -250,13 +250,13 @@ def list_linear_maps(intermediates: Intermediates) -> Iterator[LinearMap]:
 
 
 def is_linear_map(equation: Equation) -> bool:
-    """Return whether it is a matrix product or convolution of an array that depends on the inputs with weights."""
+    """Return whether an equation multiplies or convolves an input-dependent array with weights."""
     product = equation.eqn.primitive.name in PRODUCTS and equation.results[0].depends_on_inputs
     return product and bool(equation.params_only)
 
 
 class _Evaluator:
-    """Evaluates a jaxpr, collects the wanted arrays and makes the edits."""
+    """An evaluator of a jaxpr that collects the wanted arrays and applies edits."""
 
     def __init__(self, wanted: Collection[ArrayId], edits: Mapping[ArrayId, Callable[[Any], Any]]) -> None:
         self.wanted, self.edits = wanted, edits
@@ -266,7 +266,7 @@ class _Evaluator:
     def evaluate(
         self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], path: EqnPath
     ) -> tuple[list[Any], dict[ArrayId, Any]]:
-        """Return the results of the jaxpr at a path, and the wanted arrays inside of it."""
+        """Return the results of the jaxpr at a path, and the wanted arrays inside it."""
         found: dict[ArrayId, Any] = {}
 
         def edit(path: EqnPath, values: Sequence[Any]) -> list[Any]:
@@ -288,7 +288,7 @@ class _Evaluator:
                 results = self.equation(jaxpr, eqn, operands, eqn_path)
             elif eqn.primitive.name == "scan":
                 results, inner = self._scan(eqn, operands, eqn_path)
-            else:  # a call is inlined: custom derivatives are lost
+            else:  # inline the call, which loses custom derivatives
                 results, inner = self.evaluate(*self._inner(eqn), operands, eqn_path)
             found |= inner
             env |= zip(eqn.outvars, edit(eqn_path, results), strict=True)
@@ -310,7 +310,7 @@ class _Evaluator:
         return jaxpr, list(map(self.constant, consts))
 
     def constant(self, value: Any) -> Any:
-        """Return the value that stands for a constant of the jaxpr."""
+        """Return the value that represents a constant of the jaxpr."""
         return value
 
     def equation(self, jaxpr: core.Jaxpr, eqn: core.JaxprEqn, operands: Sequence[Any], path: EqnPath) -> list[Any]:
@@ -319,7 +319,7 @@ class _Evaluator:
 
 
 class _Lockstep(_Evaluator):
-    """Evaluates a jaxpr for several lists of arguments at once: a tuple of arrays stands for each array."""
+    """An evaluator for several lists of arguments at once, which represents each array by a tuple of arrays."""
 
     def __init__(
         self, count: int, edits: Mapping[ArrayId, Callable[[Any], Any]], instead: Mapping[EqnPath, Callable[..., Any]]
@@ -335,7 +335,7 @@ class _Lockstep(_Evaluator):
     def equation(
         self, jaxpr: core.Jaxpr, eqn: core.JaxprEqn, operands: Sequence[tuple[Any, ...]], path: EqnPath
     ) -> list[Any]:
-        """Return the results of one equation of a jaxpr for each list of arguments."""
+        """Return the results of one equation for each list of arguments."""
         if path in self.instead:
             return self.instead[path](*operands)
         if all(value is values[0] for values in operands for value in values):
@@ -352,7 +352,7 @@ def _evaluate_equation(jaxpr: core.Jaxpr, eqn: core.JaxprEqn, operands: Sequence
 
 
 def _add_names(spec: PermutationSpec, axis: Axis, layout: Layout, names: dict[Axis, str]) -> None:
-    """Add to `names` the parts of an axis that its layout in the spec names."""
+    """Add the named parts of an axis to `names`, given its layout in the spec."""
     if isinstance(layout, str):
         names[find(axis)] = layout
     elif isinstance(layout, Blocks | Segments):
@@ -364,7 +364,7 @@ def _add_names(spec: PermutationSpec, axis: Axis, layout: Layout, names: dict[Ax
 
 
 class _Lister:
-    """Collects the equations of nested jaxprs after they were interpreted, in the names of a spec."""
+    """A collector of the equations of interpreted, nested jaxprs, with the names of a spec."""
 
     def __init__(self, interp: Interpreter, names: Mapping[Axis, str], spec: PermutationSpec) -> None:
         self.interp, self.names, self.spec = interp, names, spec
@@ -393,11 +393,12 @@ class _Lister:
     def layouts(self, path: EqnPath, index: int) -> tuple[Layout, ...]:
         """Return the layouts of an array's axes.
 
-        An entry of a stack has no axis of entries: what is batched over that has no name in it.
+        An entry of a stack lacks the axis of entries, so permutations that are batched over that axis have no name in
+        it.
         """
         axes, names = self.interp.results[path][index], self.names
         if any(factor.kind == "cells" for axis in axes if axis for factor in write_cells(flat_parts(axis, "blocks"))):
-            return (None,) * len(axes)  # no layout has these
+            return (None,) * len(axes)  # cells have no layout
         layouts = tuple(axis_layout(axis, names) for axis in axes)
         found = {name for layout in layouts for name in axis_names(layout)}
         if all(found.issuperset(self.spec.batched_over.get(name, ())) for name in found):
@@ -406,7 +407,7 @@ class _Lister:
         return tuple(axis_layout(axis, names) for axis in axes)
 
     def _scan(self, eqn: core.JaxprEqn, path: EqnPath, operands: Sequence[Intermediate | None]) -> list[Intermediate]:
-        """Return the results of a scan, whose carry counts as depending on all operands."""
+        """Return the results of a scan, whose carry is assumed to depend on all operands."""
         consts, carry, xs = split_scan(eqn, operands)
         sources = [*([const] for const in consts), *[operands] * len(carry), *([x] for x in xs)]
         body = inner_jaxpr(eqn)[0]
@@ -422,7 +423,7 @@ class _Lister:
         eqn: core.JaxprEqn,
         sources: Sequence[Sequence[Intermediate | None]],
     ) -> list[Intermediate]:
-        """Return the arrays that an equation makes, given the arrays that each of them depends on."""
+        """Return the results of an equation, given the arrays that each result depends on."""
         results = []
         for index, (var, arrays) in enumerate(zip(variables, sources, strict=True)):
             known = [array for array in arrays if array is not None]
@@ -436,6 +437,6 @@ class _Lister:
     def intermediate(
         self, array: ArrayId, var: Any, made_by: str, on_inputs: bool, *params: frozenset[str]
     ) -> Intermediate:
-        """Return the description of an array, from the operation that made it and the arrays that it depends on."""
+        """Return the description of an array, given the primitive that produced it and its dependencies."""
         layouts, shape = self.layouts(*array), tuple(var.aval.shape)
         return Intermediate(array, layouts, shape, made_by, on_inputs, frozenset().union(*params))

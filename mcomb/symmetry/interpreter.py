@@ -1,4 +1,4 @@
-"""An interpreter of jaxprs whose values are what is known of arrays instead of numbers."""
+"""Interpret jaxprs abstractly: values are facts about arrays instead of numbers."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -15,20 +15,20 @@ from mcomb.symmetry.known import constant, fold
 from mcomb.symmetry.reshapes import defer_reshape, deferrable_reshapes
 
 Rule = Callable[..., Sequence[ArrayAxes]]
-"""Returns the axes of an equation's results, from the `Constraints`, the equation and the axes of its operands."""
+"""Function of the `Constraints`, an equation and the axes of its operands that returns the axes of its results."""
 
 FactRule = Callable[..., Sequence[Array] | None]
-"""Returns the arrays of an equation's results, from its operands; None if the primitive's `Rule` is to do it."""
+"""Function like `Rule` of facts instead of axes, which returns None to fall back to the primitive's `Rule`."""
 
 EqnPath = tuple[int, ...]
-"""Where an equation is in nested jaxprs: (4, 1) is live equation 1 of the jaxpr inside live equation 4."""
+"""Path of an equation in nested jaxprs: (4, 1) is live equation 1 of the jaxpr inside live equation 4."""
 
-ARGUMENTS = -1  # as the last number of a path: the arguments of a jaxpr, as if an equation made them
+ARGUMENTS = -1  # last number of a path that denotes the arguments of a jaxpr
 
 
 @dataclass(frozen=True)
 class Rules:
-    """The tables of rules: see `rules`."""
+    """The tables of rules; see `rules`."""
 
     plain: Mapping[str, Rule]
     facts: Mapping[str, FactRule]
@@ -38,16 +38,16 @@ class Rules:
 
 
 class Interpreter(Constraints):
-    """Interprets equations one after the other, and collects the constraints that their rules impose."""
+    """An interpreter that applies the rule of each equation in order and collects the constraints."""
 
     def __init__(self, rules: Rules) -> None:
         super().__init__()
         self.rules = rules
-        self.results: dict[EqnPath, list[ArrayAxes]] = {}  # of each equation; enclosing scans' steps come first
+        self.results: dict[EqnPath, list[ArrayAxes]] = {}  # by equation; step axes of enclosing scans come first
         self._path: EqnPath = ()
 
     def interpret(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Array]) -> list[Array]:
-        """Return what is known of a jaxpr's results, from its arguments."""
+        """Return the facts about a jaxpr's results, given those about its arguments."""
         env: dict[Any, Array] = dict(zip(jaxpr.invars, args, strict=True))
         env |= zip(jaxpr.constvars, map(constant, consts), strict=True)
 
@@ -73,13 +73,13 @@ class Interpreter(Constraints):
         return [read(atom) for atom in jaxpr.outvars]
 
     def interpret_plain(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Array]) -> list[ArrayAxes]:
-        """Return the axes of a jaxpr's results, used as any other array."""
+        """Return the axes of a jaxpr's results, used as plain numbers."""
         return [self.plain(array) for array in self.interpret(jaxpr, consts, args)]
 
     def interpret_step(
         self, steps: Axis, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Array], shared: Sequence[ArrayAxes]
     ) -> list[ArrayAxes]:
-        """Interpret the body of a scan: all arrays in it, `shared` ones included, have the axis of its steps."""
+        """Interpret the body of a scan, where all arrays have the step axis, including `shared` ones."""
         self.steps.append((("step", len(self.steps)), steps))
         results = self.interpret_plain(jaxpr, consts, args)
         self.record_again(shared)
@@ -87,14 +87,14 @@ class Interpreter(Constraints):
         return results
 
     def interpret_shard(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Array]) -> list[ArrayAxes]:
-        """Interpret what each of several devices does."""
+        """Interpret the body that each device runs."""
         self.shards += 1
         results = self.interpret_plain(jaxpr, consts, args)
         self.shards -= 1
         return results
 
     def _apply_rule(self, eqn: core.JaxprEqn, operands: Sequence[Array]) -> list[Array]:
-        """Return what is known of an equation's results."""
+        """Return the facts about an equation's results."""
         name = eqn.primitive.name
         results: Sequence[Array] | None = fold(eqn, operands)
         if results is None and name in self.rules.facts:
@@ -109,7 +109,7 @@ class Interpreter(Constraints):
         ]
 
     def hide_sorted_rows(self) -> None:
-        """Blank the results that have rows sorted by group: in two networks these rows have nothing in common."""
+        """Blank results with rows sorted by group, because such rows do not correspond between networks."""
         rows = {find(grouping.rows) for grouping in self.groupings}
         for path, arrays in self.results.items() if rows else ():
             self.results[path] = [
@@ -118,18 +118,18 @@ class Interpreter(Constraints):
             ]
 
     def _store(self, path: EqnPath, results: Sequence[Array]) -> None:
-        """Store an equation's results; a loop's body is interpreted several times, and the last time counts.
+        """Store an equation's results, replacing those of earlier passes over the same loop body.
 
-        Positions have no axes here, because other permutations change these numbers.
+        Positions are stored without axes, because other permutations change these numbers.
         """
         steps = tuple(axis for _, axis in self.steps)
         axes = ((None,) * len(array.axes) if array.positions else array.axes for array in results)
         self.results[path] = [(*steps, *array) for array in axes]
 
     def _scope(self, eqn: core.JaxprEqn) -> str:
-        """Return where in the model an equation comes from: its module, or else its line."""
+        """Return the origin of an equation: its module, or otherwise its line."""
         outer, inner = self.scope, str(eqn.source_info.name_stack)
-        while (named := re.sub(r"\w+\(\)/?", "", inner)) != inner:  # such as vmap(jvp()), which is no module
+        while (named := re.sub(r"\w+\(\)/?", "", inner)) != inner:  # such as vmap(jvp()), which is not a module
             inner = named
         if inner and outer.endswith(inner):
             return outer
@@ -139,7 +139,7 @@ class Interpreter(Constraints):
 
 
 def live_equations(jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:
-    """Return the equations that the results depend on, and those with side effects other than debugging."""
+    """Return the equations that affect the results or have side effects other than debugging."""
     needed = {atom for atom in jaxpr.outvars if not isinstance(atom, core.Literal)}
     live = []
     for eqn in reversed(jaxpr.eqns):

@@ -1,6 +1,7 @@
-"""Arrays that depend on neither parameters nor inputs: which of their entries may change places, and folding them.
+"""Constants: arrays that depend on neither parameters nor inputs.
 
-Only whole numbers and truth values are folded, because XLA may round floats in another way than NumPy.
+This module finds the entries of constants that may change places, and folds operations on constants. It folds only
+integers and booleans, because XLA and NumPy may round floats differently.
 """
 
 import itertools
@@ -15,12 +16,12 @@ from jax.extend import core
 from mcomb.symmetry.arrays import Array, shape_of
 from mcomb.symmetry.axes import Axis, concatenation, product
 
-LARGEST = 2**20  # entries of an array whose values are kept
-MOST_PERIODS = 16  # tried for an array that may repeat: mostly the first is right
+LARGEST = 2**20  # maximum number of entries of an array whose values are kept
+MOST_PERIODS = 16  # maximum number of periods to try; usually the first is right
 
 
 def constant(value: Any) -> Array:
-    """Return a constant, whose axes are frozen where its entries differ."""
+    """Return a constant, with frozen axes where its entries differ."""
     shape = np.shape(value)
     if jax.dtypes.issubdtype(getattr(value, "dtype", None), jax.dtypes.extended) or not math.prod(shape):
         return Array(tuple(Axis(size, "a constant") if size > 1 else None for size in shape))
@@ -31,10 +32,10 @@ def constant(value: Any) -> Array:
 
 
 def _constant_axis(array: np.ndarray, axis: int) -> Axis:
-    """Return an axis along which a constant varies: frozen, except for entries that look the same.
+    """Return an axis along which a constant varies, frozen except for entries that look the same.
 
-    They may follow one another, or come back with a period, as the masks of autoregressive flows do (MADE). Then the
-    axis is the product of periods, in any order, with the positions inside them.
+    Equal entries may be consecutive, or periodic as in the masks of autoregressive flows (MADE). A periodic axis is the
+    product of the periods, which may be permuted, and the positions inside each period.
     """
     entries = np.moveaxis(array, axis, 0)
     count = len(entries)
@@ -56,7 +57,7 @@ def _constant_axis(array: np.ndarray, axis: int) -> Axis:
 
 
 def _look_the_same(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Return for each entry whether no program can tell two arrays apart; 0.0 and −0.0 differ, and NaN by bits."""
+    """Compare entries by their bits: 0.0 and −0.0 differ, and so do different NaNs."""
     if np.iscomplexobj(x):
         return _look_the_same(x.real, y.real) & _look_the_same(x.imag, y.imag)
     if jax.numpy.issubdtype(x.dtype, np.floating):
@@ -65,7 +66,7 @@ def _look_the_same(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def fold(eqn: core.JaxprEqn, operands: Sequence[Array]) -> list[Array] | None:
-    """Return the result of a simple equation of known whole numbers, None for any other."""
+    """Return the result of a simple equation of known integers, or None for any other equation."""
     operation = FOLDED.get(eqn.primitive.name)
     avals: list[Any] = [atom.aval for atom in (*eqn.invars, *eqn.outvars)]
     if operation is None or any(operand.value is None for operand in operands):
@@ -78,7 +79,7 @@ def fold(eqn: core.JaxprEqn, operands: Sequence[Array]) -> list[Array] | None:
 
 
 def _is_whole(dtype: Any) -> bool:
-    """Return whether a dtype has whole numbers or truth values, and is one of NumPy's own."""
+    """Return whether a dtype is one of NumPy's own integer or boolean dtypes."""
     return isinstance(dtype, np.dtype) and dtype.kind in "iub" and dtype.isbuiltin == 1
 
 
@@ -110,10 +111,10 @@ FOLDED: dict[str, Callable[..., Any]] = {
     "sub": lambda _, x, y: x - y,
     "transpose": lambda params, x: x.transpose(params["permutation"]),
 }
-"""How NumPy does what simple primitives do; the result still has to be broadcast and converted."""
+"""NumPy equivalents of simple primitives, before broadcasting and conversion to the result's dtype."""
 
 
 def counts_up(array: Array, axis: int) -> bool:
-    """Return whether a known array has the numbers 0, 1, 2, … along an axis."""
+    """Return whether a known array holds 0, 1, 2, … along an axis."""
     value = array.value
     return value is not None and bool(np.all(np.moveaxis(value, axis, -1) == np.arange(value.shape[axis])))

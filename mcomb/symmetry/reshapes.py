@@ -1,4 +1,4 @@
-"""Reshapes: which axes become which, and reshapes that are only read in slices."""
+"""Reshapes: the mapping between old and new axes, and reshapes that are only read in slices."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,9 +10,9 @@ from mcomb.symmetry.arrays import Array, ArrayAxes, Reshape, shape_of
 
 
 def reshape_groups(old_shape: Sequence[int], new_shape: Sequence[int]) -> list[tuple[slice, slice]]:
-    """Return the smallest groups of consecutive axes that a reshape turns into one another; none of an empty array.
+    """Return the smallest groups of consecutive axes that a reshape maps to each other.
 
-    (6, 5) to (2, 3, 5) has two: axis 0 becomes axes 0 and 1, and axis 1 becomes axis 2.
+    (6, 5) to (2, 3, 5) has two: axis 0 becomes axes 0 and 1, and axis 1 becomes axis 2. Empty arrays have no groups.
     """
     if 0 in old_shape:
         return []
@@ -26,7 +26,7 @@ def reshape_groups(old_shape: Sequence[int], new_shape: Sequence[int]) -> list[t
                 new, j = new * new_shape[j], j + 1
             if old == new:
                 break
-        # Axes of size one go with what is before them, so that each group begins with a proper axis.
+        # Axes of size one belong to the preceding group, so that each group starts with a larger axis.
         i += next((n for n, size in enumerate(old_shape[i:]) if size != 1), len(old_shape) - i)
         j += next((n for n, size in enumerate(new_shape[j:]) if size != 1), len(new_shape) - j)
         groups.append((slice(start[0], i), slice(start[1], j)))
@@ -52,10 +52,10 @@ def defer_reshape(eqn: core.JaxprEqn, operand: Array, axes: ArrayAxes) -> Array:
 
 
 def moved_axes(eqn: core.JaxprEqn) -> list[int | None] | None:
-    """Return for each axis of the result that of the operand, or None for a new axis of size one.
+    """Return the operand's axis for each axis of the result, or None for a new axis of size one.
 
-    Return None unless the equation only transposes, adds axes of size one or removes them, as PyTorch's
-    `MultiheadAttention` does between its product and its slices.
+    Return None instead of a list unless the equation only transposes axes, or adds or removes axes of size one.
+    PyTorch's `MultiheadAttention` does so between its product and its slices.
     """
     if eqn.primitive.name == "transpose":
         return list(eqn.params["permutation"])
@@ -70,9 +70,9 @@ def moved_axes(eqn: core.JaxprEqn) -> list[int | None] | None:
 
 
 def deferrable_reshapes(eqns: Sequence[core.JaxprEqn], outvars: Sequence[Any]) -> set[Any]:
-    """Return the results of reshapes, and of their transposes, that are only used in slices.
+    """Return the results of reshapes, and of their transposes, that are only read in slices.
 
-    The slices must be along the first of several axes that one group of axes is reshaped to.
+    The slices must be along the first of several new axes that a group of old axes becomes.
     """
     uses: dict[Any, list[core.JaxprEqn]] = {}
     for eqn in eqns:
@@ -81,7 +81,7 @@ def deferrable_reshapes(eqns: Sequence[core.JaxprEqn], outvars: Sequence[Any]) -
                 uses.setdefault(atom, []).append(eqn)
 
     def sliced_only(var: Any, axes: list[int]) -> list[Any] | None:
-        """Return the variable and its transposes, if all uses of them are slices along these axes."""
+        """Return the variable and its transposes if all their uses are slices along these axes."""
         variables = [var]
         for eqn in uses.get(var, ()):
             if (moved := moved_axes(eqn)) is not None:
@@ -103,7 +103,7 @@ def deferrable_reshapes(eqns: Sequence[core.JaxprEqn], outvars: Sequence[Any]) -
 
 
 def sliced_axis(eqn: core.JaxprEqn) -> int | None:
-    """Return the one axis along which an equation slices its operand without gaps; None if it does anything else."""
+    """Return the one axis that an equation slices contiguously, or None for any other equation."""
     if eqn.primitive.name in ("split", "unstack"):
         return eqn.params["axis"]
     if eqn.primitive.name != "slice" or any(stride != 1 for stride in eqn.params["strides"] or ()):

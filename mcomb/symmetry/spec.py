@@ -1,8 +1,8 @@
-"""The permutation symmetries of a network: which axes of which parameters must be permuted together.
+"""Permutation symmetries of a network: which axes of which parameters must be permuted together.
 
-`perms` is a plain dict from a permutation's name to an index array; applying one takes `axis[perm]`. A permutation
-can be batched over other axes, as that of the dimensions of an attention head over the heads. Its index array has a
-row for each head, in the order that the heads themselves are put in: new[h, d] = old[heads[h], dims[h, d]].
+`perms` is a plain dict from a permutation's name to an index array. Applying a permutation computes `axis[perm]`. A
+permutation can be batched over other axes: each attention head has its own permutation of dimensions. The index array
+then has one row for each head, in the order of the permuted heads: new[h, d] = old[heads[h], dims[h, d]].
 """
 
 import math
@@ -26,10 +26,10 @@ DERIVE = "derive the spec from these parameters"
 
 @dataclass(frozen=True)
 class Blocks:
-    """The layout of an axis that is the row-major product of its factors, as flattening leaves it.
+    """The layout of an axis that is the row-major product of its factors, as flattening produces it.
 
-    Blocks((49, "P")) is the axis of a flattened 7×7 image with the channels of P, which permutes each of its 49 blocks.
-    In Blocks(("heads", "dims")) the blocks are permuted by "heads", and the positions in each block by "dims".
+    Blocks((49, "P")) is the axis of a flattened 7×7 image with the channels of P. P permutes each of its 49 blocks. In
+    Blocks(("heads", "dims")), "heads" permutes the blocks and "dims" permutes the positions inside each block.
     """
 
     factors: tuple["str | int | Blocks | Segments", ...]
@@ -37,23 +37,23 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Segments:
-    """The layout of an axis whose parts follow one another, as concatenation leaves it.
+    """The layout of an axis that concatenates its parts.
 
-    Segments(("P", 2, "Q")) is an axis with the units of P, then two that stay where they are, then those of Q.
+    Segments(("P", 2, "Q")) is an axis with the units of P, then two entries that stay in place, then the units of Q.
     """
 
     parts: tuple["str | int | Blocks | Segments", ...]
 
 
 Layout = str | int | Blocks | Segments | None
-"""How an axis is permuted: by the named permutation, not at all (None, or its size), or part by part."""
+"""The permutation of an axis: a name, None or a size for an axis that stays in place, or a composite layout."""
 
 Axes = Mapping[str, tuple[Layout, ...]]
 
 
 @dataclass(frozen=True)
 class Frozen:
-    """An axis of a leaf of which some positions must stay, and the operation that is the reason."""
+    """An axis of a leaf with positions that must stay in place, and the operation that froze it."""
 
     leaf: str
     axis: int
@@ -62,14 +62,25 @@ class Frozen:
 
 @dataclass(frozen=True)
 class PermutationSpec:
-    """For each leaf, by name, the layout of each of its axes; and the size of each permutation.
+    """The permutations of a network's hidden units, and the parameter axes that they act on.
 
-    A permutation in `batched_over` is one for each position along the axes named there, as vmap would batch it. They
-    are axes of other permutations, or of `fixed`, which are never permuted. With two heads of four dimensions,
+    `mcomb.derive_spec` derives a spec from a function. A permutation in `batched_over` has a separate order for each
+    position along the named axes, as under `vmap`. With two heads of four dimensions,
 
         sizes={"heads": 2, "dims": 4}, batched_over={"dims": ("heads",)}
 
-    the index array of "heads" has the shape (2,), and that of "dims" (2, 4).
+    the index array of "heads" has shape (2,), and that of "dims" has shape (2, 4).
+
+    Args:
+        axes: For each leaf, by name, the layout of each of its axes.
+        sizes: The number of units of each permutation.
+        batched_over: For each batched permutation, the names of its batch axes. They are permutations or `fixed` axes.
+        fixed: The sizes of named axes that are never permuted.
+        frozen: Axes with positions that must stay in place, each with the reason.
+
+    Examples:
+        >>> spec = mcomb.derive_spec(apply, params, x)
+        >>> shuffled = spec.apply(spec.random(jax.random.key(0)), params)
     """
 
     axes: Axes
@@ -80,9 +91,26 @@ class PermutationSpec:
 
     @classmethod
     def from_axes(cls, params: Params, axes: Axes) -> "PermutationSpec":
-        """Return the spec that `axes` describes, each permutation's size taken from an axis whose layout is its name.
+        """Return the spec that `axes` describes.
 
-        PermutationSpec.from_axes(params, {"up": (None, "P"), "bias": ("P",), "down": ("P", None)})
+        The size of each permutation is read from an axis whose layout is the permutation's name.
+
+        Args:
+            params: Parameters of a network: a tree of arrays.
+            axes: For each leaf, by name, the layout of each of its axes.
+
+        Returns:
+            The spec.
+
+        Raises:
+            UserError: The layouts do not fit the parameters.
+
+        Examples:
+            >>> params = {"up": np.zeros((3, 4)), "bias": np.zeros(4), "down": np.zeros((4, 2))}
+            >>> axes = {"up": (None, "P"), "bias": ("P",), "down": ("P", None)}
+            >>> spec = mcomb.PermutationSpec.from_axes(params, axes)
+            >>> spec.sizes
+            {'P': 4}
         """
         leaves = named_leaves(params)
         sizes: dict[str, int] = {}
@@ -94,11 +122,24 @@ class PermutationSpec:
         spec.validate(params)
         return spec
 
-    def __hash__(self) -> int:  # mappings have none, but jit's static arguments need one
+    def __hash__(self) -> int:  # static arguments of jit need a hash, which mappings lack
         return hash(frozenset(self.sizes.items()))
 
     def validate(self, params: Params) -> None:
-        """Raise an error that names the leaf unless every axis of every leaf has a layout of its size."""
+        """Raise an error unless the spec fits the parameters.
+
+        Every axis of every leaf needs a layout of its size.
+
+        Args:
+            params: Parameters of a network: a tree of arrays.
+
+        Raises:
+            UserError: A leaf is missing in the spec or in the parameters, or a layout has another size. The error names
+                the leaf.
+
+        Examples:
+            >>> spec.validate(params)
+        """
         leaves = named_leaves(params)
         for name in sorted(leaves.keys() | self.axes.keys()):
             if name not in self.axes:
@@ -126,9 +167,17 @@ class PermutationSpec:
                 )
 
     def unclear_batch_axes(self, leaf: str) -> Iterator[tuple[tuple[str, str], int]]:
-        """Yield a permutation and an axis that it is batched over, if a part of the leaf does not have it just once.
+        """Yield the batch axes that some part of a leaf does not have exactly once.
 
-        With each pair comes the number of times.
+        Args:
+            leaf: The name of a leaf.
+
+        Yields:
+            A pair of a permutation and one of its batch axes, and the number of times that the part has this axis.
+
+        Examples:
+            >>> list(spec.unclear_batch_axes("up"))
+            []
         """
         for labels, _ in self.simple_parts(self.axes[leaf], None):
             for perm in (label for label in labels if isinstance(label, str)):
@@ -137,7 +186,18 @@ class PermutationSpec:
                         yield (perm, outer), count
 
     def axes_of(self, perm: str) -> list[tuple[str, int]]:
-        """Return the (leaf, axis) pairs that a permutation acts on."""
+        """Return the axes that a permutation acts on.
+
+        Args:
+            perm: The name of a permutation.
+
+        Returns:
+            Pairs of a leaf's name and the number of its axis.
+
+        Examples:
+            >>> spec.axes_of("P")
+            [('up', 1), ('bias', 0), ('down', 0)]
+        """
         return [
             (name, axis)
             for name, layouts in self.axes.items()
@@ -146,24 +206,67 @@ class PermutationSpec:
         ]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a permutation's index array."""
+        """Return the shape of a permutation's index array.
+
+        Args:
+            name: The name of a permutation.
+
+        Returns:
+            The sizes of its batch axes, followed by its own size.
+
+        Examples:
+            >>> spec.shape("P")
+            (4,)
+        """
         return (*(self.length(outer) for outer in self.batched_over.get(name, ())), self.sizes[name])
 
     def log10_arrangements(self, *names: str) -> float:
-        """Return the decimal logarithm of how many arrangements these permutations have together, or else all.
+        """Return the decimal logarithm of the number of arrangements.
 
-        A permutation of two heads has 2, and one of the four dimensions of each head has 24 · 24.
+        A permutation of two heads has 2 arrangements. A permutation of the four dimensions of each head has 24 · 24.
+
+        Args:
+            *names: Names of permutations; all permutations by default.
+
+        Returns:
+            The logarithm of the product of their numbers of arrangements.
+
+        Examples:
+            >>> round(10 ** spec.log10_arrangements("P"))
+            24
         """
         rows = ((math.prod(self.shape(name)[:-1]), self.sizes[name]) for name in names or self.sizes)
         return sum(count * math.lgamma(size + 1) for count, size in rows) / math.log(10)
 
     def nested_in(self, name: str) -> list[str]:
-        """Return the permutations inside of a permutation's units: nested_in("heads") is ["dims"]."""
+        """Return the permutations inside the units of a permutation.
+
+        Args:
+            name: The name of a permutation.
+
+        Returns:
+            The names of the permutations that are batched over it and over its own batch axes, and over nothing else.
+
+        Examples:
+            >>> attention_spec.nested_in("heads")
+            ['dims']
+        """
         outer = self.batched_over.get(name, ())
         return [other for other, batch_axes in self.batched_over.items() if batch_axes == (*outer, name)]
 
     def length(self, layout: str | int | Blocks | Segments) -> int:
-        """Return the size of an axis of this layout."""
+        """Return the size of an axis.
+
+        Args:
+            layout: The layout of the axis.
+
+        Returns:
+            The number of its entries.
+
+        Examples:
+            >>> spec.length(Blocks((49, "P")))
+            196
+        """
         if isinstance(layout, str):
             return self.sizes[layout] if layout in self.sizes else self.fixed[layout]
         if isinstance(layout, int):
@@ -173,10 +276,20 @@ class PermutationSpec:
         return sum(self.length(part) for part in layout.parts)
 
     def simple_parts(self, layouts: tuple[Layout, ...], value: Any) -> Iterator[tuple[tuple[Layout, ...], Any]]:
-        """Yield the parts of an array in which every axis has one name or none, each with these names.
+        """Yield the parts of an array in which every axis has at most one name.
 
-        An array of layout (Segments(("P", 3)), Blocks((2, "Q"))) has two parts, (P, 2, Q) and (3, 2, Q). The value may
-        be None, if only the names are wanted.
+        An array of layouts (Segments(("P", 3)), Blocks((2, "Q"))) has two parts: (P, 2, Q) and (3, 2, Q).
+
+        Args:
+            layouts: The layouts of the array's axes.
+            value: The array, or None to get only the layouts.
+
+        Yields:
+            The layouts of a part and its entries, or None in place of the entries.
+
+        Examples:
+            >>> [layouts for layouts, _ in spec.simple_parts((Segments(("P", 3)), Blocks((2, "P"))), None)]
+            [('P', 2, 'P'), (3, 2, 'P')]
         """
         for axis, layout in enumerate(layouts):
             before, after = layouts[:axis], layouts[axis + 1 :]
@@ -196,9 +309,19 @@ class PermutationSpec:
         yield layouts, value
 
     def check_perms(self, perms: Perms) -> None:
-        """Raise an error that names the first of `perms` that is no permutation of the spec, as far as it is known.
+        """Raise an error unless `perms` are permutations of the spec.
 
-        Arrays that JAX is tracing are known by their shapes alone.
+        Only the shapes and dtypes of traced arrays are checked, because their values are unknown.
+
+        Args:
+            perms: An index array for each permutation.
+
+        Raises:
+            UserError: A name is missing or unknown, or an array is not a permutation of the right shape. The error
+                names the first such permutation.
+
+        Examples:
+            >>> spec.check_perms({"P": np.array([1, 0, 3, 2])})
         """
         if not isinstance(perms, Mapping) or perms.keys() != self.sizes.keys():
             wanted = list_some(self.sizes) or "none"
@@ -225,7 +348,21 @@ class PermutationSpec:
                 raise UserError(f"permutation {name} does not have each index from 0 to {self.sizes[name] - 1} once")
 
     def apply(self, perms: Perms, params: Params) -> Params:
-        """Return the permuted parameters: the same function, its hidden units in another order."""
+        """Permute the hidden units of a network without changing its function.
+
+        Args:
+            perms: An index array for each permutation.
+            params: Parameters of the network.
+
+        Returns:
+            The permuted parameters.
+
+        Raises:
+            UserError: The permutations or the parameters do not fit the spec.
+
+        Examples:
+            >>> permuted = spec.apply({"P": np.array([1, 0, 3, 2])}, params)
+        """
         self.check_perms(perms)
         self.validate(params)
         return map_named(lambda name, leaf: self.permute_array(perms, self.axes[name], leaf), params)
@@ -235,8 +372,8 @@ class PermutationSpec:
     ) -> None:
         """Check that random permutations leave the function unchanged.
 
-        A float output may change by √eps of its largest entry, where eps is that of the coarsest float dtype inside.
-        Some entry must be finite and not zero.
+        A float output may change by √eps of its largest entry, with eps of the coarsest float dtype in the function. At
+        least one entry must be finite and nonzero.
 
         Args:
             apply: The function, called as `apply(params, inputs)`.
@@ -254,25 +391,72 @@ class PermutationSpec:
         check_spec(self, apply, params, inputs, perms=perms, draws=draws)
 
     def identity(self) -> Perms:
-        """Return the permutations that change nothing."""
+        """Return the identity permutations.
+
+        Returns:
+            An index array for each permutation that leaves every unit in place.
+
+        Examples:
+            >>> spec.identity()
+            {'P': array([0, 1, 2, 3])}
+        """
         return {name: np.broadcast_to(np.arange(self.sizes[name]), self.shape(name)).copy() for name in self.sizes}
 
     def random(self, key: PRNGKeyArray) -> Perms:
-        """Return uniformly random permutations."""
-        rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))  # compiles nothing
+        """Return uniformly random permutations.
+
+        Args:
+            key: A random key. Equal keys give equal permutations.
+
+        Returns:
+            An index array for each permutation.
+
+        Examples:
+            >>> perms = spec.random(jax.random.key(0))
+        """
+        rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))  # NumPy, to avoid a compilation
         return {name: rng.permuted(rows, axis=-1) for name, rows in self.identity().items()}
 
     def invert(self, perms: Perms) -> Perms:
-        """Return the permutations that undo `perms`."""
+        """Return the inverse permutations.
+
+        Args:
+            perms: An index array for each permutation.
+
+        Returns:
+            The permutations that undo `perms`.
+
+        Raises:
+            UserError: The permutations do not fit the spec.
+
+        Examples:
+            >>> spec.invert({"P": np.array([1, 2, 3, 0])})
+            {'P': array([3, 0, 1, 2])}
+        """
         self.check_perms(perms)
         undo: Perms = {}
-        # Outer permutations first: whatever "heads" is batched over, "dims" is batched over as well.
+        # Invert outer permutations first: "dims" is batched over all batch axes of "heads", too.
         for name in sorted(self.sizes, key=lambda name: len(self.shape(name))):
             undo[name] = np.argsort(self._permute_rows(undo, name, perms[name]), axis=-1)
         return {name: undo[name] for name in self.sizes}
 
     def compose(self, p: Perms, q: Perms) -> Perms:
-        """Return `p` after `q`: apply(compose(p, q), x) is apply(p, apply(q, x))."""
+        """Compose two sets of permutations.
+
+        Args:
+            p: The permutations to apply second.
+            q: The permutations to apply first.
+
+        Returns:
+            Permutations `r` such that `apply(r, params)` equals `apply(p, apply(q, params))`.
+
+        Raises:
+            UserError: The permutations do not fit the spec.
+
+        Examples:
+            >>> spec.compose({"P": np.array([1, 0, 2, 3])}, {"P": np.array([1, 2, 3, 0])})
+            {'P': array([2, 1, 3, 0])}
+        """
         self.check_perms(p)
         self.check_perms(q)
         p = {name: np.asarray(perm) for name, perm in p.items()}
@@ -282,7 +466,7 @@ class PermutationSpec:
         }
 
     def __str__(self) -> str:
-        """Return a table of each permutation, its size, arrangements and axes; then one of what is frozen and why."""
+        """Return a table of the permutations, and a table of the frozen axes with their reasons."""
         rows = []
         for name in self.sizes:
             acts_on = [f"{leaf}[{axis}{self._sketch(leaf, axis, name)}]" for leaf, axis in self.axes_of(name)]
@@ -303,7 +487,7 @@ class PermutationSpec:
         return "\n\n".join(tables if reasons else tables[:1])
 
     def _sketch(self, leaf: str, axis: int, name: str) -> str:
-        """Return where in an axis a permutation is, if it is not all of it: `: 49×·`, or `: ·+12`."""
+        """Return the place of a permutation in an axis unless it fills the axis: `: 49×·`, or `: ·+12`."""
 
         def sketch(layout: Layout) -> str:
             if isinstance(layout, Blocks):
@@ -317,11 +501,24 @@ class PermutationSpec:
         return "" if isinstance(layout, str) else f": {sketch(layout)}"
 
     def _permute_rows(self, perms: Perms, name: str, rows: Array) -> Any:
-        """Permute the rows of a permutation's index array as the axes that it is batched over."""
+        """Permute the rows of a permutation's index array by the permutations of its batch axes."""
         return self.permute_array(perms, (*self.batched_over.get(name, ()), None), np.asarray(rows))
 
     def permute_array(self, perms: Perms, layouts: tuple[Layout, ...], leaf: Any) -> Any:
-        """Permute the axes of an array as the layouts say; a NumPy array stays one."""
+        """Permute the axes of one array.
+
+        Args:
+            perms: An index array for each permutation.
+            layouts: The layouts of the array's axes.
+            leaf: The array.
+
+        Returns:
+            The permuted array. A NumPy array stays a NumPy array unless JAX is tracing the permutations.
+
+        Examples:
+            >>> spec.permute_array({"P": np.array([1, 0, 3, 2])}, ("P",), np.array([10, 11, 12, 13]))
+            array([11, 10, 13, 12])
+        """
         moving = [axis for axis, layout in enumerate(layouts) if any(n in self.sizes for n in axis_names(layout))]
         if not moving:
             return leaf
@@ -343,7 +540,17 @@ class PermutationSpec:
     ) -> Iterator[tuple[str, tuple[Any, ...], Any]]:
         """Yield the units at each position of an array, axis by axis.
 
-        Each is a permutation's name, the indices into its index array, and at which positions there is a unit at all.
+        Args:
+            layouts: The layouts of the array's axes.
+            shape: The shape of the array.
+
+        Yields:
+            The name of a permutation, the indices into its index array at each position, and a mask of the positions
+            that belong to one of its units. The indices and the mask broadcast to `shape`.
+
+        Examples:
+            >>> for perm, index, is_unit in spec.units_of((None, "P"), (3, 4)):
+            ...     unit_values = is_unit * values[perm][index]
         """
         positions = np.ogrid[tuple(slice(size) for size in shape)]
         coordinates = _overlay(map(self._coordinates, layouts, positions))
@@ -353,9 +560,19 @@ class PermutationSpec:
                     yield perm, index, stride > 0
 
     def add_units(self, values: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Any:
-        """Sum for each weight of a leaf the values of the units that it connects; 0 where there are none.
+        """Sum, for each weight of a leaf, the values of the units that it connects.
 
-        `values` has an array of the shape of each permutation that is named by the leaf's axes.
+        Args:
+            values: For each permutation of the leaf, an array with a value for each unit.
+            name: The name of the leaf.
+            shape: The shape of the leaf.
+
+        Returns:
+            An array of this shape. It is 0 for weights that connect no units.
+
+        Examples:
+            >>> spec.add_units({"P": jnp.arange(4.0)}, "bias", (4,))
+            Array([0., 1., 2., 3.], dtype=float32)
         """
         total: Any = jnp.zeros(())
         for perm, index, is_unit in self.units_of(self.axes[name], shape):
@@ -363,9 +580,22 @@ class PermutationSpec:
         return jnp.broadcast_to(total, shape)
 
     def sum_weights(self, values: Params) -> dict[str, Float[np.ndarray, "..."]]:
-        """Sum for each unit of each permutation the values of all weights that come into it or go out of it.
+        """Sum, for each unit, the values of all its incoming and outgoing weights.
 
-        `values` is a tree like the parameters. A weight that connects two units counts for both.
+        A weight that connects two units counts for both.
+
+        Args:
+            values: A tree like the parameters, with a value for each weight.
+
+        Returns:
+            For each permutation, an array with the sum for each unit.
+
+        Raises:
+            UserError: The tree does not fit the spec.
+
+        Examples:
+            >>> spec.sum_weights({"up": np.ones((3, 4)), "bias": np.ones(4), "down": np.ones((4, 2))})
+            {'P': array([6., 6., 6., 6.])}
         """
         self.validate(values)
         sums = {name: np.zeros(self.shape(name)) for name in self.sizes}
@@ -379,16 +609,16 @@ class PermutationSpec:
         return sums
 
     def _source(self, perms: Perms, layout: Layout, position: np.ndarray, coordinates: dict[str, np.ndarray]) -> Any:
-        """Return where along an axis the entries at `position` come from; `coordinates` are positions on named axes."""
+        """Return the source of each entry along an axis; `coordinates` are positions along named axes."""
         terms = self._terms(layout, position, coordinates)
         return sum((index if perm is None else perms[perm][index]) * stride for perm, index, stride in terms)
 
     def _terms(
         self, layout: Layout, position: np.ndarray, coordinates: dict[str, np.ndarray], stride: Any = 1
     ) -> Iterator[tuple[str | None, Any, Any]]:
-        """Yield the terms whose sum is the positions on an axis: permutations with indices into them, and offsets.
+        """Yield terms that sum to the positions along an axis: permutations with their indices, and offsets.
 
-        With each comes what it is multiplied by: the stride in a product, and zero outside of its segment.
+        Each term comes with a factor: its stride in a product, or zero outside its segment.
         """
         if isinstance(layout, str) and layout in self.sizes:
             yield layout, (*(coordinates[outer] for outer in self.batched_over.get(layout, ())), position), stride
@@ -408,7 +638,7 @@ class PermutationSpec:
             yield None, position, stride
 
     def _coordinates(self, layout: Layout, position: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the position along each named part of an axis, -1 where it is none, for each position on the axis."""
+        """Return the coordinate along each named part of an axis, or -1 for positions outside that part."""
         if isinstance(layout, str):
             return {layout: position}
         if isinstance(layout, Blocks):
@@ -424,7 +654,7 @@ class PermutationSpec:
         return coordinates
 
     def _unravel(self, blocks: Blocks, position: np.ndarray) -> Iterator[tuple[Layout, np.ndarray, int]]:
-        """Yield each factor of a product with the position along it and its stride, as in `np.unravel_index`."""
+        """Yield each factor of a product with its coordinates and its stride, as `np.unravel_index` does."""
         stride = self.length(blocks)
         for factor in blocks.factors:
             size = self.length(factor)
@@ -433,7 +663,7 @@ class PermutationSpec:
 
 
 def _overlay(each: Iterable[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Return the last of several coordinates of each name; where that is none (-1), the one before."""
+    """Merge coordinates by name: later ones replace earlier ones unless they are -1."""
     result: dict[str, np.ndarray] = {}
     for coordinates in each:
         for name, position in coordinates.items():
@@ -443,7 +673,7 @@ def _overlay(each: Iterable[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
 
 
 def require_spec(spec: Any) -> None:
-    """Raise an error unless it is a permutation spec."""
+    """Raise an error unless `spec` is a `PermutationSpec`."""
     if not isinstance(spec, PermutationSpec):
         remedy = "derive it with mcomb.derive_spec(apply, params, inputs)"
         raise UserError(f"the permutation spec is an object of type {type(spec).__name__}: {remedy}")
@@ -458,12 +688,12 @@ def axis_names(layout: Layout) -> list[str]:
 
 
 def _power_of_ten(exponent: float) -> str:
-    """Return a whole number from its logarithm: in full up to a million, and else the next power of ten."""
+    """Format a whole number, given its logarithm: in full below a million, otherwise as a power of ten."""
     return f"{round(10**exponent):,}" if exponent < 6 else f"10^{round(exponent)}"
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    """Align columns, and wrap the last."""
+    """Align the columns of a table and wrap the last one."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)][:-1]
     indent = sum(widths) + 2 * len(widths)
     lines = []

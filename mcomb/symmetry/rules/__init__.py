@@ -1,7 +1,7 @@
-"""For each primitive, a rule that gives the axes of its results.
+"""The rule of each primitive, which computes the axes of its results.
 
-Most primitives are elementwise, products or reductions. Their rules write them like an einsum, with a label for each
-axis of each operand and result, and `Constraints.relate` unites the axes with the same label.
+Most primitives are elementwise, products or reductions. Their rules are written like an einsum, with a label for each
+axis of each operand and result. `Constraints.relate` unites the axes with the same label.
 """
 
 from mcomb.symmetry.interpreter import FactRule, Rule
@@ -95,7 +95,7 @@ RULES: dict[str, Rule] = {
     "transpose": transpose,
     "unstack": unstack,
 }
-"""The rule of each primitive that the axes of its operands are enough for."""
+"""Rules that need only the axes of their operands, by primitive."""
 
 MOVES = ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "stop_gradient", "transpose")
 
@@ -130,7 +130,7 @@ FACT_RULES: dict[str, FactRule] = {
     "top_k": top_k,
     "while": while_,
 }
-"""Rules that need more than axes, which come first: `Array` says what they may know.
+"""Rules that need further facts about their operands (see `Array`), which take precedence over `RULES`.
 
-If such a rule returns None, the rule in `RULES` applies, for which positions are plain numbers.
+If such a rule returns None, the rule in `RULES` applies, which treats positions as plain numbers.
 """

@@ -1,4 +1,4 @@
-"""What rules share: the simplest of them, and the shapes of operands."""
+"""Common parts of rules: the simplest rules, and helpers for the shapes of operands."""
 
 import itertools
 from collections.abc import Collection, Hashable, Iterable, Sequence
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def freeze_everything(constraints: Constraints, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
-    """Freeze all axes, because an unknown primitive may depend on the order of everything."""
+    """Freeze all axes, because an unknown primitive may depend on the order of all entries."""
     constraints.explain(
         eqn.primitive.name, FROZEN_ON_PURPOSE.get(eqn.primitive.name, "how it depends on the order is not known")
     )
@@ -25,7 +25,7 @@ def freeze_everything(constraints: Constraints, eqn: core.JaxprEqn, *operands: A
 
 
 def elementwise(constraints: Constraints, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
-    """Unite the axes of all operands, one by one; scalars have none."""
+    """Unite the axes of all operands one by one; scalars have no axes."""
     rank = len(shape_of(eqn.outvars[0]))
     return constraints.relate([(axes, range(len(axes))) for axes in operands], [range(rank)] * len(eqn.outvars))
 
@@ -42,15 +42,15 @@ def positional(
     ordered: Iterable[int],
     order_blind: bool = False,
 ) -> list[ArrayAxes]:
-    """Freeze the ordered axes, along which the order of entries matters; elementwise over all others.
+    """Freeze the `ordered` axes, along which the order of entries matters; treat all others elementwise.
 
-    An operation that is blind to the order of its operands only freezes these axes of its results.
+    An operation that is blind to the order of its operands freezes these axes only in its results.
     """
     shape, ordered = shape_of(eqn.outvars[0]), set(ordered)
     for operand in [] if order_blind else operands:
         constraints.freeze(operand[axis] for axis in ordered)
 
-    # An ordered axis has other labels in operand and result: so no permutation is batched over it.
+    # An ordered axis has different labels in operand and result, so that no permutation is batched over it.
     def labels(*array: Hashable) -> Labels:
         return [(*array, axis) if axis in ordered else axis for axis in range(len(shape))]
 
@@ -62,6 +62,7 @@ def positional(
 
 
 def other_axes(rank: int, axes: Collection[SupportsIndex]) -> list[int]:
+    """Return the axes of an array that are not among `axes`."""
     return [axis for axis in range(rank) if axis not in axes]
 
 
@@ -71,7 +72,7 @@ def resized_axes(a: Any, b: Any) -> list[int]:
 
 
 def split_list(values: Sequence[T], *counts: int) -> list[list[T]]:
-    """Return consecutive lists of so many values, and a last one of the rest."""
+    """Split values into consecutive lists of the given lengths, and a last list of the rest."""
     ends = [*itertools.accumulate(counts), len(values)]
     return [list(values[start:stop]) for start, stop in zip([0, *ends], ends, strict=False)]
 
@@ -79,7 +80,7 @@ def split_list(values: Sequence[T], *counts: int) -> list[list[T]]:
 def split_scan(eqn: core.JaxprEqn, operands: Sequence[T]) -> list[list[T]]:
     """Return the constants, the carry and the scanned arrays among the operands of a scan."""
     p = eqn.params
-    if "ft_in" in p:  # from JAX 0.12 on
+    if "ft_in" in p:  # JAX 0.12 and later
         return split_list(operands, *(len(list(part)) for part in p["ft_in"].unpack()[:2]))
     return split_list(operands, p["num_consts"], p["num_carry"])
 
@@ -100,7 +101,7 @@ ELEMENTWISE = for_all(
     shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta
     """,
 )
-"""The rule of all primitives that are elementwise."""
+"""The rule of all elementwise primitives."""
 
 BY_POSITION = "devices share the array out by position"
 
@@ -124,7 +125,7 @@ EXPLANATIONS: dict[str, str] = {
     "stack": "one array after the other",
     "unstack": "entries are told apart",
 }
-"""What it is in a primitive with a rule that depends on the order, for `print(spec)`."""
+"""Why primitives with a rule depend on the order of entries, for `print(spec)`."""
 
 FROZEN_ON_PURPOSE: dict[str, str] = {
     **for_all(
@@ -150,4 +151,4 @@ FROZEN_ON_PURPOSE: dict[str, str] = {
         "call_exported custom_partitioning ffi_call io_callback pure_callback",
     ),
 }
-"""Primitives without a rule that shall have none, and why."""
+"""Primitives that deliberately have no rule, and the reason."""

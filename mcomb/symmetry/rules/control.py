@@ -1,4 +1,4 @@
-"""Rules of jaxprs inside equations: calls, branches, loops, shards."""
+"""Rules of equations that contain jaxprs: calls, branches, loops and shards."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from mcomb.symmetry.rules.common import BY_POSITION, other_axes, split_list, spl
 
 
 def call(interp: Interpreter, eqn: core.JaxprEqn, *operands: Array) -> list[Array]:
-    """Interpret the inner jaxpr of jit, remat or custom derivatives, in which arguments are what they were."""
+    """Interpret the inner jaxpr of jit, remat or custom derivatives, keeping all facts about the arguments."""
     return interp.interpret(*inner_jaxpr(eqn), operands)
 
 
@@ -44,7 +44,7 @@ def cond(interp: Interpreter, eqn: core.JaxprEqn, which: Array, *operands: Array
 
 
 def while_(interp: Interpreter, eqn: core.JaxprEqn, *operands: Array) -> list[Array]:
-    """Return the carry, whose axes leave each step as they entered it; the condition must not depend on any order."""
+    """Return the carry, with the same axes before and after each step, and apply the constraints of the condition."""
     p = eqn.params
     cond_consts, body_consts, first = split_list(operands, p["cond_nconsts"], p["body_nconsts"])
     body = open_jaxpr(p["body_jaxpr"])
@@ -54,9 +54,9 @@ def while_(interp: Interpreter, eqn: core.JaxprEqn, *operands: Array) -> list[Ar
 
 
 def scan(interp: Interpreter, eqn: core.JaxprEqn, *operands: Array) -> list[Array]:
-    """Interpret the body, in which all arrays but the constants and the carry have an axis of steps.
+    """Interpret the body, in which all arrays except the constants and the carry have a step axis.
 
-    Layers of a scanned transformer keep orders of their own, because each step reads its own weights. The order of
+    The layers of a scanned transformer keep separate orders, because each step reads its own weights. The order of the
     steps matters if there is a carry.
     """
     consts, first, xs = split_scan(eqn, operands)
@@ -67,7 +67,7 @@ def scan(interp: Interpreter, eqn: core.JaxprEqn, *operands: Array) -> list[Arra
         if axes[0] is not None:
             unite(steps, axes[0], reason)
     entries = [Array(x.axes[1:], frozenset(i - 1 for i in x.distinct if i)) for x in xs]
-    # A constant is the same in all steps. Positions are recorded with the axis that they are along.
+    # A constant is the same in all steps. Positions are recorded with the axis that they index.
     same = [(*array.axes, array.positions.along) if array.positions else array.axes for array in consts]
     ys: list[ArrayAxes] = []
 
@@ -85,7 +85,7 @@ def scan(interp: Interpreter, eqn: core.JaxprEqn, *operands: Array) -> list[Arra
 def _loop_carry(
     interp: Interpreter, first: Sequence[Array], body: Callable[[list[Array]], list[ArrayAxes]]
 ) -> list[Array]:
-    """Return the carry of a loop, its axes united with those that the body returns, until that changes nothing."""
+    """Return the carry of a loop, after uniting its axes with those that the body returns until nothing changes."""
     carry = [interp.plain(array) for array in first]
     while True:
         pairs = zip(carry, body([*map(Array, carry)]), strict=True)
@@ -97,21 +97,21 @@ def _loop_carry(
 
 
 def unite_arrays(constraints: Constraints, arrays: Sequence[ArrayAxes]) -> ArrayAxes:
-    """Return one array that may be any of these: their axes are united."""
+    """Return an array that may be any of the given ones, after uniting their axes."""
     labels = range(len(arrays[0]))
     return constraints.relate([(axes, labels) for axes in arrays], [labels])[0]
 
 
 def shard_map(interp: Interpreter, eqn: core.JaxprEqn, *operands: Array) -> list[Array]:
-    """Interpret the inner jaxpr, in which the axes that devices share out are frozen.
+    """Interpret the inner jaxpr with sharded axes frozen.
 
-    Each device would sort rows by the groups of its own rows, so that rows inside cannot be sorted by free groups.
+    Inside, rows cannot be sorted by free groups, because each device would sort only its own rows.
     """
     interp.explain(eqn.primitive.name, BY_POSITION)
     reason, jaxpr = interp.reason, eqn.params["jaxpr"]
 
     def convert(axes: ArrayAxes, spec: Iterable[Any], shape: Sequence[int]) -> ArrayAxes:
-        """Replace the axes that are shared out by frozen ones of the size that they have on the other side."""
+        """Replace sharded axes by frozen axes of the size on the other side."""
         shared = [axis for axis, names in enumerate(spec) if names is not None and names != ()]
         interp.freeze(axes[axis] for axis in shared)
         return tuple(Axis(shape[i], reason) if i in shared else axis for i, axis in enumerate(axes))
@@ -123,10 +123,10 @@ def shard_map(interp: Interpreter, eqn: core.JaxprEqn, *operands: Array) -> list
 
 
 def collective(constraints: Constraints, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
-    """Combine or exchange the entries that devices have at the same position: elementwise.
+    """Combine or exchange the entries of several devices elementwise.
 
-    An axis by number, as `vmap` makes it of a named one, is dropped: it is reduced by a sum, maximum or minimum, for
-    which the order does not matter.
+    `vmap` turns a named axis into a numbered one. Such an axis is dropped, because a sum, maximum or minimum reduces it
+    and the order does not matter.
     """
     reduced = [axis for axis in eqn.params.get("axes", ()) if isinstance(axis, int)]
     results = [constraints.relate([(axes, range(len(axes)))], [other_axes(len(axes), reduced)]) for axes in operands]

@@ -1,9 +1,9 @@
-"""Along which axes no two entries of an array are equal, so that `argmax` and `top_k` do not depend on their order.
+"""Prove along which axes an array has no equal entries, so that `argmax` and `top_k` do not depend on their order.
 
-Of equal entries these take the first. Entries along an axis are distinct if the same analytic formula computes each
-from weights of its own, because then they only agree by chance: the scores x @ router, of which each has a column of
-the router, but not the sums of a matrix and its transpose, which share weights. An axis whose entries are not proven to
-be distinct freezes where something is chosen along it.
+`argmax` and `top_k` return the first of several equal entries. Entries along an axis are distinct if the same analytic
+formula computes each entry from separate weights, because then they are equal only by chance. For example, the scores x
+@ router are distinct, because each has its own column of the router. A counterexample is the sum of a matrix and its
+transpose, whose entries share weights. A choice along an axis freezes it unless its entries are proven to be distinct.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,16 +18,16 @@ from mcomb.symmetry.reshapes import reshape_groups
 from mcomb.symmetry.rules.common import other_axes
 
 Where = Callable[[core.JaxprEqn, Sequence[Array]], frozenset[int]]
-"""Returns the axes of an equation's result along which its entries are distinct."""
+"""Function that returns the axes along which the entries of an equation's result are distinct."""
 
 
 def distinct_axes(eqn: core.JaxprEqn, operands: Sequence[Array], results: Sequence[ArrayAxes]) -> frozenset[int]:
-    """Return the axes along which the entries of an equation's results are distinct, as far as that is proven."""
+    """Return the axes along which the entries of an equation's results are proven to be distinct."""
     name = eqn.primitive.name
     if not any(array.distinct for array in operands) or not all(map(is_float, (*eqn.invars, *eqn.outvars))):
         return frozenset()
     if name in ("mul", "dot_general") and any(array.value is not None and not array.value.all() for array in operands):
-        return frozenset()  # products with zeros are equal
+        return frozenset()  # products with zeros are equal to each other
     found = AXES.get(name, _elementwise if name in ANALYTIC else _nowhere)(eqn, operands)
     twice = found and any(map(_has_an_axis_twice, (*(array.axes for array in operands), *results)))
     return frozenset() if twice else found
@@ -46,7 +46,7 @@ def _has_an_axis_twice(axes: ArrayAxes) -> bool:
 
 
 def _all_varying(labels: Sequence[Iterable[Any]], operands: Sequence[Array]) -> frozenset[Any]:
-    """Return the labels along which some operand varies, and all that do have distinct entries."""
+    """Return the labels along which some operand varies, and every operand that varies has distinct entries."""
     varying: dict[Any, bool] = {}
     for array, own in zip(operands, labels, strict=True):
         for i, label in enumerate(own):
@@ -85,7 +85,7 @@ def _transpose(eqn: core.JaxprEqn, operands: Sequence[Array]) -> frozenset[int]:
 
 
 def _reshape(eqn: core.JaxprEqn, operands: Sequence[Array]) -> frozenset[int]:
-    """Return the new axes of each old one that stays as it is or is split."""
+    """Return the new axes of each old axis that is kept or split."""
     if eqn.params["dimensions"] is not None:
         return frozenset()
     old_shape, new_shape = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
@@ -101,7 +101,7 @@ def _reshape(eqn: core.JaxprEqn, operands: Sequence[Array]) -> frozenset[int]:
 
 
 def _without(key: str) -> Where:
-    """Return the rule of primitives that drop the axes of a parameter."""
+    """Return the rule of primitives that drop the axes named by a parameter."""
 
     def kept(eqn: core.JaxprEqn, operands: Sequence[Array]) -> frozenset[int]:
         axes = other_axes(len(operands[0].axes), eqn.params[key])
@@ -115,7 +115,7 @@ ANALYTIC = {
     *("integer_pow", "logistic", "mul", "neg", "rsqrt", "sin", "sinh", "sqrt", "square"),
     *("stop_gradient", "sub", "tan", "tanh"),
 }
-"""Elementwise primitives, none of which makes equal numbers of different ones except by chance."""
+"""Elementwise primitives that map different numbers to equal ones only by chance."""
 
 AXES: dict[str, Where] = {
     "broadcast_in_dim": _broadcast,
@@ -126,4 +126,4 @@ AXES: dict[str, Where] = {
     "squeeze": _without("dimensions"),
     "transpose": _transpose,
 }
-"""The axes of the result of other primitives along which its entries are distinct."""
+"""Functions that find the distinct axes of the results of other primitives."""

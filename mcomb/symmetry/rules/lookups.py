@@ -1,7 +1,8 @@
-"""Rules of lookups and writes by number, and of choices: `argmax`, `top_k` and `sort`.
+"""Rules of indexed reads and writes, and of choices: `argmax`, `top_k` and `sort`.
 
-Experts and code words are chosen by position, and the choice is used to look something up, so that they may change
-places. The rules of `Array.positions` follow such positions; whatever else is done with them freezes their axis.
+A program chooses an expert or a code word by its position, and then looks up entries at that position. Experts and code
+words may therefore change places. The rules of `Array.positions` track such positions. Any other use of positions
+freezes their axis.
 """
 
 import math
@@ -24,20 +25,20 @@ from mcomb.symmetry.rules.reductions import reduction
 
 
 def arg_reduction(constraints: Constraints, eqn: core.JaxprEqn, operand: Array) -> list[Array]:
-    """Return positions along the reduced axis: the code word that is nearest (VQ-VAE), or the best expert (Switch)."""
+    """Return positions along the reduced axis: the nearest code word (VQ-VAE), or the best expert (Switch)."""
     (axes,), (reduced,) = reduction(constraints, eqn, constraints.plain(operand)), eqn.params["axes"]
     return [_chosen(constraints, eqn, operand, axes, reduced)]
 
 
 def top_k(constraints: Constraints, eqn: core.JaxprEqn, operand: Array) -> list[Array]:
-    """Return the largest entries, and positions along their axis: the best experts of a token (Mixtral)."""
+    """Return the largest entries and their positions: the best experts of a token (Mixtral)."""
     axis = eqn.params.get("axis", -1) % len(operand.axes)
     values, ranked = positional(constraints, eqn, [constraints.plain(operand)], [axis], order_blind=True)
     return [Array(values), _chosen(constraints, eqn, operand, ranked, axis)]
 
 
 def _chosen(constraints: Constraints, eqn: core.JaxprEqn, operand: Array, axes: ArrayAxes, axis: int) -> Array:
-    """Return positions, chosen by the size of entries along an axis, which freezes unless no two of them are equal."""
+    """Return positions chosen by the entries along an axis, and freeze the axis unless the entries are distinct."""
     along = operand.axes[axis]
     if along is None:
         return Array(axes)
@@ -49,7 +50,7 @@ def _chosen(constraints: Constraints, eqn: core.JaxprEqn, operand: Array, axes: 
 
 
 def _holds(atom: Any, number: int) -> bool:
-    """Return whether an array is of a type that has all whole numbers up to this one."""
+    """Return whether an array's dtype represents all integers up to `number`."""
     dtype = atom.aval.dtype
     if is_float(atom):
         return bool(number <= 2 ** jnp.finfo(dtype).nmant)
@@ -57,9 +58,9 @@ def _holds(atom: Any, number: int) -> bool:
 
 
 def sort(constraints: Constraints, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
-    """Freeze the axis of the result, and that of operands only if more is sorted than the keys.
+    """Freeze the axis of the result, and that of the operands only if there are operands other than keys.
 
-    The sorted keys are the same in whatever order they come, as for a median (zeros of both signs count as the same).
+    The sorted keys do not depend on the order of the keys, as in a median. Zeros of both signs count as equal.
     """
     keys_alone = eqn.params["num_keys"] == len(operands)
     return positional(constraints, eqn, operands, [eqn.params["dimension"]], order_blind=keys_alone)
@@ -68,7 +69,7 @@ def sort(constraints: Constraints, eqn: core.JaxprEqn, *operands: ArrayAxes) -> 
 def sort_positions(constraints: Constraints, eqn: core.JaxprEqn, *operands: Array) -> list[Array] | None:
     """Return the order that sorts a vector of positions, as `argsort` does.
 
-    Dropless mixtures of experts sort rows by expert, and put them back by the `argsort` of that order (MaxText).
+    Dropless mixtures of experts sort rows by expert, and restore them with the `argsort` of that order (MaxText).
     """
     keys, numbers = operands if len(operands) == 2 and eqn.params["num_keys"] == 1 else (None, None)
     if keys is None or numbers is None or keys.positions is None or keys.positions.shifted or len(keys.axes) != 1:
@@ -76,7 +77,7 @@ def sort_positions(constraints: Constraints, eqn: core.JaxprEqn, *operands: Arra
     (axis,), found = keys.axes, keys.positions
     if axis is None or not counts_up(numbers, 0) or not (found.once or eqn.params["is_stable"]):
         return None
-    if found.once:  # where each position is
+    if found.once:  # the inverse permutation
         (values, where) = constraints.relate(
             [((axis, found.along), ["before", "along"])],
             [["rank"], ["along"]],
@@ -89,9 +90,10 @@ def sort_positions(constraints: Constraints, eqn: core.JaxprEqn, *operands: Arra
 
 
 def gather(constraints: Constraints, eqn: core.JaxprEqn, operand: Array, indices: Array) -> list[Array]:
-    """Freeze the axes whose entries are looked up; elementwise over the axes that every slice covers.
+    """Freeze the axes that are looked up, and treat axes that every slice covers elementwise.
 
-    But an axis of which the indices are positions is that axis: the weights of an expert, or a code word.
+    If the indices are positions along the looked-up axis, the two axes are united instead: the weights of an expert, or
+    a code word.
     """
     dims, sizes, shape = eqn.params["dimension_numbers"], eqn.params["slice_sizes"], shape_of(eqn.invars[0])
     collapsed, batched = dims.collapsed_slice_dims, dims.operand_batching_dims
@@ -119,7 +121,7 @@ def gather(constraints: Constraints, eqn: core.JaxprEqn, operand: Array, indices
 
 
 def _indices(indices: Array, found: Mapping[Any, Array]) -> list[tuple[ArrayAxes, Labels]]:
-    """Return indices as arrays of all that they tell apart: their own axes, and those that they are positions along."""
+    """Return the indices as labelled arrays, each with its own axes and the axis that its positions index."""
     labels = [("index", i) for i in range(len(indices.axes))]
     arrays: list[tuple[ArrayAxes, Labels]] = [(indices.axes, labels)]
     for label, column in found.items():
@@ -129,7 +131,7 @@ def _indices(indices: Array, found: Mapping[Any, Array]) -> list[tuple[ArrayAxes
 
 
 def _in_order(eqn: core.JaxprEqn, batched: Sequence[SupportsIndex]) -> bool:
-    """Return whether indices are promised to be sorted, with several of them for each index of a batch."""
+    """Return whether the equation promises sorted indices, with several indices for each batch entry."""
     shape = shape_of(eqn.invars[1])[:-1]
     return eqn.params["indices_are_sorted"] and math.prod(shape[axis] for axis in other_axes(len(shape), batched)) > 1
 
@@ -137,10 +139,10 @@ def _in_order(eqn: core.JaxprEqn, batched: Sequence[SupportsIndex]) -> bool:
 def _found_by(
     indices: Array, by: Sequence[SupportsIndex], shape: Sequence[int], indexed: Mapping[int, int], in_order: bool
 ) -> dict[int, Array]:
-    """Return for each axis that is looked up by positions these; none if they mean anything but one entry each.
+    """Return the positions that index each axis, or nothing if they do not select exactly one entry each.
 
-    The indices have a column for each axis in `by`, and take `indexed[axis]` entries of it at once. A permutation would
-    break the promise that they are `in_order`.
+    The indices have a column for each axis in `by`, and take `indexed[axis]` entries at once. A permutation would break
+    the promise that they are `in_order`.
     """
     columns = indices.columns or (indices,)
     if in_order or len(columns) != len(by):
@@ -157,7 +159,7 @@ def _found_by(
 
 
 def join_columns(constraints: Constraints, eqn: core.JaxprEqn, *operands: Array) -> list[Array] | None:
-    """Return indices into several axes, as gates are written to pairs of token and expert (MaxText)."""
+    """Return indices into several axes: MaxText writes gates to pairs of token and expert."""
     last = len(shape_of(eqn.outvars[0])) - 1
     if eqn.params["dimension"] != last or any(shape_of(atom)[last] != 1 for atom in eqn.invars):
         return None
@@ -172,10 +174,10 @@ def join_columns(constraints: Constraints, eqn: core.JaxprEqn, *operands: Array)
 def scatter_at(
     constraints: Constraints, eqn: core.JaxprEqn, operand: Array, indices: Array, updates: Array
 ) -> list[Array] | None:
-    """Write to positions along an axis, which is that axis: the entries move with what they are chosen by.
+    """Write to positions along an axis, so that entries move together with the units that chose them.
 
-    Of several updates of one entry the last stays, so that their order is frozen unless they are added up. Ones that
-    are added to zeros count, as `bincount` does.
+    The last of several updates of one entry wins. The order of updates is therefore frozen unless they are added up.
+    Adding ones to zeros counts positions, as `bincount` does.
     """
     dims, shape = eqn.params["dimension_numbers"], shape_of(eqn.invars[0])
     inserted, together = dims.inserted_window_dims, dims.scatter_indices_batching_dims
@@ -213,7 +215,7 @@ def scatter_at(
 
 
 def _counted(eqn: core.JaxprEqn, operand: Array, indices: Array, updates: Array) -> object:
-    """Return the source of the positions that a scatter counts, in a type that holds their number; or else None."""
+    """Return the source of the positions that a scatter counts exactly, or None if it does not count."""
     zeros, ones = operand.value, updates.value
     if eqn.primitive.name != "scatter-add" or zeros is None or ones is None or indices.positions is None:
         return None
@@ -222,7 +224,7 @@ def _counted(eqn: core.JaxprEqn, operand: Array, indices: Array, updates: Array)
 
 
 def _update_labels(eqn: core.JaxprEqn, windows: Mapping[int, Hashable]) -> list[Hashable]:
-    """Return a label for each axis of a scatter's updates: that of its window, or that of an axis of indices."""
+    """Return a label for each axis of a scatter's updates: that of its window or of an index axis."""
     of_index = iter([("index", i) for i in range(len(shape_of(eqn.invars[1])))])
     rank = len(shape_of(eqn.invars[2]))
     return [windows[i] if i in windows else next(of_index) for i in range(rank)]
@@ -231,9 +233,9 @@ def _update_labels(eqn: core.JaxprEqn, windows: Mapping[int, Hashable]) -> list[
 def scatter(
     constraints: Constraints, eqn: core.JaxprEqn, operand: ArrayAxes, indices: ArrayAxes, updates: ArrayAxes
 ) -> list[ArrayAxes]:
-    """Freeze the axes that updates do not cover; elementwise over the others.
+    """Freeze the axes that updates do not cover; treat all others elementwise.
 
-    Updates that are added up may come in any order, as the messages to a node do (graph networks).
+    Updates that are added up may be in any order, as the messages to a node of a graph network.
     """
     dims = eqn.params["dimension_numbers"]
     shape, update_shape = shape_of(eqn.invars[0]), shape_of(eqn.invars[2])
@@ -262,19 +264,19 @@ def scatter(
 def dynamic_slice(
     constraints: Constraints, eqn: core.JaxprEqn, operand: ArrayAxes, *starts: ArrayAxes
 ) -> list[ArrayAxes]:
-    """Freeze the axes of which it takes a part."""
+    """Freeze the axes that are only partly read."""
     return positional(constraints, eqn, [operand], resized_axes(eqn.invars[0], eqn.outvars[0]))
 
 
 def dynamic_update_slice(
     constraints: Constraints, eqn: core.JaxprEqn, operand: ArrayAxes, update: ArrayAxes, *starts: ArrayAxes
 ) -> list[ArrayAxes]:
-    """Freeze the axes of which it replaces a part."""
+    """Freeze the axes that are only partly replaced."""
     return positional(constraints, eqn, [operand, update], resized_axes(*eqn.invars[:2]))
 
 
 def move_positions(rule: Rule) -> FactRule:
-    """Return a rule for the same positions in another shape or type, or some of them, or copies."""
+    """Return a rule that reshapes, converts, selects or copies positions."""
 
     def move(constraints: Constraints, eqn: core.JaxprEqn, operand: Array, *rest: Array) -> list[Array] | None:
         found = operand.positions
@@ -298,7 +300,7 @@ def shift_positions(constraints: Constraints, eqn: core.JaxprEqn, operand: Array
 
 
 def is_negative(constraints: Constraints, eqn: core.JaxprEqn, operand: Array, bound: Array) -> list[Array] | None:
-    """Return that no position is negative."""
+    """Return False for all entries if the operand holds positions, which are never negative."""
     if operand.positions is None or operand.positions.shifted or bound.value is None or bound.value.any():
         return None
     shape = shape_of(eqn.outvars[0])
@@ -306,14 +308,14 @@ def is_negative(constraints: Constraints, eqn: core.JaxprEqn, operand: Array, bo
 
 
 def choose_positions(constraints: Constraints, eqn: core.JaxprEqn, which: Array, *cases: Array) -> list[Array] | None:
-    """Return one of the cases, if it is known which."""
+    """Return the chosen case, if the choice is known."""
     numbers = set() if which.value is None else set(which.value.ravel().tolist())
     chosen = [case for i, case in enumerate(cases) if i in numbers]
     return chosen if len(numbers) == len(chosen) == 1 else None
 
 
 def clip_positions(constraints: Constraints, eqn: core.JaxprEqn, left: Array, right: Array) -> list[Array] | None:
-    """Return the same positions, if they are only made zero where they are less, as `bincount` does."""
+    """Return the positions unchanged if a maximum with zero cannot change them, as in `bincount`."""
     (found, bound), atom = ((left, right), eqn.invars[0]) if left.positions else ((right, left), eqn.invars[1])
     if found.positions is None or found.positions.shifted or bound.value is None or not (bound.value <= 0).all():
         return None
@@ -321,7 +323,7 @@ def clip_positions(constraints: Constraints, eqn: core.JaxprEqn, left: Array, ri
 
 
 def compare_positions(constraints: Constraints, eqn: core.JaxprEqn, left: Array, right: Array) -> list[Array] | None:
-    """Return one-hot vectors: positions that are compared with all positions of their axis, along a new axis."""
+    """Return one-hot vectors, made by comparing positions with all positions of their axis along a new axis."""
     found, known = (left, right) if left.positions else (right, left)
     varying = [axis for axis, one in enumerate(known.axes) if one is not None]
     if found.positions is None or found.positions.shifted or len(varying) != 1 or not counts_up(known, varying[0]):

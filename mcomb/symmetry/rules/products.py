@@ -11,7 +11,7 @@ from mcomb.symmetry.rules.common import freeze_everything
 
 
 def dot_general(constraints: Constraints, eqn: core.JaxprEqn, left: ArrayAxes, right: ArrayAxes) -> list[ArrayAxes]:
-    """Unite the contracted axes of both sides, because sums may be in any order, and the batch axes."""
+    """Unite the batch axes of both sides, and the contracted axes, because sums may be in any order."""
     contracted, batch = eqn.params["dimension_numbers"]
     labels = []
     for side, operand in enumerate((left, right)):
@@ -24,9 +24,9 @@ def dot_general(constraints: Constraints, eqn: core.JaxprEqn, left: ArrayAxes, r
 
 
 def convolution(constraints: Constraints, eqn: core.JaxprEqn, image: ArrayAxes, kernel: ArrayAxes) -> list[ArrayAxes]:
-    """Multiply the channels of each group; freeze positions in space.
+    """Contract the channels of each group, and freeze spatial positions.
 
-    In the derivative of a grouped convolution it is the images that are in groups, one for each group of filters.
+    In the derivative of a grouped convolution, the images are grouped, with one group for each group of filters.
     """
     groups, of_images = eqn.params["feature_group_count"], eqn.params["batch_group_count"]
     dims, (image_shape, kernel_shape) = eqn.params["dimension_numbers"], map(shape_of, eqn.invars)
@@ -55,7 +55,7 @@ def convolution(constraints: Constraints, eqn: core.JaxprEqn, image: ArrayAxes, 
 def ragged_dot(
     constraints: Constraints, eqn: core.JaxprEqn, rows: ArrayAxes, matrices: ArrayAxes, sizes: ArrayAxes
 ) -> list[ArrayAxes]:
-    """Multiply each group of rows with a matrix of its own; freeze rows and groups."""
+    """Multiply each group of rows with its own matrix, and freeze rows and groups."""
     constraints.explain(eqn.primitive.name, "groups take the rows in turn")
     axes = _ragged_axes(eqn)
     if axes is None:
@@ -68,9 +68,9 @@ def ragged_dot(
 def ragged_dot_of_groups(
     constraints: Constraints, eqn: core.JaxprEqn, rows: Array, matrices: Array, sizes: Array
 ) -> list[Array] | None:
-    """Leave the groups free if rows were sorted by the very groups that are counted, as in MaxText's experts.
+    """Leave the groups free if the rows were sorted by the same groups that are counted (MaxText).
 
-    Each row then meets the matrix of its group, wherever these are.
+    Each row then meets the matrix of its group in any order of the groups.
     """
     axes = _ragged_axes(eqn)
     if axes is None or sizes.counts is None or (row_axis := rows.axes[axes[0]]) is None:
@@ -90,7 +90,7 @@ def ragged_dot_of_groups(
 
 
 def _ragged_axes(eqn: core.JaxprEqn) -> tuple[int, int] | None:
-    """Return the axis of rows on the left and that of groups on the right; None for products of another kind."""
+    """Return the axis of rows on the left and that of groups on the right, or None for other products."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (contracted, batch), (ragged,) = numbers.dot_dimension_numbers, numbers.lhs_ragged_dimensions
     groups = list(numbers.rhs_group_dimensions)
@@ -100,7 +100,7 @@ def _ragged_axes(eqn: core.JaxprEqn) -> tuple[int, int] | None:
 def _ragged_product(
     constraints: Constraints, eqn: core.JaxprEqn, rows: ArrayAxes, matrices: ArrayAxes, result_rows: Axis
 ) -> list[ArrayAxes]:
-    """Return the product of rows and matrices, with these rows in the result, and without the groups."""
+    """Return the product of rows and matrices, with `result_rows` as its rows and without the groups."""
     ragged, group = _ragged_axes(eqn) or (0, 0)
     contracted = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0]
     shared = [{axis: ("contracted", i) for i, axis in enumerate(side)} for side in contracted]
@@ -112,7 +112,7 @@ def _ragged_product(
 
 
 def factorisation(constraints: Constraints, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
-    """Freeze the rows and columns of matrices, which are the last two axes; elementwise over a batch of them."""
+    """Freeze the last two axes, which are rows and columns of matrices; treat batch axes elementwise."""
     batch = len(operands[0]) - 2
     for operand in operands:
         constraints.freeze(operand[batch:])

@@ -1,4 +1,4 @@
-"""Rules of what only moves entries: reshapes, slices, concatenations."""
+"""Rules of operations that only move entries: reshapes, slices and concatenations."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ from mcomb.symmetry.rules.common import elementwise, freeze_everything, other_ax
 
 
 def bitcast(constraints: Constraints, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
-    """Unite axes as elementwise rules do, unless it regroups the bytes of several entries."""
+    """Treat the operand elementwise unless the operation regroups the bytes of several entries."""
     rule = elementwise if shape_of(eqn.invars[0]) == shape_of(eqn.outvars[0]) else freeze_everything
     return rule(constraints, eqn, operand)
 
@@ -31,12 +31,12 @@ def transpose(constraints: Constraints, eqn: core.JaxprEqn, operand: ArrayAxes) 
 
 
 def squeeze(constraints: Constraints, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
-    """Return the same axes without some that have one entry."""
+    """Remove axes of size one."""
     return [tuple(operand[axis] for axis in other_axes(len(operand), eqn.params["dimensions"]))]
 
 
 def reshape(constraints: Constraints, eqn: core.JaxprEqn, operand: ArrayAxes, *sizes: ArrayAxes) -> list[ArrayAxes]:
-    """Join the axes of each group and split the product into new axes, perhaps after a transpose."""
+    """Join the axes of each group and split the product into new axes, after an optional transpose."""
     if 0 in shape_of(eqn.invars[0]):
         return freeze_everything(constraints, eqn, operand)
     return [_reshape(constraints, describe_reshape(eqn, operand))]
@@ -65,14 +65,14 @@ def _reshape(
         inside = [i for i, place in enumerate(reshape.order) if place is not None and new.start <= place < new.stop]
         after = {atom for i in inside if (one := result[i]) is not None for atom in atoms(one) if atom.size > 1}
         if not before.issuperset(after):
-            # It could not be split. Its new axes, frozen like the old ones, are others: nothing is batched over them.
+            # The axis could not be split. Its new axes are frozen and unrelated, so nothing is batched over them.
             others = tuple(None if i in inside else one for i, one in enumerate(result))
             constraints.record([(others, range(len(others)))])
     return result
 
 
 def slice_reshape(constraints: Constraints, eqn: core.JaxprEqn, operand: Array) -> list[Array] | None:
-    """Return the reshaped slices of an array, as query, key and value in one product are (ViT, BLOOM)."""
+    """Return the reshaped slices of an array, such as query, key and value in one product (ViT, BLOOM)."""
     axis = sliced_axis(eqn)
     if operand.reshape is None or axis is None:
         return None
@@ -87,13 +87,13 @@ def slice_reshape(constraints: Constraints, eqn: core.JaxprEqn, operand: Array) 
 
 
 def iota(constraints: Constraints, eqn: core.JaxprEqn, *sizes: ArrayAxes) -> list[ArrayAxes]:
-    """Freeze the axis that it counts along: no two entries are equal."""
+    """Freeze the counting axis, because its entries are all different."""
     shape, axis = shape_of(eqn.outvars[0]), eqn.params["dimension"]
     return [tuple(Axis(size, constraints.reason) if i == axis else None for i, size in enumerate(shape))]
 
 
 def concatenate(constraints: Constraints, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
-    """Make each operand's axis a segment, inside of which its entries may move; elementwise over all others."""
+    """Make each operand's axis a segment whose entries may move inside it; treat all others elementwise."""
     dimension, rank = eqn.params["dimension"], len(operands[0])
 
     def labels(label: Hashable) -> Labels:
@@ -110,13 +110,13 @@ def concatenate(constraints: Constraints, eqn: core.JaxprEqn, *operands: ArrayAx
 
 
 def split(constraints: Constraints, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
-    """Split an axis into segments: no permutation may move an entry from one to another."""
+    """Split an axis into segments, so that no permutation moves an entry between segments."""
     axis, sizes = eqn.params["axis"], eqn.params["sizes"]
     return [take_part(constraints, operand, axis, part) for part in cut_segments(constraints, operand[axis], sizes)]
 
 
 def stack(constraints: Constraints, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
-    """Add a frozen axis along which the operands are entries."""
+    """Add a frozen axis whose entries are the operands."""
     new, rank = eqn.params["axis"], len(operands[0])
     labels: list[Hashable] = list(range(rank))
     axis = Axis(len(operands), constraints.reason)
@@ -134,7 +134,7 @@ def unstack(constraints: Constraints, eqn: core.JaxprEqn, operand: ArrayAxes) ->
 
 
 def tile(constraints: Constraints, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
-    """Make each axis the product of its copies, which are all equal, with itself."""
+    """Make each axis the product of its equal copies and itself."""
     pairs = zip(operand, shape_of(eqn.invars[0]), eqn.params["reps"], strict=True)
     result = tuple(constraints.join([None, axis], (count, size)) if count != 1 else axis for axis, size, count in pairs)
     constraints.record([(operand, [("old", i) for i in range(len(operand))]), (result, range(len(result)))])
@@ -142,10 +142,10 @@ def tile(constraints: Constraints, eqn: core.JaxprEqn, operand: ArrayAxes) -> li
 
 
 def slice_(constraints: Constraints, eqn: core.JaxprEqn, operand: ArrayAxes) -> list[ArrayAxes]:
-    """Cut slices without gaps out of their axes as segments.
+    """Cut contiguous slices out of their axes as segments.
 
-    Every third entry of an axis is an entry of each block of three: the blocks may be in any order, what is inside
-    them may not. Other slices with gaps are frozen.
+    A slice of every third entry takes one entry from each block of three. The blocks may be permuted, but the entries
+    inside them may not. All other strided slices freeze their axes.
     """
     p, shape = eqn.params, shape_of(eqn.invars[0])
     strides = p["strides"] or (1,) * len(shape)
@@ -169,7 +169,7 @@ def slice_(constraints: Constraints, eqn: core.JaxprEqn, operand: ArrayAxes) -> 
 
 
 def pad(constraints: Constraints, eqn: core.JaxprEqn, operand: ArrayAxes, filler: ArrayAxes) -> list[ArrayAxes]:
-    """Add the padding before and after an axis as segments of their own."""
+    """Add the padding before and after an axis as separate segments."""
     for axis, (low, high, between) in enumerate(eqn.params["padding_config"]):
         size = shape_of(eqn.invars[0])[axis]
         if between or low < 0 or high < 0:
@@ -185,14 +185,14 @@ def pad(constraints: Constraints, eqn: core.JaxprEqn, operand: ArrayAxes, filler
 
 
 def cut_segments(constraints: Constraints, axis: Axis | None, sizes: Iterable[SupportsIndex]) -> ArrayAxes:
-    """Return the segments of an axis, of which some may be empty."""
+    """Return the segments of an axis, some of which may be empty."""
     lengths = [int(size) for size in sizes]
     parts = iter(constraints.split(axis, [length for length in lengths if length], split_segments))
     return tuple(next(parts) if length else None for length in lengths)
 
 
 def take_part(constraints: Constraints, operand: ArrayAxes, axis: int, part: Axis | None) -> ArrayAxes:
-    """Return the array with one axis cut down to a part of it; the rest has no use here, and is not recorded."""
+    """Return the array with one axis cut down to a part, without recording the unused rest."""
     taken = (*operand[:axis], part, *operand[axis + 1 :])
     constraints.record([(taken, range(len(taken)))])
     return taken
@@ -201,7 +201,7 @@ def take_part(constraints: Constraints, operand: ArrayAxes, axis: int, part: Axi
 def replace_axis(
     constraints: Constraints, operand: ArrayAxes, replaced: int, new_axes: Sequence[Axis | None]
 ) -> list[ArrayAxes]:
-    """Return for each of the new axes the array with one axis replaced by it."""
+    """Return a copy of the array for each new axis, with one axis replaced by it."""
 
     def labels(label: Hashable) -> Labels:
         return [label if axis == replaced else axis for axis in range(len(operand))]
