@@ -1,10 +1,10 @@
-"""PyTorch modules: turn them into JAX functions and back, align them, merge them.
+"""Convert PyTorch modules to JAX functions and back, align them and merge them.
 
     aligned = mcomb.pytorch.align(model_a, model_b, x)
     merged = mcomb.pytorch.merge((model_a, aligned), x, y, method="refit")
 
-torchax runs the module's own `forward` on JAX arrays, so that `derive_spec` can read its symmetries. The functions that
-need PyTorch and torchax import them.
+torchax runs the module's own `forward` on JAX arrays, so that `derive_spec` can read its symmetries. PyTorch and
+torchax are imported on first use.
 """
 
 from mcomb.pytorch.modules import align, from_module, merge, to_arrays, to_module

@@ -1,4 +1,4 @@
-"""torchax: let PyTorch's operations compute in JAX, with replacements where a symmetry would be lost."""
+"""Run PyTorch operations in JAX with torchax, replacing operations that would hide a symmetry."""
 
 import dataclasses
 import warnings
@@ -15,13 +15,13 @@ from mcomb.errors import UserError
 
 @contextmanager
 def run_in_jax(name: str) -> Iterator[None]:
-    """Let PyTorch compute in JAX while a module of this name runs."""
+    """Run PyTorch operations in JAX inside the context; errors name the module."""
     environment = get_environment()
     import torch
     from torchax.tensor import OperatorNotFound
 
     try:
-        # torchax relies on JAX's default promotion, and asks for int64 where JAX has int32.
+        # torchax relies on JAX's default promotion, and requests int64 although JAX uses int32.
         with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Explicitly requested dtype")
             with environment, torch.device("jax"), torch.no_grad():
@@ -40,7 +40,7 @@ def to_jax_tensor(array: Any) -> Any:
 
 @cache
 def get_environment() -> Any:
-    """Return torchax's environment; an error that names the extra if a package is missing."""
+    """Return the torchax environment, or raise an error that names the extra if a package is missing."""
     try:
         import torch
 
@@ -60,15 +60,15 @@ def get_environment() -> Any:
     top_k, copy, get_item = (own[operation].func for operation in (aten.topk, aten.copy_, torch.Tensor.__getitem__))
 
     def top_k_unsorted(*args: Any, **kwargs: Any) -> Any:
-        """JAX's top_k is sorted already; to sort its positions again would make numbers of them."""
+        """Skip the sort, because JAX's top_k is sorted and another sort would turn positions into plain numbers."""
         return top_k(*args[:4], **{name: value for name, value in kwargs.items() if name != "sorted"}, sorted=False)
 
     def copy_view(x: Any, y: Any, *rest: Any, **kwargs: Any) -> Any:
-        """Copy from a view too."""
+        """Copy a tensor, also from a view."""
         return copy(x, y.torch() if isinstance(y, View) else y, *rest, **kwargs)
 
     def slice_one(x: Any, index: Any) -> Any:
-        """Read `x[..., [-2], :]` as a slice: no entry moves into another place."""
+        """Read `x[..., [-2], :]` as a slice, which keeps more axes free than a lookup."""
         indices = index if isinstance(index, tuple) else (index,)
         is_one = [isinstance(i, list) and len(i) == 1 and type(i[0]) is int for i in indices]
         if sum(is_one) == 1 and not any(isinstance(i, torch.Tensor | bool) for i in indices):
@@ -83,14 +83,14 @@ def get_environment() -> Any:
 
 
 def compute_all_experts(module: Any) -> None:
-    """Let each mixture of experts of transformers compute all experts, so that each can have its own order of units."""
+    """Make mixtures of experts of transformers compute all experts, so that each expert has its own order of units."""
     for part in module.modules():
         if all(hasattr(part, name) for name in ("num_experts", "has_gate", "is_transposed", "_apply_gate")):
             part.forward = partial(_all_experts, part)
 
 
 def _all_experts(experts: Any, hidden: Any, chosen: Any, shares: Any) -> Any:
-    """Return the sum of all experts' outputs, weighted by their shares, which are 0 for experts that are not chosen."""
+    """Return the weighted sum of all experts' outputs, with weight 0 for experts that are not chosen."""
     import torch
 
     def linear(name: str, x: Any, labels: str) -> Any:

@@ -1,4 +1,4 @@
-"""Align and merge PyTorch networks in files: state dicts, and folders of Hugging Face."""
+"""Align and merge PyTorch networks in files: state dicts and Hugging Face folders."""
 
 import copy
 import importlib
@@ -31,24 +31,24 @@ CONFIG = "config.json"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
 PICKLES = (".pt", ".pth", ".bin")
 RETURNS = "(module, inputs), (module, inputs, labels) or (module, inputs, labels, loss)"
-TOKENS, EXAMPLES = 8, 2  # of example inputs
-IMAGE, SOUND = 64, 6400  # sizes of example inputs where the configuration gives none
+TOKENS, EXAMPLES = 8, 2  # sizes of example inputs
+IMAGE, SOUND = 64, 6400  # default sizes of example inputs without a size in the configuration
 INERT = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")  # settings without effect
 
 
 @dataclass(frozen=True)
 class Networks:
-    """Modules that were read from files, and the data to use them with."""
+    """Modules loaded from files, with the data to run them on."""
 
     paths: Sequence[Path]
     modules: Sequence[Module]
     inputs: Inputs
     labels: Labels = None
     loss: Objective = cross_entropy
-    has_data: bool = True  # inputs are data, not random numbers
+    has_data: bool = True  # whether inputs are data instead of random numbers
 
     def align(self, to: Path, matcher: Matcher) -> Alignment:
-        """Write the second network in the order of the first to a new file or folder."""
+        """Align the second network to the first, and write it to a new file or folder."""
         if matcher.name != "weights" and not self.has_data:
             raise UserError(f"Matching by {matcher.name} needs data: give --data, or match by weights.")
         apply, (a, b) = self._same_function()
@@ -59,7 +59,7 @@ class Networks:
         return aligned
 
     def merge(self, to: Path, method: str) -> None:
-        """Write the merge of all networks to a new file or folder."""
+        """Merge all networks, and write the result to a new file or folder."""
         apply, params = self._same_function()
         if not self.has_data:
             if method != "average":
@@ -70,7 +70,7 @@ class Networks:
         write(build_module(merged.params, self.modules[0], share=True), to, self.paths[0])
 
     def _same_function(self) -> Any:
-        """Return the common function and the weights of all networks; name settings that differ in an error."""
+        """Return the common function and all weights, or raise an error that names a differing setting."""
         try:
             return same_function(self.modules, self.inputs, None, None)
         except UserError as error:
@@ -86,12 +86,12 @@ class Networks:
 
 
 def is_model_folder(path: Any) -> bool:
-    """Whether a path is a folder of Hugging Face."""
+    """Return whether a path is a Hugging Face folder."""
     return Path(path).is_dir() and (Path(path) / CONFIG).is_file()
 
 
 def read_state_dicts(paths: Sequence[Path], function: str) -> Networks:
-    """Read state dicts into the module that MODULE:FUNCTION returns, which also gives the inputs."""
+    """Load state dicts into the module that MODULE:FUNCTION returns together with its inputs."""
     get_environment()
     module, inputs, *rest = _call(function)
     labels, loss = (*rest, None, None)[:2]
@@ -100,7 +100,7 @@ def read_state_dicts(paths: Sequence[Path], function: str) -> Networks:
 
 
 def read_folders(paths: Sequence[Path], data: Path | None = None) -> Networks:
-    """Read folders of Hugging Face, and data by the names of the model's inputs, if a file is given."""
+    """Load Hugging Face folders, and optionally a data file with arrays named after the model's inputs."""
     get_environment()
     modules = [_load_folder(path) for path in paths]
     if data is None:
@@ -114,7 +114,7 @@ def read_folders(paths: Sequence[Path], data: Path | None = None) -> Networks:
 
 
 def example_inputs(module: Module) -> dict[str, Any]:
-    """Return random inputs of a model of Hugging Face, in the shapes that its configuration gives."""
+    """Return random inputs for a Hugging Face model, with shapes from its configuration."""
     import torch
 
     config, known = module.config, inspect.signature(module.forward).parameters
@@ -148,7 +148,7 @@ def example_inputs(module: Module) -> dict[str, Any]:
 
 
 def write(module: Module, to: Path, like: Path) -> None:
-    """Write a module in the format of the file or folder that it was made from, all of it or nothing."""
+    """Write a module atomically, in the format of the file or folder `like`."""
     with tempfile.TemporaryDirectory(dir=to.parent, prefix=f".{to.name}.") as folder:
         made = Path(folder) / to.name
         if is_model_folder(like):
@@ -162,7 +162,7 @@ def write(module: Module, to: Path, like: Path) -> None:
 
 
 def require_new_place(to: Path, paths: Sequence[Path]) -> None:
-    """Raise an error unless the result may be written to this place."""
+    """Raise an error unless the result can be written to `to`."""
     if to.exists():
         raise UserError(f"{to} is there already: give another name for the result.")
     if not to.absolute().parent.is_dir():
@@ -180,10 +180,10 @@ def _call(function: str) -> Any:
     place, _, name = function.rpartition(":")
     if not place or not name:
         raise UserError(f"--torch {function} names no function: give MODULE:FUNCTION.")
-    sys.path.insert(0, os.getcwd())  # as for `python -m`
+    sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:
         found = getattr(importlib.import_module(place), name)()
-    except Exception as error:  # it is the user's own code
+    except Exception as error:  # user code may raise any error
         raise UserError(
             f"--torch {function} fails ({name_error(error)}): name a function that returns {RETURNS}."
         ) from error
@@ -193,13 +193,13 @@ def _call(function: str) -> Any:
 
 
 def _read_state(path: Path) -> dict[str, Any]:
-    """Return the tensors in a file by name, without running any code in it."""
+    """Return the tensors in a file by name, without running code from the file."""
     import torch
     from safetensors.torch import load_file
 
     try:
         found = torch.load(path, map_location="cpu", weights_only=True) if path.suffix in PICKLES else load_file(path)
-    except Exception as error:  # whatever a broken file makes the packages raise
+    except Exception as error:  # broken files raise many kinds of errors
         raise UserError(
             f"{path} is no state dict ({first_words(error)}): save one, with model.state_dict()."
         ) from error
@@ -215,15 +215,15 @@ def _load_state(module: Module, path: Path) -> Module:
     dtypes = {name: tensor.dtype for name, tensor in state.items()}
     for name, tensor in [*own.named_parameters(), *own.named_buffers()]:
         if tensor.is_floating_point() and name in dtypes:
-            tensor.data = tensor.data.to(dtypes[name])  # as the file has it
+            tensor.data = tensor.data.to(dtypes[name])  # use the dtype in the file
     own.load_state_dict(state, strict=False)
     return own
 
 
 def _require_alike(path: str, module: Module, state: Mapping[str, Any]) -> None:
-    """Raise an error that names tensors that only the file or only the module has, or of two shapes."""
+    """Raise an error that names tensors that are missing, unknown or of another shape."""
     wanted = module.state_dict(keep_vars=True)
-    given = {id(wanted[name]) for name in state if name in wanted}  # tied tensors need one of their names
+    given = {id(wanted[name]) for name in state if name in wanted}  # one name suffices for tied tensors
     if missing := [name for name, tensor in wanted.items() if name not in state and id(tensor) not in given]:
         raise UserError(f"{path} lacks {list_some(missing)}: give a state dict of {type(module).__name__}.")
     if unknown := [name for name in state if name not in wanted]:
@@ -235,7 +235,7 @@ def _require_alike(path: str, module: Module, state: Mapping[str, Any]) -> None:
 
 
 def _write_state(module: Module, to: Path, like: Path) -> None:
-    """Write the tensors that another file has. Safetensors hold tied tensors once."""
+    """Write the tensors that the file `like` has, storing tied tensors once in safetensors files."""
     import torch
     from safetensors import safe_open
     from safetensors.torch import save_file
@@ -255,7 +255,7 @@ def _write_state(module: Module, to: Path, like: Path) -> None:
 
 
 def _load_folder(path: Path) -> Module:
-    """Load the model in a Hugging Face folder, without running any code in it."""
+    """Load the model in a Hugging Face folder, without running code from the folder."""
     try:
         import transformers
     except ImportError as error:
@@ -277,7 +277,7 @@ def _load_folder(path: Path) -> Module:
         module, report = model_class.from_pretrained(path, dtype="auto", output_loading_info=True, **options)
     except UserError:
         raise
-    except Exception as error:  # whatever a broken folder makes transformers raise
+    except Exception as error:  # broken folders raise many kinds of errors
         raise UserError(f"{path} cannot be loaded ({first_words(error)}): save it with save_pretrained.") from error
     if report["missing_keys"]:
         raise UserError(f"{path} lacks {list_some(sorted(report['missing_keys']))}: give a folder with all weights.")

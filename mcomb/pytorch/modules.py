@@ -1,4 +1,4 @@
-"""Turn modules into JAX functions and back; align and merge them."""
+"""Convert PyTorch modules to JAX functions and back; align and merge them."""
 
 import copy
 import dataclasses
@@ -24,12 +24,12 @@ from mcomb.trees import Apply, Inputs, Labels, Params, require_alike
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
-else:  # annotations that are never evaluated against PyTorch
+else:  # placeholders, so that annotations do not need PyTorch
     Module = Tensor = Any
 
 Output = str | Callable[[Any], Any] | None
-INTEGERS = {1: np.uint8, 2: np.int16}  # to view float dtypes as that NumPy lacks, by their size
-STATISTICS = "running_mean"  # a module with this buffer keeps running statistics
+INTEGERS = {1: np.uint8, 2: np.int16}  # integer dtypes by size, to view float dtypes that NumPy lacks
+STATISTICS = "running_mean"  # a module with this buffer has running statistics
 
 
 class Slot(NamedTuple):
@@ -37,12 +37,12 @@ class Slot(NamedTuple):
 
     holder: Any  # a dict or a list
     key: Any
-    name: str  # as in the state dict, unless it is a plain attribute
-    is_weight: bool  # a parameter, or a part of a norm with running statistics
+    name: str  # as in the state dict, except for plain attributes
+    is_weight: bool  # whether it is a parameter or a running statistic
 
     @property
     def tensor(self) -> Tensor:
-        """The tensor that is there."""
+        """The tensor in this place."""
         return self.holder[self.key]
 
 
@@ -61,18 +61,18 @@ def align(
     """Align module `b` to module `a`.
 
     Args:
-        a: The module that stays as it is.
+        a: The reference module. It is not changed.
         b: A module of the same architecture. It is not changed.
         inputs: Example inputs: a tensor, a tuple of positional arguments, or a dict of keyword arguments.
         labels: Labels of the inputs, for matchers that minimise the loss.
         matcher: A name (`"weights"`, `"activations"`, `"ste"`) or a configured matcher.
         spec: The symmetries of the modules; derived by default.
         loss: The loss, for matchers that minimise it.
-        output: Which output counts; see `from_module`.
+        output: The output to preserve; see `from_module`.
         options: Further keyword arguments of `forward`.
 
     Returns:
-        A new module that computes the function of `b` with its units in the order of those of `a`.
+        A new module that computes the same function as `b`, with its units in the order of those of `a`.
 
     Raises:
         UserError: A package is missing, the modules differ, or torchax cannot run them.
@@ -103,11 +103,11 @@ def merge(
     Args:
         modules: Two or more aligned modules. They are not changed.
         inputs: Inputs with examples along the first axis: a tensor, a tuple, or a dict of keyword arguments.
-        labels: Labels with examples along the first axis; `refit` and `average` do without.
+        labels: Labels with examples along the first axis; `refit` and `average` do not need them.
         method: A name (`"average"`, `"fisher"`, `"refit"`, `"learned"`) or a configured method.
         spec: The symmetries of the modules; derived by default.
         loss: The loss: a function of one example's output and label that returns a sum and a count.
-        output: Which output counts; see `from_module`.
+        output: The output to use; see `from_module`.
         options: Further keyword arguments of `forward`.
 
     Returns:
@@ -138,22 +138,22 @@ def from_module(
     """Return a module as a JAX function and its weights.
 
     The function runs `forward` in evaluation mode. Weights are the parameters and the running statistics (BatchNorm).
-    All other buffers, such as rotary frequencies and masks, are constants of the function. The arrays are views of the
-    module's tensors where these are on the CPU, so training the module changes them.
+    All other buffers, such as rotary frequencies and masks, are constants of the function. Arrays of tensors on the CPU
+    are views, so training the module changes them.
 
     Args:
         module: A module. It is not changed.
-        output: Which output counts: a name, or a function of all outputs. By default `logits` if outputs have names and
-            this is one of them, otherwise every tensor.
+        output: The output to return: a name, or a function of all outputs. The default is `logits` if the outputs have
+            names that include it, and otherwise every tensor.
         options: Further keyword arguments of `forward`, such as `{"use_cache": False}`.
 
     Returns:
-        The function `apply(params, inputs)`, and `params`: a dict with the names of the state dict. Tied tensors
-        are one entry, under their first name. Inputs are an array, a tuple of positional arguments, or a dict of
-        keyword arguments.
+        The function `apply(params, inputs)`, and `params`: a dict with the names of the state dict. Tied tensors share
+        one entry, under their first name. Inputs are an array, a tuple of positional arguments, or a dict of keyword
+        arguments.
 
     Raises:
-        UserError: A package is missing, or a weight is no dense tensor.
+        UserError: A package is missing, or a weight is not a dense tensor.
 
     Examples:
         >>> apply, params = mcomb.pytorch.from_module(model)
@@ -169,7 +169,7 @@ def from_module(
     def apply(params: Params, inputs: Inputs) -> Any:
         wrapped = {name: to_jax_tensor(leaf) for name, leaf in params.items()}
         memo = {i: to_jax_tensor(constants[i]) if name is None else wrapped[name] for i, (_, name) in tensors.items()}
-        running = copy.deepcopy(own, memo)  # with JAX's tensors; whatever `forward` changes in it is forgotten
+        running = copy.deepcopy(own, memo)  # holds JAX tensors; changes by `forward` are discarded
         args, kwargs = _arguments(jax.tree.map(to_jax_tensor, inputs))
         with run_in_jax(type(module).__name__):
             return _unwrap(_select(running(*args, **kwargs, **(options or {})), output))
@@ -198,7 +198,7 @@ def to_module(params: Params, like: Module) -> Module:
 
 
 def to_arrays(tree: Any) -> Any:
-    """Return a tree with arrays in place of tensors, without copies where they are on the CPU.
+    """Convert a tree of tensors to arrays, without copying tensors on the CPU.
 
     Args:
         tree: A tensor, or tuples, lists and mappings of tensors, such as the result of a tokenizer.
@@ -219,7 +219,7 @@ def to_arrays(tree: Any) -> Any:
 def same_function(
     modules: Sequence[Module], inputs: Inputs, output: Output, options: Mapping[str, Any] | None
 ) -> tuple[Apply, tuple[Params, ...]]:
-    """Return the common function of several modules and the weights of each; raise an error if functions differ."""
+    """Return the common function of several modules and the weights of each, or raise an error if functions differ."""
     (apply, first), *others = (from_module(module, output=output, options=options) for module in modules)
     traced = _describe(apply, first, inputs)
     for i, (function, params) in enumerate(others, 1):
@@ -241,7 +241,7 @@ def _describe(apply: Apply, params: Params, inputs: Inputs) -> tuple[str, list[b
 
 
 def _slots(module: Module) -> Iterator[Slot]:
-    """Yield all places in a module that hold tensors: parameters, buffers, and attributes outside of these."""
+    """Yield all places in a module that hold tensors: parameters, buffers and other attributes."""
     for prefix, part in module.named_modules():
         stem = f"{prefix}." if prefix else ""
         has_statistics = part._buffers.get(STATISTICS) is not None
@@ -260,7 +260,7 @@ def _slots(module: Module) -> Iterator[Slot]:
 
 
 def _leaves(slots: Sequence[Slot]) -> tuple[dict[Hashable, str], dict[str, Tensor]]:
-    """Return names of all weights by identity, and weights by name. Tied weights have the first name."""
+    """Return the names of all weights by identity, and the weights by name; tied weights share the first name."""
     names: dict[Hashable, str] = {}
     weights: dict[str, Tensor] = {}
     for slot in slots:
@@ -271,7 +271,7 @@ def _leaves(slots: Sequence[Slot]) -> tuple[dict[Hashable, str], dict[str, Tenso
 
 
 def _identity(slot: Slot) -> Hashable:
-    """Return a key that two slots share if their tensors are the same memory."""
+    """Return a key that two slots share if their tensors occupy the same memory."""
     tensor = slot.tensor
     if str(tensor.layout) != "torch.strided" or tensor.device.type == "meta" or not tensor.numel():
         return id(tensor)
@@ -279,7 +279,7 @@ def _identity(slot: Slot) -> Hashable:
 
 
 def build_module(params: Params, like: Module, share: bool) -> Module:
-    """Return a copy of a module with other weights, which may share memory with arrays that own theirs."""
+    """Return a copy of a module with other weights, optionally sharing memory with arrays that own theirs."""
     import torch
 
     slots = list(_slots(like))
@@ -302,7 +302,7 @@ def build_module(params: Params, like: Module, share: bool) -> Module:
 
 
 def _to_array(name: str, tensor: Tensor) -> np.ndarray:
-    """Return a tensor as an array, without a copy if it is contiguous on the CPU."""
+    """Convert a tensor to an array, without a copy if it is contiguous on the CPU."""
     try:
         here = tensor.detach().cpu().resolve_conj().resolve_neg()
         dtype = getattr(ml_dtypes, str(here.dtype).removeprefix("torch."), None)
@@ -317,7 +317,7 @@ def _to_array(name: str, tensor: Tensor) -> np.ndarray:
 
 
 def _to_tensor(array: Any, share: bool) -> Tensor:
-    """Return an array as a tensor that shares the memory, if allowed and owned by the array."""
+    """Convert an array to a tensor that shares its memory, if `share` is set and the array owns its memory."""
     import torch
 
     own = np.asarray(array)
@@ -335,7 +335,7 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _select(outputs: Any, output: Output) -> Any:
-    """Select the relevant output of a module."""
+    """Select one output of a module."""
     if callable(output):
         return output(outputs)
     named = dict(outputs) if isinstance(outputs, Mapping) else None
@@ -352,7 +352,7 @@ def _select(outputs: Any, output: Output) -> Any:
 
 
 def _unwrap(outputs: Any) -> Any:
-    """Return the arrays inside outputs, without values that are not tensors."""
+    """Return the arrays inside outputs, with None for values that are not tensors."""
     return jax.tree.map(
         lambda own: (own.jax() if hasattr(own, "jax") else own.numpy()) if _is_tensor(own) else None,
         outputs,
@@ -361,12 +361,12 @@ def _unwrap(outputs: Any) -> Any:
 
 
 def _is_tensor(value: Any) -> bool:
-    """Whether a value is a tensor of PyTorch's."""
+    """Return whether a value is a PyTorch tensor."""
     return hasattr(value, "__torch_function__") and hasattr(value, "is_floating_point")
 
 
 def _require_module(module: Any) -> None:
-    """Raise an error unless the packages are here and this is a module."""
+    """Raise an error unless the packages are installed and `module` is a PyTorch module."""
     get_environment()
     import torch
 
