@@ -102,7 +102,7 @@ class Constraints:
         """Record the arrays that an operation relates, with the labels of their axes."""
         labelled = [
             [
-                (int(label) if isinstance(label, np.integer) else label, axis)  # so that labels compare equal
+                (int(label) if isinstance(label, np.integer) else label, axis)  # comparable with other types
                 for axis, label in zip(axes, labels, strict=True)
                 if axis is not None
             ]

@@ -77,7 +77,7 @@ def scan(interp: Interpreter, eqn: core.JaxprEqn, *operands: Array) -> list[Arra
         return results[: len(carry)]
 
     carry = _loop_carry(interp, first, body)
-    interp.record_again([*same, *scanned, *ys])  # outside of the scan, constants have no axis of steps
+    interp.record_again([*same, *scanned, *ys])  # outside the scan, constants have no step axis
     interp.record_loop(ys)
     return [*carry, *map(Array, ys)]
 

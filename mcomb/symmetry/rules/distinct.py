@@ -1,9 +1,9 @@
 """Prove along which axes an array has no equal entries, so that `argmax` and `top_k` do not depend on their order.
 
 `argmax` and `top_k` return the first of several equal entries. Entries along an axis are distinct if the same analytic
-formula computes each entry from separate weights, because then they are equal only by chance. For example, the scores x
-@ router are distinct, because each has its own column of the router. A counterexample is the sum of a matrix and its
-transpose, whose entries share weights. A choice along an axis freezes it unless its entries are proven to be distinct.
+formula computes each entry from separate weights. They can then be equal only by chance. For example, the scores
+`x @ router` are distinct, because each has its own column of the router. The sums of a matrix and its transpose are
+not, because they share weights. A choice along an axis freezes it unless its entries are proven to be distinct.
 """
 
 from collections.abc import Callable, Iterable, Sequence
