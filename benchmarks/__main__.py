@@ -1,10 +1,11 @@
-"""All benchmarks of speed, memory and precision, one after the other, at sizes that take less than ten minutes.
+"""Run the benchmarks of speed, memory and precision in turn, in less than ten minutes.
 
     python -m benchmarks                                  # on two idle CPU cores
     python -m benchmarks --only evaluation matching
 
-Each prints its table, and leaves it as JSON in --out; `growth` leaves its picture as well. Each can be run by itself,
-at other sizes: `python -m benchmarks.evaluation --help`. Where torch is installed, evaluation is compared with it, too.
+Each benchmark prints its table and writes it as JSON to --out; `growth` also writes its figure. Each is a command of
+its own with flags for other sizes: `python -m benchmarks.evaluation --help`. If torch is installed, `evaluation` also
+times PyTorch.
 """
 
 import time
@@ -44,14 +45,14 @@ BENCHMARKS: dict[str, Benchmark] = {
 
 @dataclass(frozen=True)
 class AllConfig:
-    """The flags of all benchmarks together."""
+    """Flags of `python -m benchmarks`."""
 
     only: Annotated[tuple[str, ...], Flag("which of them", choices=tuple(BENCHMARKS))] = tuple(BENCHMARKS)
     out: Annotated[Path, Flag("folder for tables and pictures")] = Path("runs/benchmarks")
 
 
 def main(config: AllConfig) -> None:
-    """Runs them in turn, and says how long each took."""
+    """Run the benchmarks in turn, and print the duration of each."""
     config.out.mkdir(parents=True, exist_ok=True)
     for name in config.only:
         print(f"\n{name}", flush=True)

@@ -1,11 +1,12 @@
-"""The memory that compiled programs say they need, at sizes that are too large to run here: nothing is run.
+"""Report the memory that compiled programs need, at sizes that are too large to run here.
 
     python -m benchmarks.account                         # ResNet-20 at width 32: two minutes of compiling
     python -m benchmarks.account --setup tiny10-cifar10 --width 8
 
-XLA knows the sizes of all buffers before it runs a program. `arguments` are networks, state and images, of which the
-devices of one CPU share a single copy where nothing is donated; `temporary` are all arrays inside, on each device.
-Convolutions may take more while they run: `benchmarks.memory` measures what a process really takes.
+The benchmark compiles programs and runs none, because XLA knows the sizes of all buffers after compilation.
+`arguments` are networks, state and images. The devices of one CPU share a single copy of them unless they are donated.
+`temporary` are all intermediate arrays, on each device. Convolutions may need more memory while they run:
+`benchmarks.memory` measures the memory of a running process.
 """
 
 from collections.abc import Callable
@@ -37,7 +38,7 @@ TASKS = ("evaluation", "activations", "ste")
 
 @dataclass(frozen=True)
 class AccountConfig:
-    """The flags of the benchmark."""
+    """Flags of the benchmark."""
 
     tasks: Annotated[tuple[str, ...], Flag("which programs", choices=TASKS)] = TASKS
     setup: Annotated[str, Flag("which networks", choices=tuple(SETUPS))] = "resnet20-cifar10"
@@ -50,12 +51,12 @@ class AccountConfig:
 
 
 def on(mesh: Mesh, tree: Any, spec: PartitionSpec = HERE) -> Any:
-    """The shapes of a tree, on the devices of a mesh."""
+    """Place the shapes of a tree on the devices of a mesh."""
     return jax.tree.map(lambda leaf: Shape(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)), tree)
 
 
 def account(task: str, config: AccountConfig) -> list[Row]:
-    """What the programs of a task need; those of matchers as they are by default."""
+    """Return the memory that the programs of a task need; matchers have their default settings."""
     setup, devices, mesh = SETUPS[config.setup], len(jax.devices()), device_mesh()
     shapes, apply = setup.shapes(config.width), setup.apply(config.width)
     size = sum(leaf.size * 4 for leaf in jax.tree.leaves(shapes))
@@ -106,7 +107,7 @@ def account(task: str, config: AccountConfig) -> list[Row]:
 
 
 def main(config: AccountConfig) -> None:
-    """Prints a table, and writes it where it is asked to."""
+    """Print the table, and write it to `--json` if given."""
     print(describe_devices(), flush=True)
     show([row for task in config.tasks for row in account(task, config)], config.json)
 

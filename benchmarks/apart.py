@@ -1,4 +1,4 @@
-"""Measurements in processes of their own, whose memory is theirs alone."""
+"""Run measurements in separate processes, so that their memory can be told apart."""
 
 import contextlib
 import json
@@ -15,16 +15,16 @@ from mcomb.errors import UserError
 
 
 def peak_memory() -> int:
-    """The most bytes that this process has taken so far."""
-    with contextlib.suppress(OSError):  # on Linux, what getrusage says is at least what the process had that began this
+    """Return the peak memory of this process in bytes."""
+    with contextlib.suppress(OSError):  # on Linux, getrusage includes the peak of the parent process
         return 1024 * int(re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[0])
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def measure_apart(measure: Callable[[Any], Any], point: Any) -> Any:
-    """What a function of a benchmark returns for a dataclass of the same module, called in a process of its own."""
+    """Call `measure(point)` in a separate process; both must come from the same module."""
     names, spec = (measure.__name__, type(point).__name__), sys.modules[measure.__module__].__spec__
-    assert spec is not None  # the module's own name, also where it is being run
+    assert spec is not None  # has the module's name even if it runs as __main__
     code = f"import json\nfrom {spec.name} import {', '.join(names)}\nprint(json.dumps({names[0]}({point})))"
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     command, root = [sys.executable, "-c", code], Path(__file__).parents[1]

@@ -1,9 +1,9 @@
-"""How long it takes to derive a spec, by depth: JAX's own tracing, and all the rest.
+"""Time the derivation of specs against depth: JAX's tracing, and the rest.
 
     python -m benchmarks.derivation    # half a minute
 
-Widths do not matter: only shapes are traced. `of tracing` is the rest in parts of the tracing, both of the same run;
-the fastest of `--rounds` counts.
+Widths do not matter, because only shapes are traced. `of tracing` is the time of the rest divided by the time of
+tracing, both from the fastest of `--rounds` runs.
 """
 
 import time
@@ -25,7 +25,7 @@ Shape = jax.ShapeDtypeStruct
 
 @dataclass(frozen=True)
 class DerivationConfig:
-    """The flags of the benchmark."""
+    """Flags of the benchmark."""
 
     rounds: Annotated[int, Flag("how often each is derived", at_least=1)] = 3
 
@@ -39,7 +39,7 @@ class Problem(NamedTuple):
 
 
 def linen(model: nn.Module, inputs: Shape) -> Problem:
-    """A Flax model with its shapes."""
+    """Return a Flax model with the shapes of its variables and input."""
     return Problem(model.apply, jax.eval_shape(model.init, jax.random.key(0), inputs), inputs)
 
 
@@ -58,12 +58,12 @@ class Transformer(nn.Module):
 
 
 def norm(x: Any) -> Any:
-    """BatchNorm as in evaluation."""
+    """Return a BatchNorm that uses running averages."""
     return nn.BatchNorm(use_running_average=True)(x)
 
 
 class ResNet(nn.Module):
-    """Bottleneck blocks with BatchNorm, as many in each of four groups."""
+    """Groups of bottleneck blocks with BatchNorm; `blocks` has the number of blocks in each group."""
 
     blocks: tuple[int, ...]
 
@@ -81,7 +81,7 @@ class ResNet(nn.Module):
 
 
 class DenseNet(nn.Module):
-    """Layers that see all layers before them, with BatchNorm, as many in each of four blocks."""
+    """Densely connected blocks with BatchNorm; `layers` has the number of layers in each block."""
 
     layers: tuple[int, ...]
 
@@ -97,7 +97,7 @@ class DenseNet(nn.Module):
 
 
 def recurrence(steps: int) -> Problem:
-    """A recurrence without a loop."""
+    """Return an unrolled recurrence."""
 
     def fn(params: Any, x: Any) -> Any:
         hidden = jnp.zeros((len(x), 8))
@@ -110,7 +110,7 @@ def recurrence(steps: int) -> Problem:
 
 
 def growing(steps: int) -> Problem:
-    """A concatenation that grows in a loop."""
+    """Return a concatenation that grows in a Python loop."""
 
     def fn(params: Any, x: Any) -> Any:
         hidden = x @ params
@@ -122,7 +122,7 @@ def growing(steps: int) -> Problem:
 
 
 def problems() -> Iterator[tuple[str, Problem]]:
-    """What is derived, by name."""
+    """Yield the name and the problem of each row."""
     tokens, images = Shape((2, 16), jnp.int32), Shape((2, 32, 32, 3), jnp.float32)
     for depth in (6, 12, 24, 48):
         yield f"transformer of {depth} layers", linen(Transformer(depth), tokens)
@@ -137,7 +137,7 @@ def problems() -> Iterator[tuple[str, Problem]]:
 
 
 def main(config: DerivationConfig) -> None:
-    """Prints a line for each."""
+    """Print one row for each problem."""
     rows = [("", "equations", "permutations", "tracing, s", "the rest, s", "of tracing")]
     for name, (fn, params, inputs) in problems():
         times = []

@@ -1,13 +1,14 @@
-"""Evaluation side by side: `evaluate`, a Python loop of jitted calls, and PyTorch where torch is installed.
+"""Compare the speed of `evaluate`, a Python loop of jitted calls, and PyTorch if torch is installed.
 
     python -m benchmarks.evaluation                                   # a few minutes on two CPU cores
     python -m benchmarks.evaluation --networks tiny10-cifar10:4 --json evaluation.json
 
-All ways draw the same number of random mixtures of two networks and measure the loss and the accuracy of each on the
-same images. The loop is that of Git Re-Basin: a mixture is made in one jitted call, and each batch of images is
-another; its batches are as many images as `evaluate` takes, or 1,000 as there, whichever is faster. PyTorch has the
-same weights and all cores, and calls the network with `torch.func.functional_call`; its logits are compared first. All
-take turns with products of large matrices, the machine's peak, and the fastest of `--rounds` turns counts.
+Each way draws the same number of random mixtures of two networks, and measures the loss and the accuracy of each
+mixture on the same images. The loop is that of Git Re-Basin: one jitted call for a mixture, and one for each batch of
+images. Its batches have as many images as those of `evaluate`, or 1,000 as in Git Re-Basin; the faster one is the
+baseline. PyTorch has the same weights, uses all cores, and calls the network with `torch.func.functional_call`. Its
+logits are checked first. All ways take turns with products of large matrices, which define the machine's peak rate.
+The fastest of `--rounds` turns counts.
 """
 
 import importlib.util
@@ -34,13 +35,13 @@ from mcomb.runtime.batching import BATCH
 from mcomb.runtime.devices import describe_devices
 
 LOOP_BATCHES = (BATCH, 1000)
-SIDE = 2048  # of the matrices whose product is the machine's peak
+SIDE = 2048  # of the matrices whose product defines the machine's peak rate
 NETWORKS = ("tiny10-cifar10:1", "tiny10-cifar10:4", "resnet20-cifar10:1", "mlp-cifar10:32")
 
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """The flags of the benchmark."""
+    """Flags of the benchmark."""
 
     networks: Annotated[tuple[str, ...], Flag("which networks, each as SETUP:WIDTH")] = NETWORKS
     combinations: Annotated[int, Flag("mixtures in a turn", at_least=1)] = 4
@@ -54,7 +55,7 @@ Problem = tuple[Setup, int, tuple[Any, Any], np.ndarray, np.ndarray, np.ndarray,
 
 
 def make_problem(name: str, config: EvaluationConfig) -> tuple[Problem, float]:
-    """What is to be evaluated, and how many operations that takes."""
+    """Return the networks, images and mixtures to evaluate, and the number of operations."""
     named, _, width = name.partition(":")
     if named not in SETUPS or not width.isdecimal() or not int(width):
         raise UserError(f"--networks {name} is no setup with a width: give one such as {NETWORKS[0]}")
@@ -62,7 +63,7 @@ def make_problem(name: str, config: EvaluationConfig) -> tuple[Problem, float]:
     networks = setup.init(int(width), 0), setup.init(int(width), 1)
     one = jax.ShapeDtypeStruct((1, *setup.dataset.image), np.uint8)
     analysis: Any = jax.jit(setup.apply(int(width))).lower(networks[0], one).cost_analysis()
-    count = BATCH * max(1, round(config.gigaflop * 1e9 / analysis["flops"] / BATCH))  # whole batches: no padding
+    count = BATCH * max(1, round(config.gigaflop * 1e9 / analysis["flops"] / BATCH))  # whole batches, to avoid padding
     images = rng.integers(0, 256, (count, *setup.dataset.image)).astype(np.uint8)
     labels = rng.integers(0, setup.dataset.classes, count).astype(np.int32)
     shares, keys = (
@@ -73,7 +74,7 @@ def make_problem(name: str, config: EvaluationConfig) -> tuple[Problem, float]:
 
 
 def way_of_ours(problem: Problem) -> Callable[[], None]:
-    """A turn of `evaluate` as it comes."""
+    """Return a turn of `evaluate` with its default settings."""
     setup, width, networks, images, labels, shares, keys = problem
 
     def turn() -> None:
@@ -83,7 +84,7 @@ def way_of_ours(problem: Problem) -> Callable[[], None]:
 
 
 def way_of_a_loop(problem: Problem, batch_size: int) -> Callable[[], None]:
-    """A turn of a Python loop over mixtures and batches, each a jitted call."""
+    """Return a turn of a Python loop over mixtures and batches, with one jitted call for each."""
     setup, width, networks, images, labels, shares, keys = problem
     draw, apply = jax.jit(mix(uniform)), setup.apply(width)
 
@@ -104,7 +105,7 @@ def way_of_a_loop(problem: Problem, batch_size: int) -> Callable[[], None]:
 
 
 def way_of_pytorch(problem: Problem, batch_size: int = BATCH) -> Callable[[], None]:
-    """A turn of a Python loop over mixtures and batches with PyTorch."""
+    """Return a turn of a Python loop over mixtures and batches in PyTorch."""
     import torch
     from torch.func import functional_call
     from torch.nn import functional
@@ -131,14 +132,14 @@ def way_of_pytorch(problem: Problem, batch_size: int = BATCH) -> Callable[[], No
 
 
 def ways_to_multiply() -> dict[str, Callable[[], Any]]:
-    """Turns of one product of large matrices, by XLA and by NumPy."""
+    """Return turns of one product of large matrices, by XLA and by NumPy."""
     matrix = np.random.default_rng(0).standard_normal((SIDE, SIDE), np.float32)
     on_device, multiply = jnp.asarray(matrix), jax.jit(jnp.matmul)
     return {"XLA": lambda: multiply(on_device, on_device).block_until_ready(), "NumPy": lambda: matrix @ matrix}
 
 
 def compare(name: str, config: EvaluationConfig) -> list[Row]:
-    """The rows of one network."""
+    """Time all ways for one network, and return their rows."""
     problem, flop = make_problem(name, config)
     ways: dict[str, Callable[[], Any]] = {"evaluate": way_of_ours(problem)}
     ways |= {f"loop, batches of {size:,}": way_of_a_loop(problem, size) for size in LOOP_BATCHES}
@@ -150,7 +151,7 @@ def compare(name: str, config: EvaluationConfig) -> list[Row]:
         for way, run in (ways | products).items():
             start = time.perf_counter()
             run()
-            if turn:  # the first one compiles
+            if turn:  # the first turn compiles
                 seconds[way] = min(seconds[way], time.perf_counter() - start)
     peak = 2 * SIDE**3 / min(seconds[way] for way in products)
     loop = min(taken for way, taken in seconds.items() if way.startswith("loop"))
@@ -168,7 +169,7 @@ def compare(name: str, config: EvaluationConfig) -> list[Row]:
 
 
 def main(config: EvaluationConfig) -> None:
-    """Prints a table, and writes it where it is asked to."""
+    """Print the table, and write it to `--json` if given."""
     print(
         f"{describe_devices()}" + ("" if importlib.util.find_spec("torch") else "; torch is not installed"), flush=True
     )

@@ -1,15 +1,16 @@
-"""Random programs, of which no derived permutation may change the function: what is tried, and what is found.
+"""Check on random programs that no derived permutation changes the function.
 
     python -m benchmarks.fuzz                        # 200 programs: half a minute on one CPU core
     python -m benchmarks.fuzz --programs 20000
 
-Of each program, in double precision: permuted parameters compute the same; the spec is valid; permutations are undone
-by their inverses, and one after the other is their composition. Of one in `--deep` programs also: activation matching
-finds what NumPy finds from the very activations, and REPAIR leaves the networks at both ends as they are; but not of
-those that JAX cannot batch, nor, on several devices, of those with a `shard_map` over one of them inside. Programs that
-XLA itself cannot run are counted apart, and so are those in which roundings decide, as between two rows of which one is
-the largest but equal the other in exact arithmetic: there the result must be one that the program has for the very same
-parameters but for roundings. One that fails is named by its seed: `Program(seed, steps)` is that program again.
+For each program, the benchmark checks that the spec is valid and that permuted parameters give the same result in
+double precision. It also checks the inverse and the composition of permutations. For one in `--deep` programs, it
+also checks that activation matching is optimal and that REPAIR keeps the networks at both ends. It skips these two
+checks if JAX cannot batch the program, or if the program has a `shard_map` and there are several devices.
+
+Programs that XLA cannot run are counted separately. So are programs whose result depends on rounding errors, such as
+the argmax of two rows that are equal in exact arithmetic. Their permuted result must then equal the result for
+parameters that differ only by rounding errors. The output names each failure, and `Program(seed, steps)` recreates it.
 """
 
 import collections
@@ -33,11 +34,11 @@ from mcomb.matching.activations import correlations, match_activations
 from mcomb.runtime.progress import progress_bar, say
 from tests.helpers.programs import Program
 
-TOLERANCE = 1e-7  # of the largest entry, in double precision: what roundings may grow to
-ROUNDING = 1e-13  # of numbers about one, as there are in these programs: a result that is no larger is nothing else
-TRIALS = 64  # of parameters that differ by roundings
+TOLERANCE = 1e-7  # relative to the largest entry: the limit of accumulated rounding errors in double precision
+ROUNDING = 1e-13  # absolute, because numbers in these programs are about one: a smaller difference counts as zero
+TRIALS = 64  # samples of parameters that differ only by rounding errors
 
-QUICK = {  # to compile, not to run
+QUICK = {  # for fast compilation, because each program runs only once
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
     "xla_cpu_use_fusion_emitters": False,
@@ -47,7 +48,7 @@ QUICK = {  # to compile, not to run
 
 @dataclass(frozen=True)
 class FuzzConfig:
-    """The flags of the benchmark."""
+    """Flags of the benchmark."""
 
     programs: Annotated[int, Flag("how many programs", at_least=1)] = 200
     first: Annotated[int, Flag("the seed of the first", at_least=0)] = 0
@@ -55,24 +56,24 @@ class FuzzConfig:
 
 
 class Unsound(Exception):
-    """A permutation that changes the function, or something else that must hold and does not."""
+    """A failed check, such as a permutation that changes the function."""
 
 
 class NotRun(Exception):
-    """XLA cannot run the program."""
+    """A program that XLA cannot run."""
 
 
 class DecidedByRoundings(Exception):
-    """A permutation changes the result, into one that the program has for the same parameters but for roundings."""
+    """A permutation that changes the result only as rounding errors of the parameters do."""
 
 
 def steps_of(seed: int) -> int:
-    """How many operations the program of a seed has."""
+    """Return the number of operations of the program with this seed."""
     return 3 + seed % 8
 
 
 def check_program(program: Program) -> PermutationSpec:
-    """The spec of a program, for which everything holds that must."""
+    """Derive the spec of a program, check it, and return it."""
     params = program.params()
     spec = derive_spec(program, params, program.input)
     spec.validate(params)
@@ -104,17 +105,17 @@ def check_program(program: Program) -> PermutationSpec:
 
 
 def results_of(run: Callable[..., Any], networks: Sequence[Any], x: np.ndarray) -> np.ndarray:
-    """The result of each of the networks."""
+    """Return the result of each network."""
     return np.asarray(run(jax.tree.map(lambda *leaves: np.stack(leaves), *networks), x))
 
 
 def rounded(rng: np.random.Generator, leaf: np.ndarray) -> np.ndarray:
-    """The same numbers but for a few units in the last place."""
+    """Return the leaf with rounding errors of a few units in the last place."""
     return leaf * (1 + 4 * np.finfo(np.float64).eps * rng.standard_normal(leaf.shape))
 
 
 def can_be_batched(program: Program) -> bool:
-    """Whether JAX can map the program over examples, on all devices."""
+    """Return whether JAX can map the program over examples on all devices."""
     params = program.params()
     try:
         batched = jax.make_jaxpr(jax.vmap(program, (None, 0)))(params, np.zeros((2, *program.input.shape), np.float32))
@@ -124,7 +125,7 @@ def can_be_batched(program: Program) -> bool:
 
 
 def check_matching_and_repair(program: Program, spec: PermutationSpec) -> None:
-    """Activation matching is what NumPy makes of the correlations; REPAIR keeps both ends."""
+    """Require that activation matching is optimal and that REPAIR keeps both ends."""
     a, b = (program.params(seed) for seed in (program.seed, program.seed + 1))
     x = np.random.default_rng(program.seed).standard_normal((12, *program.input.shape[1:]), np.float32)
     pairs = x.reshape(6, *program.input.shape)
@@ -156,9 +157,9 @@ def check_matching_and_repair(program: Program, spec: PermutationSpec) -> None:
 
 
 def distance(found: Any, wanted: Any) -> float:
-    """The largest difference beside the largest entry; infinite where they differ in what is infinite or no number.
+    """Return the largest difference relative to the largest entry, or infinity if infinities or NaNs differ.
 
-    It is none if it is no more than roundings are, as in the smallest singular value of a singular matrix.
+    Return zero for a difference below `ROUNDING`, such as that of the smallest singular value of a singular matrix.
     """
     found, wanted = np.asarray(found), np.asarray(wanted)
     other, wanted_other = (np.where(np.isfinite(values), 0, values) for values in (found, wanted))
@@ -172,18 +173,18 @@ def distance(found: Any, wanted: Any) -> float:
 
 
 def require(holds: Any, what: str) -> None:
-    """Raises unless it holds."""
+    """Raise `Unsound` unless the condition holds."""
     if not holds:
         raise Unsound(what)
 
 
 def equal(left: Any, right: Any) -> bool:
-    """Whether two trees are equal in every bit."""
+    """Return whether two trees are equal bit by bit."""
     return all(jax.tree.leaves(jax.tree.map(np.array_equal, left, right)))
 
 
 def main(config: FuzzConfig) -> None:
-    """Tries the programs and prints what was found."""
+    """Check the programs, and print the failures and counts."""
     counts: collections.Counter[str] = collections.Counter()
     with progress_bar(config.programs, "program", "fuzzing") as bar:
         for seed in range(config.first, config.first + config.programs):
@@ -203,7 +204,7 @@ def main(config: FuzzConfig) -> None:
             except Unsound as error:
                 counts["unsound"] += 1
                 say(f"Program({seed}, {steps_of(seed)}): {error}")
-            except Exception:  # whatever it is, it is a finding
+            except Exception:  # any exception is a finding
                 counts["crashed"] += 1
                 say(f"Program({seed}, {steps_of(seed)}):\n{traceback.format_exc(limit=-3)}")
             counts["programs"] += 1

@@ -1,11 +1,12 @@
-"""How the cost of evaluating combinations grows with width, combinations, images and devices.
+"""Measure how the cost of evaluation grows with width, combinations, images and devices.
 
     python -m benchmarks.growth                            # two minutes on two CPU cores
     python -m benchmarks.growth --setup resnet20-cifar10 --widths 1 2 4 8 16
 
-Each point is a process of its own, of untrained networks on random images: the faster of two compiled calls, and the
-most memory that the process took beyond what it took before the networks. Of each series the slope on a log-log picture
-is fitted: 1 is proportional, 2 quadratic; with more devices time should fall.
+Each point runs in a separate process, with untrained networks and random images. The benchmark reports the faster of
+two compiled calls, and the peak memory minus the memory before the networks were created. It fits the slope of each
+series on logarithmic axes: a slope of 1 is proportional growth, and 2 is quadratic. With more devices, time should
+fall.
 """
 
 import time
@@ -44,7 +45,7 @@ class Point:
 
 @dataclass(frozen=True)
 class GrowthConfig:
-    """The flags of the benchmark."""
+    """Flags of the benchmark."""
 
     setup: Annotated[str, Flag("which networks", choices=tuple(SETUPS))] = "tiny10-cifar10"
     widths: Annotated[tuple[int, ...], Flag("width multipliers", at_least=1)] = (1, 2, 4)
@@ -55,7 +56,7 @@ class GrowthConfig:
 
 
 def measure(point: Point) -> Row:
-    """The seconds of one evaluation, the network's parameters, and the bytes that it took at most."""
+    """Return the seconds of one evaluation, the number of parameters, and the peak memory in bytes."""
     jax.config.update("jax_num_cpu_devices", point.devices)
     setup, rng = SETUPS[point.setup], np.random.default_rng(0)
     images = rng.integers(0, 256, (point.images, *setup.dataset.image)).astype(np.uint8)
@@ -74,12 +75,12 @@ def measure(point: Point) -> Row:
 
 
 def slope(x: Any, y: Any) -> float:
-    """The exponent of y as a power of x, by least squares on logarithms."""
+    """Fit the exponent of y as a power of x by least squares on logarithms."""
     return float(np.polyfit(np.log(x), np.log(y), 1)[0]) if len(set(x)) > 1 else float("nan")
 
 
 def draw(series: dict[str, list[Row]], folder: Path) -> None:
-    """Draws each series on logarithmic axes with its fitted slope; an octave is as long on all axes."""
+    """Draw each series on logarithmic axes of equal scale, with its fitted slope."""
     panels = [(name, name, "seconds") for name in series] + [("width", "parameters", "megabytes")]
     short = EngFormatter(sep="")
     with matplotlib.rc_context(STYLE):
@@ -103,7 +104,7 @@ def draw(series: dict[str, list[Row]], folder: Path) -> None:
 
 
 def main(config: GrowthConfig) -> None:
-    """Prints a table, and leaves it and a picture where it is asked to."""
+    """Print the table and the slopes, and write the table and the figure if requested."""
     if config.out:
         config.out.mkdir(parents=True, exist_ok=True)
     base = Point(config.setup)
@@ -116,7 +117,7 @@ def main(config: GrowthConfig) -> None:
     each = list(dict.fromkeys(point for its_points in points.values() for point in its_points))
     measured: dict[Point, Row] = {}
     with progress_bar(len(each), "point", "measuring") as bar:
-        for point in each:  # some are in several series
+        for point in each:  # a point may belong to several series
             measured[point] = measure_apart(measure, point)
             bar.update()
     series: dict[str, list[Row]] = {

@@ -1,10 +1,12 @@
-"""What matching transformers by weights spends on families, as of heads with their dimensions, and what on all else.
+"""Measure the part of weight matching that goes to families, such as the heads of transformers.
 
     python -m benchmarks.heads                                    # half a minute on two CPU cores
 
-A family's scores are computed anew at each visit, those of plain permutations only where something has moved. If
-families were treated alike, `scores, later visits` is the most that could be saved. All are CPU seconds. The networks
-are random (`as initialised`), or one is the other with its units permuted and noise added (`permuted`).
+A family consists of units with a permutation inside each, such as heads and their dimensions. Weight matching
+recomputes the scores of a family at each visit. It recomputes the scores of a plain permutation only after a change.
+`scores, later visits` is therefore an upper bound for the time that caching the scores of families could save. All
+times are CPU seconds. The networks are random (`as initialised`), or the second one is the first one with permuted
+units and added noise (`permuted`).
 """
 
 import collections
@@ -31,7 +33,7 @@ NOISE = 0.3  # in standard deviations of a leaf
 
 @dataclass(frozen=True)
 class HeadsConfig:
-    """The flags of the benchmark."""
+    """Flags of the benchmark."""
 
     streams: Annotated[tuple[int, ...], Flag("units of the residual stream", at_least=1)] = (128, 256, 512)
     layers: Annotated[int, Flag("how many layers", at_least=1)] = 4
@@ -40,7 +42,7 @@ class HeadsConfig:
 
 
 def transformer(params: Any, tokens: Any) -> Any:
-    """Layers of attention and of an MLP, each added to the stream."""
+    """Apply residual layers of attention and MLPs."""
     x = params["embed"][tokens]
     for layer in params["layers"]:
         q, k, v = (jnp.einsum("btc,chd->bthd", x, layer[name]) for name in "qkv")
@@ -51,7 +53,7 @@ def transformer(params: Any, tokens: Any) -> Any:
 
 
 def make_params(stream_size: int, config: HeadsConfig, seed: int) -> Any:
-    """Random weights: as many heads as fill the stream, and four times as many units in each MLP."""
+    """Return random weights: heads that fill the stream, and MLPs four times as wide as it."""
     n, rng = stream_size, np.random.default_rng(seed)
     heads = max(1, n // config.dims)
     draw = lambda *shape: rng.standard_normal(shape, np.float32) / np.float32(n**0.5)  # noqa: E731
@@ -63,7 +65,7 @@ def make_params(stream_size: int, config: HeadsConfig, seed: int) -> Any:
 
 
 def measure(stream_size: int, kind: str, config: HeadsConfig) -> Row:
-    """The CPU seconds of one matching, and those of its parts that families take."""
+    """Return the CPU seconds of one matching, in total and for families."""
     a, b = (make_params(stream_size, config, seed) for seed in (0, 1))
     spec = derive_spec(transformer, a, jnp.zeros((1, 4), jnp.int32))
     if kind == "permuted":
@@ -93,7 +95,7 @@ def measure(stream_size: int, kind: str, config: HeadsConfig) -> Row:
 
     of_visit = lambda *_: inside[0] if inside else "first"  # noqa: E731
     with (
-        mock.patch.object(weights, "SOLVER_THREADS", 1),  # families one after the other, so that each visit is known
+        mock.patch.object(weights, "SOLVER_THREADS", 1),  # solve families in turn, to know the visit of each call
         mock.patch.object(weights._Descent, "_solve_nested", solve_nested),
         mock.patch.object(weights, "_unit_scores", timed(of_visit, real_scores)),
         mock.patch.object(weights._Descent, "_permuted_parts", timed(of_visit, permuted)),
@@ -114,7 +116,7 @@ def measure(stream_size: int, kind: str, config: HeadsConfig) -> Row:
 
 
 def main(config: HeadsConfig) -> None:
-    """Prints a table, and writes it where it is asked to."""
+    """Print the table, and write it to `--json` if given."""
     kinds = ("as initialised", "permuted")
     show([measure(size, kind, config) for kind in kinds for size in config.streams], config.json)
 

@@ -1,11 +1,11 @@
-"""Where the time of one experiment goes, from nothing: by default `python -m experiments.uniform --setup mlp-digits`.
+"""Time each part of `python -m experiments.uniform` without a cache, by default with `--setup mlp-digits`.
 
     python -m benchmarks.main_job                                       # a minute on two CPU cores
     python -m benchmarks.main_job --width 8 --epochs 20
 
-The command runs in a process of its own and a new folder. Its start lasts until the first progress bar: imports, data,
-and the first networks. CPU seconds are those of all its threads; on two idle cores, half as many is the least that it
-can take, and on busy cores they say more than the clock.
+The command runs in a separate process and a new folder. `to the first bar` is the time until the first progress bar.
+CPU seconds include all threads. On two idle cores, the command takes at least half as many seconds. On busy cores, CPU
+seconds are more meaningful than elapsed time.
 """
 
 import json
@@ -28,7 +28,7 @@ from mcomb.lab.setups import SETUPS
 
 @dataclass(frozen=True)
 class MainJobConfig:
-    """The flags of the benchmark."""
+    """Flags of the benchmark."""
 
     setup: Annotated[str, Flag("model, dataset and recipe", choices=tuple(SETUPS))] = "mlp-digits"
     width: Annotated[int, Flag("width multiplier", at_least=1)] = 32
@@ -37,7 +37,7 @@ class MainJobConfig:
 
 
 def measure(config: MainJobConfig) -> list[Row]:
-    """The seconds of each part of the run, and those of its start and of everything on the CPU."""
+    """Return the seconds of each part of the run, then the time to the first bar and the CPU seconds."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "experiments.uniform", "--setup", config.setup, "--width", str(config.width)]
         command += ["--out", folder] + ([] if config.epochs is None else ["--epochs", str(config.epochs)])
@@ -65,7 +65,7 @@ def measure(config: MainJobConfig) -> list[Row]:
 
 
 def cpu_seconds(process: int) -> float:
-    """The CPU seconds of a running process so far; not a number where Linux does not tell."""
+    """Return the CPU seconds of a running process, or NaN except on Linux."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -74,7 +74,7 @@ def cpu_seconds(process: int) -> float:
 
 
 def main(config: MainJobConfig) -> None:
-    """Prints a table, and writes it where it is asked to."""
+    """Print the table, and write it to `--json` if given."""
     show(measure(config), config.json)
 
 

@@ -1,15 +1,15 @@
-"""Weight matching side by side with Git Re-Basin's way of it: the same weights, the same visits, one process.
+"""Compare our weight matching with Git Re-Basin's, with the same weights and visits, in one process.
 
     python -m benchmarks.matching                                        # widths 1 and 4: a minute
     python -m benchmarks.matching --widths 16 32                         # quarter of an hour, 7 GB
     python -m benchmarks.matching --images 1000 --data-dir ARCHIVE       # networks trained on 1,000 images
     python -m benchmarks.matching --pretrained --setups mlp-cifar10 --widths 32 --repeats 4   # trained, and warm
 
-The reference recomputes all products of a visit eagerly, solves an assignment problem at every visit, and ends after a
-sweep that gains nothing. Ours makes the same descent; `coarse` begins with the centres of the kernels. Each runs
-`--repeats` times, in turn: the first call pays for what is compiled, and only the reference compiles anything. The last
-line of each model compares the best calls, with one another and with the products of a first sweep at the rate of a
-plain matrix product in this process. Memory is what the process takes at most beyond what it took before the call.
+The reference recomputes all products and solves an assignment problem at every visit, and stops after a sweep without
+improvement. `ours` makes the same descent, and `coarse` starts with the centres of the kernels. The matchers run in
+turn, `--repeats` times each. The first call includes compilation, but only the reference compiles anything. The last
+line of each model compares the fastest calls with each other. It also compares them with the time of the first sweep's
+products at the rate of a large matrix product in this process. Memory is the peak minus the memory before the call.
 """
 
 import dataclasses
@@ -52,7 +52,7 @@ LINE = "{:17} {:>5} {:10}{:>16} {:>13} {:>6} {:>6} {:>7} {:>6} {:>13}"
 
 @dataclass(frozen=True)
 class MatchingConfig:
-    """The flags of the benchmark."""
+    """Flags of the benchmark."""
 
     setups: Annotated[tuple[str, ...], Flag("models to match", choices=tuple(SETUPS))] = (
         "resnet20-cifar10",
@@ -73,7 +73,7 @@ class MatchingConfig:
 
 
 def reference(spec: PermutationSpec, a: Params, b: Params, seed: int = 0) -> Matching:
-    """The matching found with every product recomputed and every assignment problem solved at every visit."""
+    """Match weights, recomputing every product and solving an assignment problem at every visit."""
     leaves_a, leaves_b = named_leaves(a), named_leaves(b)
     perms: Any = {name: jnp.arange(size) for name, size in spec.sizes.items()}
     visits, trace = 0, [objective(spec, a, b)]
@@ -112,7 +112,7 @@ MATCHERS: dict[str, Matcher] = {
 
 @contextmanager
 def peak_memory() -> Iterator[list[float]]:
-    """A list that has, afterwards, how many MB the process took at most beyond those at the start."""
+    """Yield a list that holds, after the block, the peak increase of the process's memory in MB."""
     page, peak, stop = os.sysconf("SC_PAGE_SIZE") / 1e6, [0.0], threading.Event()
     resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * page  # noqa: E731
     start = resident()
@@ -125,13 +125,13 @@ def peak_memory() -> Iterator[list[float]]:
     thread.start()
     try:
         yield peak
-    finally:  # also when interrupted: the thread would keep the process alive
+    finally:  # also after an interrupt, because the thread would keep the process alive
         stop.set()
         thread.join()
 
 
 def networks(config: MatchingConfig, store: Store) -> list[Params]:
-    """Two networks, new or trained on a few images; those that are trained already are read."""
+    """Return two networks, untrained or trained on a few images; read trained networks from the cache."""
     if config.pretrained:
         return [network.params for network in store.networks.get("AB").values()]
     found, width = [], store.config.width
@@ -150,12 +150,12 @@ def networks(config: MatchingConfig, store: Store) -> list[Params]:
                 write_checkpoint(folder, params)
             params = read_checkpoint(folder, store.setup.shapes(width))
         found.append(params)
-    return jax.block_until_ready(found)  # or the first matcher would wait for them
+    return jax.block_until_ready(found)  # otherwise the first matcher would wait for them
 
 
 @dataclass
 class Measured:
-    """What a matcher found, and the seconds and the most memory, in MB, that each call took."""
+    """A matcher's result, with the seconds and the peak memory in MB of each call."""
 
     found: Any = None  # a Matching
     seconds: list[float] = field(default_factory=list)
@@ -163,7 +163,7 @@ class Measured:
 
 
 def measure(repeats: int, *problem: Any) -> dict[str, Measured]:
-    """All matchers, called so many times in turn with one problem."""
+    """Call all matchers in turn with one problem, `repeats` times each."""
     runs = {name: Measured() for name in MATCHERS}
     for _, (name, run) in itertools.product(range(repeats), runs.items()):
         with peak_memory() as peak:
@@ -175,14 +175,14 @@ def measure(repeats: int, *problem: Any) -> dict[str, Measured]:
 
 
 def product_seconds(spec: PermutationSpec, a: Params) -> float:
-    """How long the products of a first sweep would take at the rate of a large matrix product."""
+    """Return the seconds of the first sweep's products at the rate of a large matrix product."""
     leaves, (x, y) = named_leaves(a), np.ones((2, RATE_SIZE, RATE_SIZE), np.float32)
     flop = sum(2 * leaves[leaf].size * n for name, n in spec.sizes.items() for leaf, _ in spec.axes_of(name))
     return flop / (2 * RATE_SIZE**3) * min(timeit.repeat(lambda: x @ y, number=1, repeat=5))
 
 
 def main(config: MatchingConfig) -> None:
-    """Prints a table, a line for each model, width and matcher."""
+    """Print a table with one row for each model, width and matcher."""
     trained = f"trained on {config.images} images" if config.images else "as initialised"
     print(f"networks {'that come with this repository' if config.pretrained else trained}")
     print(
@@ -193,7 +193,7 @@ def main(config: MatchingConfig) -> None:
         where: Any = {"data_dir": config.data_dir, "out": config.out, "pretrained": config.pretrained}
         store = Store(Config(setup=setup, width=width, **where))
         spec, (a, b) = store.spec, networks(config, store)
-        jax.clear_caches()  # each first call is one
+        jax.clear_caches()  # so that the first call compiles
         runs = measure(config.repeats, spec, a, b)
         for name, run in runs.items():
             found, ratios = run.found, np.divide(runs["reference"].seconds, run.seconds)

@@ -1,12 +1,12 @@
-"""The most memory that evaluation, each matcher and REPAIR take, beside the parameters of one network.
+"""Measure the peak memory of evaluation, each matcher and REPAIR, relative to one network's parameters.
 
     python -m benchmarks.memory                                            # two minutes on two CPU cores
     python -m benchmarks.memory --setup resnet20-cifar10 --widths 32 --images 32 --combinations 2 --devices 1
 
-Each task is a process of its own, with two untrained networks and random images. Memory is what the process takes at
-most beyond what it took before there were networks, and includes the two. Evaluation is looked at after its first
-compiled call and at its end: it makes one combination after the other on each device, so the number of combinations
-must not matter. The straight-through estimator makes one step.
+Each task runs in a separate process, with two untrained networks and random images. Memory is the peak minus the
+memory before the networks were created, so it includes both networks. Evaluation is measured after its first compiled
+call and at its end. Each device evaluates one combination at a time, so the number of combinations must not matter.
+The straight-through estimator takes one step.
 """
 
 import time
@@ -51,7 +51,7 @@ class Point:
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """The flags of the benchmark."""
+    """Flags of the benchmark."""
 
     tasks: Annotated[tuple[str, ...], Flag("what to measure", choices=TASKS)] = TASKS
     setup: Annotated[str, Flag("which networks", choices=tuple(SETUPS))] = "resnet20-cifar10"
@@ -64,7 +64,7 @@ class MemoryConfig:
 
 
 def measure(point: Point) -> list[Row]:
-    """For each stage of a task, the seconds that it took and the most bytes up to its end."""
+    """Return the seconds and the peak memory up to the end of each stage of a task."""
     jax.config.update("jax_num_cpu_devices", point.devices)
     setup, rng = SETUPS[point.setup], np.random.default_rng(0)
     apply, spec = setup.apply(point.width), setup.spec(point.width)
@@ -108,7 +108,7 @@ def measure(point: Point) -> list[Row]:
 
 
 def main(config: MemoryConfig) -> None:
-    """Prints a table, and writes it where it is asked to."""
+    """Print the table, and write it to `--json` if given."""
     points = [
         Point(task, config.setup, width, devices, config.combinations, config.images, config.batch_size)
         for width in config.widths

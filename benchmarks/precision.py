@@ -1,10 +1,10 @@
-"""How far bfloat16 moves losses, accuracies and barriers: the same combinations of the same networks in both dtypes.
+"""Compare losses, accuracies and barriers of the same combinations in float32 and bfloat16.
 
     python -m benchmarks.precision                      # networks are trained: a minute on two CPU cores
     python -m benchmarks.precision --setups mlp-cifar10 --pretrained --images 2000 --samples 2
 
-The networks compute in float32 or in bfloat16, with float32 parameters, losses and statistics. A barrier is the
-paper's, on the first `--images` of the train split: of the line, and of uniform shares on [0, 1].
+The networks compute in float32 or in bfloat16; parameters, losses and statistics are float32. The benchmark measures
+the paper's barriers on the first `--images` train images, for the line and for shares that are uniform on [0, 1].
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ from mcomb.lab.setups import SETUPS
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """The flags of the benchmark."""
+    """Flags of the benchmark."""
 
     setups: Annotated[tuple[str, ...], Flag("which networks", choices=tuple(SETUPS))] = ("mlp-digits",)
     width: Annotated[int, Flag("width multiplier", at_least=1)] = 32
@@ -47,7 +47,7 @@ class PrecisionConfig:
 
 
 def compare(name: str, config: PrecisionConfig) -> list[Row]:
-    """The rows of one setup."""
+    """Evaluate the networks of one setup in both dtypes, and return the rows."""
     chosen: dict[str, Any] = {key: getattr(config, key) for key in ("width", "epochs", "pretrained", "data_dir", "out")}
     store = Store(Config(setup=name, **chosen))
     networks = store.networks.get("AB")
@@ -71,7 +71,7 @@ def compare(name: str, config: PrecisionConfig) -> list[Row]:
 
 
 def changes(metric: str, found: Mapping[str, tuple[Metrics, list[Metrics]]]) -> Row:
-    """A metric's barrier in each dtype, and by how much it, any combination and the networks themselves change."""
+    """Return the barriers of a metric, and the changes of barrier, combinations and networks."""
     combinations = [getattr(measured, metric) for measured, _ in found.values()]
     networks = [np.array([getattr(one, metric) for one in ends]) for _, ends in found.values()]
     barriers = [barrier(metric, values, *ends) for values, ends in zip(combinations, networks, strict=True)]
@@ -85,7 +85,7 @@ def changes(metric: str, found: Mapping[str, tuple[Metrics, list[Metrics]]]) -> 
 
 
 def main(config: PrecisionConfig) -> None:
-    """Prints a table, and writes it where it is asked to."""
+    """Print the table, and write it to `--json` if given."""
     show([row for name in config.setups for row in compare(name, config)], config.json)
 
 

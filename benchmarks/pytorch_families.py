@@ -19,7 +19,8 @@ from mcomb.pytorch import from_module, to_arrays
 
 Shapes = list[tuple[int, ...]]
 
-# By hand, for four heads of eight dimensions. The dimensions of queries and keys move together, those of values apart.
+# Derived by hand for four heads of eight dimensions. Queries and keys share one order of dimensions; values have their
+# own.
 HEADS: Shapes = [(4,), (4, 8), (4, 8)]
 # Rotary embeddings freeze the dimensions of queries and keys. Two groups of two queries share their keys and values.
 GROUPED: Shapes = [(2,), (2, 2), (2, 8)]
@@ -36,7 +37,7 @@ BOTH |= {"vocab_size": 60, "d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_di
 
 @dataclass(frozen=True)
 class Family:
-    """A model class, its configuration, its inputs, and the shapes of its permutations' index arrays, by hand."""
+    """A model class, its configuration and inputs, and the shapes of its index arrays, derived by hand."""
 
     model: str
     config: Mapping[str, Any]
@@ -45,7 +46,7 @@ class Family:
     text: str = "stream; heads; query-key and value dimensions; MLP"
 
     def build(self, seed: int = 0) -> Any:
-        """A network with random weights everywhere, so that no two units are alike."""
+        """Return a network in which all weights are random, so that no two units are equal."""
         import torch
         import transformers
 
@@ -62,7 +63,7 @@ class Family:
         return module
 
     def example(self) -> dict[str, Any]:
-        """Inputs of two examples."""
+        """Return inputs for two examples."""
         import torch
 
         make = torch.Generator().manual_seed(0)
@@ -82,7 +83,7 @@ MASKED = ("input_ids", "attention_mask")
 IMAGE = ("pixel_values",)
 GATED = "stream; groups; queries over groups; value dimensions over groups; MLP"
 FAMILIES = {
-    # Causal language models: the stream; in each of two layers attention and the MLP.
+    # Causal language models: the stream, then attention and the MLP of each of two layers.
     "GPT-2": Family(
         "GPT2LMHeadModel",
         {"vocab_size": 60, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4},
@@ -102,29 +103,29 @@ FAMILIES = {
     "Gemma": Family("GemmaForCausalLM", {**GROUPS, "head_dim": 8}, [(32,), *2 * [*GROUPED, (48,)]], text=GATED),
     "Gemma 2": Family("Gemma2ForCausalLM", {**GROUPS, "head_dim": 8}, [(32,), *2 * [*GROUPED, (48,)]], text=GATED),
     "Phi-3": Family("Phi3ForCausalLM", GROUPS, [(32,), *2 * [*GROUPED, (48,)]], text=GATED),
-    # Half of each head's eight dimensions are rotary, and the other four of queries and keys move.
+    # Half of each head's eight dimensions are rotary. The other four can be permuted in queries and keys.
     "Phi": Family(
         "PhiForCausalLM",
         DECODER,
         [(32,), *2 * [(4,), (4, 4), (4, 8), (48,)]],
         text="stream; heads; query-key dimensions without rotary embedding; value dimensions; MLP",
     ),
-    # A quarter, two, are rotary.
+    # A quarter of the dimensions, two of eight, are rotary.
     "GPT-NeoX": Family(
         "GPTNeoXForCausalLM",
         DECODER,
         [(32,), *2 * [(4,), (4, 6), (4, 8), (48,)]],
         text="stream; heads; query-key dimensions without rotary embedding; value dimensions; MLP",
     ),
-    # All four heads share one key and one value: its dimensions are the same for all heads.
+    # All four heads share one key and one value, so all heads have the same order of dimensions.
     "Falcon": Family(
         "FalconForCausalLM",
         {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
         [(32,), *2 * [(4,), (8,), (128,)]],
         text="stream; heads; value dimensions, the same for all heads; MLP",
     ),
-    # ALiBi gives each head its own slope. Query, key and value of a head are one axis: one order for the three, where
-    # by hand there would be two.
+    # ALiBi gives each head its own slope. One axis holds the query, key and value of a head, so the derived spec has
+    # one order for all three. By hand there would be two.
     "BLOOM": Family(
         "BloomForCausalLM",
         {"vocab_size": 60, "hidden_size": 32, "n_layer": 2, "n_head": 4},
@@ -145,9 +146,9 @@ FAMILIES = {
         [(16,), *2 * [(32,), (4,)]],
         text="stream; channels; states",
     ),
-    # Encoders: the same, and the dense layer of the classifier.
+    # Encoders have the same permutations, and one for the dense layer of the classifier.
     "BERT": Family("BertForSequenceClassification", TEXT, [(32,), *2 * [*HEADS, (48,)], (32,)], MASKED),
-    # The head's transform is the stream's: its output is compared with the tied embeddings.
+    # The head's transform has the order of the stream, because its output is multiplied by the tied embeddings.
     "BERT (masked LM)": Family("BertForMaskedLM", TEXT, [(32,), *2 * [*HEADS, (48,)]]),
     "RoBERTa": Family("RobertaForSequenceClassification", TEXT, [(32,), *2 * [*HEADS, (48,)], (32,)], MASKED),
     "ELECTRA": Family(
@@ -163,15 +164,15 @@ FAMILIES = {
         [(32,), *2 * [*HEADS, (48,)], (32,)],
         MASKED,
     ),
-    # One layer, used twice; the embedding is narrower than the stream; the pooler.
+    # One layer that is used twice, an embedding narrower than the stream, and the pooler.
     "ALBERT": Family(
         "AlbertForSequenceClassification",
         {**TEXT, "embedding_size": 16},
         [(16,), (32,), *HEADS, (48,), (32,)],
         text="embedding; stream; heads, dimensions and MLP, the same in all layers",
     ),
-    # Encoder and decoder share the embedding, and so the stream. The position biases of the first layer are those of
-    # all layers, in each of the two: their heads are the same. Attention from one to the other has no biases.
+    # Encoder and decoder share the embedding and therefore the stream. In each of them, all layers share the position
+    # biases of the first layer, and therefore the order of heads. Cross-attention has no biases.
     "T5": Family(
         "T5ForConditionalGeneration",
         {"vocab_size": 60, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
@@ -188,7 +189,7 @@ FAMILIES = {
     "ViT": Family("ViTForImageClassification", VISION, [(32,), *2 * [*HEADS, (48,)]], IMAGE),
     "DeiT": Family("DeiTForImageClassification", VISION, [(32,), *2 * [*HEADS, (48,)]], IMAGE),
     "DINOv2": Family("Dinov2ForImageClassification", {**VISION, "mlp_ratio": 2}, [(32,), *2 * [*HEADS, (64,)]], IMAGE),
-    # A stream for each of the two stages, the second twice as wide; one layer in the first and two in the second.
+    # One stream for each of two stages. The first stage has one layer; the second has two and is twice as wide.
     "Swin": Family(
         "SwinForImageClassification",
         {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [1, 2], "num_heads": [2, 4], "window_size": 4},
@@ -196,7 +197,7 @@ FAMILIES = {
         IMAGE,
         "stream of each stage; heads; query-key and value dimensions; MLP",
     ),
-    # A stream and the inside of one block for each stage.
+    # For each stage, the stream and the hidden units of one block.
     "ConvNeXt": Family(
         "ConvNextForImageClassification",
         {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2},
@@ -204,7 +205,7 @@ FAMILIES = {
         IMAGE,
         "channels of each stage; channels inside each block",
     ),
-    # In each stage the stream and the inside of one block; the first stage has the width of the stem and its stream.
+    # For each stage, the stream and the hidden units of one block. The first stage shares the stream of the stem.
     "ResNet": Family(
         "ResNetForImageClassification",
         {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"},
@@ -212,7 +213,7 @@ FAMILIES = {
         IMAGE,
         "channels of each stage; channels inside each block",
     ),
-    # The stem; in each stage the stream and two insides of one block.
+    # The stem; for each stage, the stream and two hidden layers of one block.
     "ResNet (bottleneck)": Family(
         "ResNetForImageClassification",
         {"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [1, 1], "layer_type": "bottleneck"},
@@ -220,21 +221,21 @@ FAMILIES = {
         IMAGE,
         "channels of each stage; channels inside each block",
     ),
-    # For text and images: the stream, and two layers. The projections are outputs.
+    # For text and for images, the stream and two layers. The projections are outputs, which are frozen.
     "CLIP": Family(
         "CLIPModel",
         {"text_config": {**TEXT, "eos_token_id": 2}, "vision_config": VISION, "projection_dim": 16},
         [*2 * [(32,)], *4 * [*HEADS, (48,)]],
         ("input_ids", "pixel_values"),
     ),
-    # As CLIP, without projections: the stream of the images is an output of the pooling head, whose query is a weight.
+    # Like CLIP without projections. The image stream is an output of the pooling head, whose query is a weight.
     "SigLIP": Family(
         "SiglipModel",
         {"text_config": TEXT, "vision_config": {**VISION, "num_hidden_layers": 1}},
         [*2 * [(32,)], *4 * [*HEADS, (48,)]],
         ("input_ids", "pixel_values"),
     ),
-    # Two convolutions. The position convolution has two groups of 16 channels, and these order the stream.
+    # Two convolutions. The position convolution has two groups of 16 channels, which constrain the stream.
     "wav2vec 2.0": Family(
         "Wav2Vec2ForCTC",
         {
@@ -246,7 +247,7 @@ FAMILIES = {
         ("input_values",),
         "channels of each convolution; groups of the stream, and the stream over groups; heads; dimensions; MLP",
     ),
-    # The first convolution, the encoder's stream and the decoder's.
+    # The first convolution, and the streams of the encoder and the decoder.
     "Whisper": Family(
         "WhisperForConditionalGeneration",
         {
@@ -263,13 +264,13 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class FamiliesConfig:
-    """The flags of this program."""
+    """Flags of this program."""
 
     only: Annotated[tuple[str, ...], Flag("which families", choices=tuple(FAMILIES))] = tuple(FAMILIES)
 
 
 def frozen_parts(spec: mcomb.PermutationSpec) -> Iterator[str]:
-    """Yield each reason why axes are frozen, with the names of the layers."""
+    """Yield each reason for frozen axes, with the names of the layers."""
     reasons: dict[str, dict[str, None]] = {}
     for frozen in spec.frozen:
         reason = re.sub(r" in \S+$", "", re.sub(r"^input 0/.*", "an input", frozen.reason))
@@ -281,7 +282,7 @@ def frozen_parts(spec: mcomb.PermutationSpec) -> Iterator[str]:
 
 
 def main(config: FamiliesConfig) -> None:
-    """Print the table of these families."""
+    """Print the table of the requested families."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     print("| family | class | permutations | free | frozen |\n|---|---|---|---|---|")
     for name in config.only:

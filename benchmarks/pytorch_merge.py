@@ -1,10 +1,10 @@
-"""Merge two BatchNorm ResNets that PyTorch trained.
+"""Merge two BatchNorm ResNets trained in PyTorch.
 
     python -m benchmarks.pytorch_merge    # five minutes on two CPU cores
 
-Trains two small ResNets on scikit-learn's digits from different seeds, in PyTorch. Measures the barrier on the line
-between them, naive and aligned; merges them by several methods; then measures the merged modules in PyTorch, where the
-numbers must be those of JAX. Nothing is downloaded.
+The benchmark trains two small ResNets on scikit-learn's digits from different seeds, in PyTorch. It measures the
+barrier on the line between them, naive and aligned, and merges them by several methods. It then measures the merged
+modules in PyTorch, which must give the same numbers as JAX. Nothing is downloaded.
 """
 
 import time
@@ -19,14 +19,14 @@ from mcomb.lab import cli
 from mcomb.lab.cli import Flag
 from mcomb.pytorch import align, from_module, merge, to_arrays, to_module
 
-TRAIN, HELD_OUT = 1000, 300  # the other 497 images are the test images
+TRAIN, HELD_OUT = 1000, 300  # the remaining 497 images are test images
 SHARES = np.linspace(0, 1, 11)
 METHODS = ("average", "refit", "learned")
 
 
 @dataclass(frozen=True)
 class PytorchMergeConfig:
-    """The flags of this benchmark."""
+    """Flags of the benchmark."""
 
     width: Annotated[int, Flag("channels of the first stage", 1)] = 16
     epochs: Annotated[int, Flag("epochs of training", 1)] = 25
@@ -34,7 +34,7 @@ class PytorchMergeConfig:
 
 
 def build(width: int) -> Any:
-    """A ResNet with two stages of two blocks."""
+    """Return a ResNet with two stages of two blocks."""
     import torch
     from torch import nn
 
@@ -64,7 +64,7 @@ def build(width: int) -> Any:
 
 
 def train(seed: int, width: int, epochs: int, x: Any, y: Any) -> Any:
-    """A ResNet trained in PyTorch, without anything of mcomb."""
+    """Train a ResNet in PyTorch, without mcomb."""
     import torch
 
     torch.manual_seed(seed)
@@ -82,7 +82,7 @@ def train(seed: int, width: int, epochs: int, x: Any, y: Any) -> Any:
 
 
 def score_in_pytorch(module: Any, x: Any, y: Any) -> tuple[float, float]:
-    """The loss and the accuracy that PyTorch computes."""
+    """Return the loss and the accuracy, computed in PyTorch."""
     import torch
 
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The lab's networks in PyTorch, with the same weights, to time beside ours; needs torch, which nothing else does."""
+"""PyTorch versions of the lab's networks with the same weights, as baselines; requires torch."""
 
 import os
 from typing import Any
@@ -15,7 +15,7 @@ from mcomb.trees import Params, named_leaves
 
 
 def to_torch(params: Params) -> dict[str, Tensor]:
-    """The weights by name; kernels of convolutions in PyTorch's order of axes."""
+    """Return the weights by name, with convolution kernels in PyTorch's order of axes."""
     weights = {name: torch.from_numpy(np.array(leaf)) for name, leaf in named_leaves(params).items()}
     return {name: _kernel(value) if value.ndim == 4 else value for name, value in weights.items()}
 
@@ -25,7 +25,7 @@ def _kernel(value: Tensor) -> Tensor:
 
 
 class TorchNetwork(torch.nn.Module):
-    """A network of a setup, from raw pixels to logits. Its logits are compared with ours when it is made."""
+    """A setup's network, from raw pixels to logits; the constructor compares its logits with ours."""
 
     def __init__(self, setup: Setup, width: int, params: Params) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class TorchNetwork(torch.nn.Module):
         assert difference < 1e-3 * np.abs(ours).max(), f"PyTorch has another network: logits differ by {difference}"
 
     def forward(self, images: Tensor) -> Tensor:
-        """The logits."""
+        """Return the logits."""
         x = images.permute(0, 3, 1, 2).to(memory_format=torch.channels_last).float()
         return self._dense(self.body((x - self.mean) / self.std), "logits")
 
@@ -51,7 +51,7 @@ class TorchNetwork(torch.nn.Module):
 
     def _convolve(self, x: Tensor, name: str, stride: int = 1, padding: str = "SAME") -> Tensor:
         kernel: Any = getattr(self, f"{name}/kernel")
-        if padding == "SAME" and kernel.shape[-1] > 1:  # like XLA: with stride 2 one pixel more, after the last
+        if padding == "SAME" and kernel.shape[-1] > 1:  # like XLA, which pads only after the last pixel for stride 2
             before, after = (1, 1) if stride == 1 else (0, 1)
             x = functional.pad(x, (before, after, before, after))
         return functional.conv2d(x, kernel, stride=stride)

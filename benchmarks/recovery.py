@@ -1,10 +1,10 @@
-"""How many planted permutations are found: by weights, with one descent, two and four, and by activations.
+"""Count the planted permutations that matching recovers: by weights with 1, 2 or 4 descents, and by activations.
 
     python -m benchmarks.recovery    # ten minutes on one CPU core
 
-The units of a network are permuted at random, and noise of a thousandth of each leaf's standard deviation is added to
-its weights. `tied` counts networks in which another order was found whose score is as high as that of the planted one:
-their weights, or activations, do not tell all units apart. All others in which it was not found were missed.
+The benchmark permutes the units of a network at random, and adds noise with a thousandth of each leaf's standard
+deviation. `tied` counts networks for which the matcher found another permutation with an equal score, because weights
+or activations do not distinguish all units. In the remaining networks, its permutation has a lower score.
 """
 
 import collections
@@ -33,13 +33,13 @@ from tests.helpers.programs import Program
 
 EXAMPLES = 64
 NOISE = 1e-3
-EQUAL = 1e-4  # in parts of the planted order's score
+EQUAL = 1e-4  # relative to the score of the planted permutation
 Shape = jax.ShapeDtypeStruct
 
 
 @dataclass(frozen=True)
 class RecoveryConfig:
-    """The flags of the benchmark."""
+    """Flags of the benchmark."""
 
     networks: Annotated[int, Flag("how many networks of each kind", at_least=1)] = 20
     programs: Annotated[int, Flag("how many random programs", at_least=0)] = 100
@@ -55,7 +55,7 @@ class Network(NamedTuple):
 
 
 def grouped_queries(params: Any, tokens: Any) -> Any:
-    """A transformer of two layers in which four queries each share a key and a value."""
+    """Apply a transformer in which each group of four queries shares one key and one value."""
     x = params["embed"][tokens]
     for layer in params["layers"]:
         q = jnp.einsum("btc,cgrd->btgrd", x, layer["q"])
@@ -67,14 +67,14 @@ def grouped_queries(params: Any, tokens: Any) -> Any:
 
 
 def grouped_query_shapes() -> Any:
-    """The shapes of its parameters."""
+    """Return the shapes of the parameters of `grouped_queries`, with two layers."""
     sizes = {"q": (8, 4, 4, 8), "k": (8, 4, 8), "v": (8, 4, 8), "out": (4, 4, 8, 8), "up": (8, 24), "down": (24, 8)}
     layer = {name: Shape(shape, jnp.float32) for name, shape in sizes.items()}
     return {"layers": [layer, layer], "embed": Shape((4, 8), jnp.float32), "head": Shape((8, 4), jnp.float32)}
 
 
 def random_params(shapes: Any, rng: np.random.Generator) -> Any:
-    """Random parameters: each unit's inputs add up to a variance of one, and variances are positive."""
+    """Return random parameters: weights are scaled by fan-in, and variances are positive."""
 
     def draw(name: str, leaf: Shape) -> np.ndarray:
         values = rng.standard_normal(leaf.shape, np.float32) / np.float32(math.prod(leaf.shape[:-1]) ** 0.5)
@@ -84,7 +84,7 @@ def random_params(shapes: Any, rng: np.random.Generator) -> Any:
 
 
 def kinds() -> Iterator[tuple[str, derivation.Problem]]:
-    """The kinds of networks, by name."""
+    """Yield the name and the problem of each kind of network."""
     tokens, images = Shape((2, 16), jnp.int32), Shape((2, 32, 32, 3), jnp.float32)
     yield "transformer", derivation.linen(derivation.Transformer(2), tokens)
     yield "grouped queries", derivation.Problem(grouped_queries, grouped_query_shapes(), Shape((2, 5), jnp.int32))
@@ -97,7 +97,7 @@ def kinds() -> Iterator[tuple[str, derivation.Problem]]:
 
 
 def networks_of(problem: derivation.Problem, count: int) -> Iterator[Network]:
-    """Random networks of a kind."""
+    """Yield random networks of one kind."""
     spec = derive_spec(*problem)
     for seed in range(count):
         rng = np.random.default_rng(seed)
@@ -107,7 +107,7 @@ def networks_of(problem: derivation.Problem, count: int) -> Iterator[Network]:
 
 
 def programs(count: int) -> Iterator[Network]:
-    """Random programs that have permutations and that JAX can map over examples."""
+    """Yield random programs that have permutations and that JAX can map over examples."""
     seed = -1
     while count:
         seed += 1
@@ -126,14 +126,14 @@ def programs(count: int) -> Iterator[Network]:
 
 
 def add_noise(params: Any, rng: np.random.Generator) -> Any:
-    """The parameters with noise of a thousandth of each leaf's standard deviation."""
+    """Add noise with a thousandth of each leaf's standard deviation."""
     return jax.tree.map(
         lambda leaf: leaf + np.float32(NOISE * leaf.std()) * rng.standard_normal(leaf.shape, np.float32), params
     )
 
 
 def try_all(network: Network, seed: int) -> dict[str, str]:
-    """For each way to match, whether a planted permutation is found, tied or missed."""
+    """Return whether each matcher finds, ties or misses a planted permutation."""
     fn, spec, a, x = network
     planted = spec.random(jax.random.key(seed))
     b, expected = add_noise(spec.apply(planted, a), np.random.default_rng(seed)), spec.invert(planted)
@@ -151,12 +151,12 @@ def try_all(network: Network, seed: int) -> dict[str, str]:
 
     outcomes = {str(n): outcome(match_weights(spec, a, b, restarts=n), by_weights) for n in (1, 2, 4)}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of units that are matched by weights
+        warnings.simplefilter("ignore")  # about units that are matched by weights
         return outcomes | {"activations": outcome(match_activations(spec, a, b, fn, x), by_activations)}
 
 
 def main(config: RecoveryConfig) -> None:
-    """Prints a line for each kind of network."""
+    """Print one row for each kind of network."""
     rows: list[tuple[str, ...]] = [("", "networks", "one descent", "two", "four", "activations")]
     families = [(name, networks_of(problem, config.networks)) for name, problem in kinds()]
     with progress_bar(len(families) * config.networks + config.programs, "network", "planting") as bar:

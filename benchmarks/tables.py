@@ -1,4 +1,4 @@
-"""Tables that benchmarks print, and leave as JSON where they are asked to."""
+"""Print tables of benchmarks and write them as JSON."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,14 +13,14 @@ Row = Mapping[str, Any]
 
 
 def show(rows: Sequence[Row], json: Path | None = None) -> None:
-    """Prints rows, all with the same names, as a table; with a path, writes them there with what they were run on."""
+    """Print rows with the same keys as a table, and write them to `json` if given."""
     head = tuple(rows[0])
     print(columns([head, *(tuple(_written(row[name]) for name in head) for row in rows)]), flush=True)
     leave(rows, json)
 
 
 def leave(rows: Sequence[Row], json: Path | None) -> None:
-    """Writes rows to a file, if there is a path, with what they were run on."""
+    """Write rows, the devices and the environment to `json` if given."""
     if json:
         json.parent.mkdir(parents=True, exist_ok=True)
         write_json(json, {"rows": list(rows), "on": describe_devices(), "environment": environment()})

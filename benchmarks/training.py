@@ -1,13 +1,13 @@
-"""Images per second in training, side by side: ours before and after, and PyTorch where torch is installed.
+"""Compare the training speed of mcomb, plain XLA, and PyTorch if torch is installed.
 
     python -m benchmarks.training                                       # two minutes on two CPU cores
     python -m benchmarks.training --setups resnet20-cifar10 --widths 4
 
-`before` is one network on one device as XLA compiles it by itself; on CPU its threads use all cores. `data-parallel` is
-one network on all devices, and `side by side` one network on each device, counted together. All make the same steps:
-the gradient of the mean loss of one batch of the setup's size, of images that are not augmented, and SGD with momentum
-and weight decay. PyTorch has the same weights, with all cores for one network, and its logits are compared first. The
-ways take turns, and the fastest of `--rounds` turns counts.
+`before` is one network on one device, compiled by XLA with its default settings; on CPU, its threads use all cores.
+`data-parallel` is one network on all devices. `side by side` is one network on each device, and its rate is the total.
+All ways take the same steps: SGD with momentum and weight decay on batches of the setup's size, without augmentation.
+PyTorch has the same weights and uses all cores for one network. Its logits are checked first. The ways take turns, and
+the fastest of `--rounds` turns counts.
 """
 
 import importlib.util
@@ -41,7 +41,7 @@ OPTIMIZER = optax.chain(optax.add_decayed_weights(DECAY), optax.sgd(RATE, moment
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """The flags of the benchmark."""
+    """Flags of the benchmark."""
 
     setups: Annotated[tuple[str, ...], Flag("what to train", choices=tuple(SETUPS))] = (
         "tiny10-cifar10",
@@ -53,7 +53,7 @@ class TrainingConfig:
 
 
 def plain_loss(apply: Apply) -> Loss:
-    """The mean cross-entropy as in training, but of images that are not augmented."""
+    """Return the training loss, the mean cross-entropy, without augmentation."""
 
     def loss(params: Params, rows: Any, data: Any, key: Any) -> tuple[Any, None]:
         images, labels = data
@@ -65,7 +65,7 @@ def plain_loss(apply: Apply) -> Loss:
 
 
 def ways_of_ours(setup: Setup, width: int, steps: int, data: Any) -> dict[str, tuple[int, Callable[[], None]]]:
-    """For each way, how many networks it trains at once, and a function that makes the steps of a turn."""
+    """Return, for each way, the number of networks that it trains at once, and a turn."""
     params, loss, size = setup.init(width, 0), plain_loss(setup.apply(width)), setup.recipe.batch_size
     per_call = min(steps, steps_per_call(params, steps))
     rows = np.random.default_rng(0).integers(0, len(data[1]), (per_call, size)).astype(np.int32)
@@ -89,7 +89,7 @@ def ways_of_ours(setup: Setup, width: int, steps: int, data: Any) -> dict[str, t
 
     before, parallel, each = training(meshes_of(1)[0]), training(device_mesh()), list(map(training, meshes_of(1)))
     with mock.patch.object(gradient_descent, "_can_be_tuned", return_value=False):
-        next(before)  # it is compiled now, as it was before
+        next(before)  # compiles while tuning is disabled
     return {
         "before": (1, lambda: turn(before)),
         "data-parallel": (1, lambda: turn(parallel)),
@@ -98,7 +98,7 @@ def ways_of_ours(setup: Setup, width: int, steps: int, data: Any) -> dict[str, t
 
 
 def way_of_pytorch(setup: Setup, width: int, steps: int, data: Any) -> Callable[[], None]:
-    """A function that makes the steps of a turn with PyTorch, from the same weights."""
+    """Return a turn of training in PyTorch from the same weights."""
     import torch
     from torch.nn import functional
 
@@ -119,7 +119,7 @@ def way_of_pytorch(setup: Setup, width: int, steps: int, data: Any) -> Callable[
 
 
 def main(config: TrainingConfig) -> None:
-    """Prints a table for each setup and width."""
+    """Print a table for each setup and width."""
     has_torch = importlib.util.find_spec("torch") is not None
     print(f"{describe_devices()}, images/s" + ("" if has_torch else "; torch is not installed"), flush=True)
     rows = [("", "width", "way", "networks", "images/s", "against before")]
@@ -136,7 +136,7 @@ def main(config: TrainingConfig) -> None:
             for way, (_, run) in ways.items():
                 start = time.perf_counter()
                 run()
-                if turn:  # the first one compiles
+                if turn:  # the first turn compiles
                     seconds[way] = min(seconds.get(way, float("inf")), time.perf_counter() - start)
         for way, (networks, _) in ways.items():
             rate = networks * config.steps * setup.recipe.batch_size / seconds[way]
