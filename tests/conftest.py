@@ -1,4 +1,4 @@
-"""Strict numerics on two virtual CPU devices, so that every test exercises the sharded code.
+"""Run all tests with strict numerics on two virtual CPU devices, so that they exercise the sharded code.
 
 MCOMB_TESTS_DEVICES sets another number of devices.
 """
@@ -27,7 +27,7 @@ QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=
 QUICK += " --xla_cpu_parallel_codegen_split_count=1"
 if jax.__version_info__ < (0, 11):  # XLA aborts on unknown flags
     QUICK += " --xla_cpu_use_fusion_emitters=false"
-if "MCOMB_TESTS_COMPILED" not in os.environ:  # set by the first process and inherited by pytest's workers
+if "MCOMB_TESTS_COMPILED" not in os.environ:  # the first process sets it, and pytest's workers inherit it
     os.environ["XLA_FLAGS"] = f"{QUICK} {os.environ.get('XLA_FLAGS', '')}"
     # All tests, and the commands that they start, share compiled programs.
     os.environ["MCOMB_TESTS_COMPILED"] = tempfile.mkdtemp(prefix="mcomb-tests-")
@@ -36,7 +36,7 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["MCOMB_TESTS_COMPILED"]
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 jax.config.update("jax_compilation_cache_dir", os.environ["MCOMB_TESTS_COMPILED"])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-gc.set_threshold(200_000, 20, 100)  # traces are many small objects, which the default scans too often
+gc.set_threshold(200_000, 20, 100)  # a trace has many small objects, which the default thresholds scan too often
 jax.config.update("jax_traceback_in_locations_limit", 0)  # compiled operations need no source locations
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", int(DEVICES))
@@ -72,7 +72,7 @@ def as_loud_as_ever():
 
 @pytest.fixture
 def one_device(monkeypatch):
-    """Pretend that the machine has one device; skip the test if it has no more."""
+    """Hide all devices except the first; skip the test if there is only one."""
     devices = jax.devices()
     if len(devices) == 1:
         pytest.skip("The machine has one device only: set MCOMB_TESTS_DEVICES=2.")
@@ -93,7 +93,7 @@ def cifar_archive():
 
 
 def each_model():
-    """Return one setup of each model; convolutional networks take long to compile."""
+    """Return one setup of each model; mark convolutional networks, which compile slowly."""
     names = {setup.model: name for name, setup in SETUPS.items()}.values()
     return [pytest.param(name, marks=() if "mlp" in name else pytest.mark.slow) for name in names]
 

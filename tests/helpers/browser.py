@@ -1,4 +1,4 @@
-"""A real browser: headless Chromium, driven over a pipe by its DevTools protocol, which needs no package."""
+"""Control headless Chromium through a pipe with its DevTools protocol, without further packages."""
 
 import base64
 import fcntl
@@ -17,7 +17,7 @@ FLAGS = (
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars"),
     "--remote-debugging-pipe",
 )
-# Chromium reads its orders from file descriptor 3 and answers to 4.
+# Chromium reads commands from file descriptor 3 and writes answers to 4.
 START = """
 import os, sys
 os.dup2(int(sys.argv[1]), 3)
@@ -86,7 +86,7 @@ class Browser:
         return json.loads(text)
 
     def open(self, path):
-        """Load a file, and wait until it is complete."""
+        """Open a file, and wait until it has loaded."""
         self.events.clear()
         self.send("Page.navigate", url=path.absolute().as_uri())
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):
@@ -99,7 +99,7 @@ class Browser:
         return answer["result"].get("value")
 
     def problems(self):
-        """Return all log messages, exceptions, and requests that failed or left the machine."""
+        """Return all log messages, exceptions, failed requests and requests to other machines."""
         kinds = ("Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Network.loadingFailed")
         found = [event for event in self.events if event["method"] in kinds]
         asked = [event for event in self.events if event["method"] == "Network.requestWillBeSent"]
@@ -114,7 +114,7 @@ class Browser:
         self.send("Emulation.setEmulatedMedia", media=medium, features=features)
 
     def pdf(self):
-        """Return the page as printed on A4, without headers or footers of the browser."""
+        """Return the page as a PDF in A4, without the browser's headers and footers."""
         self.send("Emulation.setEmulatedMedia", media="", features=[])
         paper = {"paperWidth": 8.27, "paperHeight": 11.69, "preferCSSPageSize": False}
         return base64.b64decode(self.send("Page.printToPDF", **paper)["data"])

@@ -1,7 +1,7 @@
-"""A stand-in for Google Cloud Storage on the loopback address, for its real clients gcsfs and tensorstore.
+"""A fake Google Cloud Storage server on the loopback address, for the real clients gcsfs and tensorstore.
 
-It speaks as much of the JSON API as they need, keeps whole objects with their generations, and honours preconditions.
-There is no other way to change anything: it has neither appends nor renames nor locks.
+The server implements the part of the JSON API that they use, stores whole objects with their generations, and checks
+preconditions. Like the real service, it has no appends, renames or locks.
 """
 
 import json
@@ -19,9 +19,9 @@ OBJECT = re.compile(
 
 
 class Bucket(ThreadingHTTPServer):
-    """`with Bucket() as bucket:` serves gs://bucket; `objects` has what is in it, by name.
+    """A server of gs://bucket, used as `with Bucket() as bucket:`.
 
-    Before an object is written, `before_writing` is called with its name.
+    `objects` maps names to the stored objects. The server calls `before_writing(name)` before it writes an object.
     """
 
     daemon_threads = True
@@ -47,7 +47,7 @@ class Bucket(ThreadingHTTPServer):
 
     @property
     def environment(self):
-        """Return environment variables that send clients here, without credentials."""
+        """Return environment variables that direct clients to this server, without credentials."""
         url = f"http://127.0.0.1:{self.server_port}"
         return {
             "STORAGE_EMULATOR_HOST": url,
@@ -132,7 +132,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self.write(name, body)
 
     def go_on(self, upload, piece):
-        """Continue an upload in pieces; the object exists once the last piece has arrived."""
+        """Continue a chunked upload, and create the object after the last chunk."""
         name, content = self.server.uploads[upload]
         content += piece
         if self.headers["Content-Range"].endswith("/*"):
@@ -141,7 +141,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def write(self, name, content):
         self.server.before_writing(name)
-        with self.server.lock:  # nothing comes between the precondition and the writing
+        with self.server.lock:  # check the precondition and write atomically
             if self.allowed(name):
                 self.server.put(name, content)
                 self.answer(200, self.server.about(name))
@@ -154,7 +154,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.answer(204 if found is not None else 404, b"")
 
     def batch(self, body):
-        """Remove an object for each part of the request."""
+        """Delete one object for each part of the request."""
         answers = []
         for name in re.findall(rf"DELETE /storage/v1/b/{BUCKET}/o/(\S+) HTTP", body.decode()):
             found = self.server.objects.pop(unquote(name), None)
@@ -180,7 +180,7 @@ class _Handler(BaseHTTPRequestHandler):
         return {"kind": "storage#objects", "items": items, "prefixes": sorted(folders)}
 
     def allowed(self, name):
-        """Return whether the request's preconditions hold; answer it if they do not."""
+        """Return whether the request's preconditions hold, and send an error if not."""
         generation = self.server.generation(name)
         if int(self.query.get("ifGenerationMatch", generation)) != generation:
             return self.answer(412, b"")

@@ -1,4 +1,4 @@
-"""Entries of a report, without running experiments."""
+"""Create entries of a report without running experiments."""
 
 import struct
 import zlib
@@ -18,7 +18,7 @@ def png(width=7, height=5):
 
 
 def entry(name=None, place="MLP on digits, width 32", picture=None, **changes):
-    """Return an experiment with results, some of them changed."""
+    """Return an entry with default results, updated with `changes`."""
     results = {
         "experiment": "uniform",
         "title": "MLP on digits, width 32: uniform coefficients",

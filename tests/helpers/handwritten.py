@@ -1,4 +1,4 @@
-"""Handwritten permutation specs of the three models, to compare derived specs with."""
+"""Handwritten permutation specs of the three models, as references for derived specs."""
 
 from mcomb.lab.models import Tiny10
 from mcomb.symmetry.spec import Axes, PermutationSpec
@@ -18,7 +18,7 @@ def _norm(name: str, p: str) -> Axes:
 
 
 def mlp_spec(params: Params) -> PermutationSpec:
-    """One permutation for each hidden layer."""
+    """Return the spec of the MLP: one permutation for each hidden layer."""
     return PermutationSpec.from_axes(
         params,
         {
@@ -31,7 +31,7 @@ def mlp_spec(params: Params) -> PermutationSpec:
 
 
 def tiny10_spec(params: Params) -> PermutationSpec:
-    """One permutation for each convolution."""
+    """Return the spec of Tiny-10: one permutation for each convolution."""
     axes: dict[str, tuple[str | None, ...]] = {}
     for i in range(1, len(Tiny10.LAYERS) + 1):
         axes |= _conv(f"conv{i}", f"P{i - 1}" if i > 1 else None, f"P{i}") | _norm(f"norm{i}", f"P{i}")
@@ -39,7 +39,7 @@ def tiny10_spec(params: Params) -> PermutationSpec:
 
 
 def resnet20_spec(params: Params) -> PermutationSpec:
-    """One permutation for each group's residual stream and one inside each block: twelve."""
+    """Return the spec of ResNet-20: one permutation for each of three residual streams and nine blocks."""
     axes = dict(_conv("conv0", None, "P1") | _norm("norm0", "P1"))
     for group in (1, 2, 3):
         for block in (1, 2, 3):

@@ -13,8 +13,8 @@ EPS = float(np.finfo(np.float32).eps)
 def assert_close(actual: Any, expected: Any, *, roundings: float, scale: float | None = None) -> None:
     """Fail unless two trees of arrays are equal up to `roundings` float32 rounding errors of a number of size `scale`.
 
-    The default scale of a leaf is its largest expected number. Pass one where numbers cancel: rounding errors of
-    1000.1 − 1000 have the scale of 1000, not that of 0.1.
+    The default scale of a leaf is its largest expected number. Pass a larger scale if numbers cancel: the rounding
+    errors of 1000.1 − 1000 have the scale of 1000, not of 0.1.
     """
 
     def compare(x: Any, y: Any) -> None:

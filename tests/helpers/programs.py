@@ -1,4 +1,4 @@
-"""Random small programs, for testing that no derived permutation ever changes a function."""
+"""Small random programs, to test that no derived permutation changes a function."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +14,7 @@ SIZES = (2, 3, 4, 6)
 
 
 class Program:
-    """A function of parameters and one input, composed at random; the same for the same seed."""
+    """A random function of parameters and one input, determined by its seed and number of steps."""
 
     def __init__(self, seed: int, steps: int):
         self.seed, self.steps = seed, steps
@@ -23,12 +23,12 @@ class Program:
         jax.eval_shape(lambda x: self._run(None, x), self.input)
 
     def params(self, seed: int | None = None) -> Params:
-        """Random parameters."""
+        """Return random parameters."""
         rng = np.random.default_rng(self.seed if seed is None else seed)
         return {name: rng.standard_normal(shape, np.float32) for name, shape in self.shapes.items()}
 
     def __call__(self, params: Params, x: jax.Array) -> jax.Array:
-        """The program's result."""
+        """Return the program's result."""
         return self._run(params, x)
 
     def _run(self, params: Params | None, x: jax.Array) -> jax.Array:
@@ -36,7 +36,7 @@ class Program:
         names: list[str] = []
 
         def param(*shape: int) -> jax.Array:
-            """A parameter: a new one, or at times one of this shape that is used elsewhere too."""
+            """Return a new parameter, or sometimes reuse one of the same shape."""
             same_shape = [name for name in names if self.shapes[name] == shape]
             if same_shape and rng.random() < 0.3:
                 name = same_shape[rng.integers(len(same_shape))]
@@ -57,7 +57,7 @@ class Program:
 
 Rng = np.random.Generator
 Values = list[jax.Array]
-Result = jax.Array | None  # None where an operation does not fit what there is
+Result = jax.Array | None  # None if an operation does not apply to these values
 Operation = Callable[[Rng, Any, Values], Result]
 
 
@@ -104,7 +104,7 @@ def attention(rng: Rng, param: Any, values: Values) -> Result:
 
 
 def halves(rng: Rng, param: Any, values: Values) -> Result:
-    """Heads, of which one parameter has all keys before all values."""
+    """Apply heads whose keys and values are the two halves of one parameter."""
     value = pick(rng, values)
     if value.ndim != 3:
         return None
@@ -126,7 +126,7 @@ def scale_by_own_sum(rng: Rng, param: Any, values: Values) -> Result:
 
 
 def compare_with_all(rng: Rng, param: Any, values: Values) -> Result:
-    """What is mapped along a named axis, and beside it what there is along all of it."""
+    """Multiply each entry of a named axis by the mean or maximum over the axis."""
     value = pick(rng, values)
     axis = random_axis(rng, value)
     combine = (jax.lax.pmean, jax.lax.pmax)[rng.integers(2)]
@@ -210,7 +210,7 @@ def pad(rng: Rng, param: Any, values: Values) -> Result:
 
 
 def group_norm(rng: Rng, param: Any, values: Values) -> Result:
-    """Groups of channels of two arrays, some of which may have channels of both, and what is done in each group."""
+    """Operate on groups of channels of two concatenated arrays; a group may contain channels of both."""
     value, other = pick(rng, values), pick(rng, values)
     if value.shape[:-1] != other.shape[:-1] or value.ndim > 3:
         return None
@@ -247,13 +247,13 @@ def positional(rng: Rng, param: Any, values: Values) -> Result:
 
 
 def full_rank(matrices: Any) -> Any:
-    """Matrices plus a random one: where rows are equal, a factorisation would consist of roundings."""
+    """Add a random matrix, because a factorisation of equal rows would consist of rounding errors."""
     shape = (1,) * (matrices.ndim - 2) + matrices.shape[-2:]
     return matrices + np.random.default_rng(0).standard_normal(shape, np.float32)
 
 
 def distinct(param: Any, value: Any, axis: int) -> Any:
-    """The value plus a parameter along an axis: which of equal entries is the largest would depend on their order."""
+    """Add a parameter along an axis, because the argmax of equal entries would depend on their order."""
     return value + param(value.shape[axis]).reshape([-1 if i == axis else 1 for i in range(value.ndim)])
 
 
@@ -308,9 +308,9 @@ def scale_by_constant(rng: Rng, param: Any, values: Values) -> Result:
         lambda: count,
         lambda: count % 2,
         lambda: count * 0 + 1,
-        lambda: jnp.where(count % 2, 300.0, 44.0).astype(jnp.uint8),  # what is too large is the largest that there is
+        lambda: jnp.where(count % 2, 300.0, 44.0).astype(jnp.uint8),  # XLA clips values to the range of the dtype
         lambda: jnp.where(count % 2, jnp.inf, -jnp.inf).astype(jnp.int8),
-        lambda: (jnp.arange(len(count), dtype=jnp.float32) + 1e8) - 1e8,  # XLA does not round it
+        lambda: (jnp.arange(len(count), dtype=jnp.float32) + 1e8) - 1e8,  # XLA does not round the sum
         lambda: ((jax.lax.iota(jnp.bfloat16, len(count)) + 256) - 256).astype(jnp.float32),
         lambda: jnp.clip(1 / (jnp.where(jnp.arange(len(count)) % 2, -0.0, 0.0) + 0.0), -1, 1),
         lambda: jnp.asarray(count % 2).astype(jnp.int4).astype(jnp.uint4).astype(jnp.int32),
@@ -447,12 +447,12 @@ def order_blind(rng: Rng, param: Any, values: Values) -> Result:
 
 
 def route(rng: Rng, param: Any, values: Values) -> Result:
-    """Experts or code words that are chosen by position: by one-hot vectors, or looked up."""
+    """Select experts or code words by index, with one-hot vectors or lookups."""
     value = pick(rng, values)
     experts, width = random_size(rng), random_size(rng)
     scores = jnp.tensordot(value, param(value.shape[-1], experts), 1)
     scores = distinct(param, scores, scores.ndim - 1)
-    if rng.random() < 0.2:  # of whole numbers some are equal
+    if rng.random() < 0.2:  # rounding makes some scores equal
         few = (jnp.sign, jnp.round, lambda s: (s > 0).astype(s.dtype), lambda s: s.sum() * jnp.floor(s))
         scores = few[rng.integers(4)](scores)
     index = [
@@ -481,7 +481,7 @@ def route(rng: Rng, param: Any, values: Values) -> Result:
 
 
 def sort_by_expert(rng: Rng, param: Any, values: Values) -> Result:
-    """Experts that take rows in turn, which are sorted by expert before, and put back afterwards, or not quite."""
+    """Sort rows by expert, apply the experts, and restore the order, sometimes incorrectly."""
     value = pick(rng, values)
     experts, width, out = random_size(rng), value.shape[-1], random_size(rng)
     rows = value.reshape(-1, width)
@@ -526,13 +526,13 @@ def sort_by_expert(rng: Rng, param: Any, values: Values) -> Result:
 
 
 def use_positions(rng: Rng, param: Any, values: Values) -> Result:
-    """What may be done with positions, and with those of equal entries."""
+    """Compute with positions, such as those of the largest entries, some of which may be equal."""
     value = pick(rng, values)
     width, last = value.shape[-1], value.ndim - 1
     if width < 2:
         return None
     rows = value.reshape(-1, width)
-    rows = distinct(param, rows @ param(width, width) if rng.random() < 0.7 else rows, 1)  # rows may be zeros
+    rows = distinct(param, rows @ param(width, width) if rng.random() < 0.7 else rows, 1)  # because rows may be zero
     with_equal: list[Any] = [
         lambda: jnp.concatenate([jnp.zeros((1, width), value.dtype), rows[:-1]]),
         lambda: rows.at[0].set(0.0),
@@ -661,7 +661,7 @@ def generic_reduction(rng: Rng, param: Any, values: Values) -> Result:
 
 
 def ensemble(rng: Rng, param: Any, values: Values) -> Result:
-    """A convolution that is mapped over its kernels."""
+    """Map a convolution over several kernels."""
     value = pick(rng, values)
     if value.ndim != 3:
         return None
@@ -674,7 +674,7 @@ def ensemble(rng: Rng, param: Any, values: Values) -> Result:
 
 
 def grouped(rng: Rng, param: Any, values: Values) -> Result:
-    """Rows that are multiplied by a matrix of their group."""
+    """Multiply each row by the matrix of its group."""
     value = pick(rng, values)
     width = value.shape[-1]
     rows = value.reshape(-1, width)
@@ -711,7 +711,7 @@ def loop_over_stack(rng: Rng, param: Any, values: Values) -> Result:
 
 
 def sharded(rng: Rng, param: Any, values: Values) -> Result:
-    """Something that each device does with its rows, and a sum over devices."""
+    """Apply a layer to the rows of each device, and sum over devices."""
     value = pick(rng, values)
     kernel = param(value.shape[-1], random_size(rng))
     mesh = Mesh(np.array(jax.devices()[:1]), "device")
@@ -734,7 +734,7 @@ def convert(rng: Rng, param: Any, values: Values) -> Result:
         lambda v: jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(v, integers), v.dtype),
         lambda v: (
             v * jax.lax.iota(v.dtype, 2**21)[: v.shape[-1]].reshape([1] * (v.ndim - 1) + [-1])
-        ),  # too long to know
+        ),  # too long to treat as a known constant
     ]
     return ways[rng.integers(len(ways))](value)
 
@@ -755,7 +755,7 @@ def derivative(rng: Rng, param: Any, values: Values) -> Result:
 
 
 def nested(rng: Rng, param: Any, values: Values) -> Result:
-    """Another operation, inside of a transformation or of control flow."""
+    """Apply another operation inside a transformation or control flow."""
     operation = nested if rng.random() < 0.15 else SIMPLE[rng.integers(len(SIMPLE))]
     seed, recorded = int(rng.integers(2**32)), list(values)
     kernels: list[jax.Array] = []
@@ -786,7 +786,7 @@ def nested(rng: Rng, param: Any, values: Values) -> Result:
     ]
     try:
         return wraps[rng.integers(len(wraps))]()
-    except NotImplementedError:  # JAX cannot batch it, as `ragged_dot`
+    except NotImplementedError:  # JAX cannot batch the operation, such as `ragged_dot`
         return None
 
 

@@ -1,4 +1,4 @@
-"""Small programs that need one rule each, and what the tests of all rule modules share."""
+"""Small programs that need one rule each, and helpers for the tests of all rule modules."""
 
 from collections.abc import Callable, Mapping
 from types import ModuleType
@@ -19,7 +19,7 @@ BY_EXPERT = [(3,), (UNITS,)]
 
 
 class Program(NamedTuple):
-    """A function of parameters of these shapes and of an input, and the shapes of its permutations' index arrays."""
+    """A function of parameters and an input, their shapes, and the shapes of its index arrays."""
 
     fn: Callable[..., Any]
     shapes: dict[str, tuple[int, ...]]
@@ -28,13 +28,13 @@ class Program(NamedTuple):
 
     @property
     def arguments(self) -> tuple[dict[str, Shape], Shape]:
-        """The shapes of the parameters and of the input."""
+        """Return the shapes of the parameters and the input."""
         params = {name: Shape(shape, jnp.float32) for name, shape in self.shapes.items()}
         return params, Shape(self.input, jnp.float32)
 
 
 def layer(middle, free, **shapes):
-    """A layer of tanh units, an operation on them, and a dense layer."""
+    """Return a program with a layer of tanh units, an operation on them, and a dense layer."""
 
     def fn(params, x):
         return middle(jnp.tanh(x @ params["up"]), params) @ params["down"]
@@ -43,19 +43,19 @@ def layer(middle, free, **shapes):
 
 
 def pooled(pool, free):
-    """An operation on a layer of tanh units."""
+    """Return a program that applies an operation to a layer of tanh units."""
     return Program(lambda p, x: pool(jnp.tanh(x @ p["up"])), {"up": (FEATURES, UNITS)}, free)
 
 
 def weights(fn, free, *shapes):
-    """A function of tanh of parameters of these shapes."""
+    """Return a program that applies a function to the tanh of its parameters."""
     names = "abc"[: len(shapes)]
     run = lambda p, x: fn(*(jnp.tanh(p[name]) for name in names))  # noqa: E731
     return Program(run, dict(zip(names, shapes, strict=True)), free)
 
 
 def check_freedom(program: Program) -> None:
-    """Fail unless a program has the freedom that it claims, and computes the same when its parameters are permuted."""
+    """Fail unless a program has the expected permutations and they preserve its result."""
     params, x = program.arguments
     with jax.numpy_rank_promotion("allow"):
         spec = derive_from(program.fn, params, x)
@@ -64,7 +64,7 @@ def check_freedom(program: Program) -> None:
 
 
 def unused_rules(module: ModuleType, programs: Mapping[str, Program], monkeypatch: Any) -> set[str]:
-    """Return a primitive for each rule of a module that none of the programs needs."""
+    """Return one primitive for each of the module's rules that no program uses."""
     tables = (rules.RULES, rules.FACT_RULES)
     unused = {rule: name for table in tables for name, rule in table.items() if rule.__module__ == module.__name__}
 

@@ -1,7 +1,7 @@
-"""Run experiments in processes forked from one that has imported everything, and kill them at chosen moments.
+"""Run experiments in forks of a process that has imported everything, and kill them at fault points.
 
-A fault point is any moment before a Python program opens a file for writing, renames, creates or removes anything below
---out. Python's own audit events report them, in our code and in all libraries, unknown to the program.
+A fault point is the moment before a Python program opens a file for writing, or renames, creates or removes a file
+below --out. Python's audit events report the fault points of our code and of all libraries.
 """
 
 import gc
@@ -20,11 +20,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.symlink")
-LIMIT = 600  # seconds that a program may take
+LIMIT = 600  # timeout of a program in seconds
 
 
 class Warm:
-    """A process that is ready to run experiments: `with Warm() as warm: warm.run("uniform --epochs 2", out)`."""
+    """A preloaded process that runs experiments: `with Warm() as warm: warm.run("uniform --epochs 2", out)`."""
 
     def __enter__(self):
         devices = os.environ.get("MCOMB_TESTS_DEVICES", "2")
@@ -42,26 +42,26 @@ class Warm:
         self.process.stdout.close()
 
     def run(self, command, out, **how):
-        """Run a program; return its exit code, or minus the signal, and its output on both streams.
+        """Run a program; return its exit code, or the negative signal number, and its output on both streams.
 
         Args:
             command: The experiment and its flags.
             out: Its --out folder.
-            how: `at`: the fault point at which it gets a signal, from 1, or words in the name of the first such point,
-                such as "os.rename /results.json"; 0 records all points. `number`: the signal. `after`: seconds after
-                which it gets the signal instead. `fail`: an errno with which everything fails from the fault point on.
-                `files`: how many files it may open. `clock`: whether time.time jumps back and forth.
+            how: `at`: the fault point at which to send a signal, counted from 1, or words in the name of the first such
+                point, such as "os.rename /results.json"; 0 records all points. `number`: the signal. `after`: seconds
+                after which to send the signal instead. `fail`: the errno of all operations from the fault point on.
+                `files`: the maximum number of open files. `clock`: whether time.time jumps back and forth.
         """
         return self.together([command], out, **how)[0]
 
     def together(self, commands, out, **how):
-        """Run several programs at once; return how each ended."""
+        """Run several programs at once; return the exit code and output of each."""
         print(json.dumps([commands, str(out), how]), file=self.process.stdin, flush=True)
         return [tuple(ended) for ended in json.loads(self.process.stdout.readline())]
 
 
 def serve():
-    """Fork a process for each command of each line on standard input; write how they ended."""
+    """Fork a process for each command on each line of standard input; write their exit codes and outputs."""
     import orbax.checkpoint  # noqa: F401 (imported, to be warm)
     import scipy.optimize
     import scipy.stats  # noqa: F401 (imported, to be warm)
@@ -70,7 +70,7 @@ def serve():
     import experiments.train  # noqa: F401 (imported, to be warm)
     from mcomb.lab.figures import STYLE
 
-    STYLE.update({"savefig.dpi": 80, "pdf.fonttype": 3})  # a figure would take a third of the time of a run
+    STYLE.update({"savefig.dpi": 80, "pdf.fonttype": 3})  # otherwise figures take a third of the time of a run
 
     gc.freeze()  # no child needs to scan imported modules
     for line in sys.stdin:
@@ -93,7 +93,7 @@ def serve():
 
 
 def wait(pid, start, after, number):
-    """Wait for a child, which gets a signal some seconds after the start; return its exit code."""
+    """Wait for a child, send it a signal some seconds after the start, and return its exit code."""
     while True:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
@@ -113,7 +113,7 @@ def become(command, out, log, at=None, number=signal.SIGKILL, after=None, fail=N
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore SIGINT
     watch(str(out), at, number, fail)
     if files is not None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
@@ -122,12 +122,12 @@ def become(command, out, log, at=None, number=signal.SIGKILL, after=None, fail=N
         time.time = lambda: real() + 1e6 * (-1) ** next(ticks)
     name, *flags = command.split()
     sys.argv = [name, *flags, "--out", str(out)]
-    warnings.filterwarnings("ignore", ".*found in sys.modules")  # it is warm
+    warnings.filterwarnings("ignore", ".*found in sys.modules")  # the module is already imported
     runpy.run_module(f"experiments.{name}", run_name="__main__", alter_sys=True)
 
 
 def watch(out, at, number, fail):
-    """Send this process a signal at a fault point, make everything fail from there on, or record all points."""
+    """Send this process a signal at a fault point, make later operations fail, or record all points."""
     if at is None:
         return
     points, reached, lock = itertools.count(1), [], threading.Lock()

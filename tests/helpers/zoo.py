@@ -1,4 +1,4 @@
-"""Small models of many architectures, each with the permutations that a person would count."""
+"""Small models of many architectures, each with its permutations counted by hand."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -67,7 +67,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """One fused product for query, key and value; a gated MLP; embeddings tied to the output."""
+    """A decoder with fused query, key and value, a gated MLP, and embeddings tied to the output."""
 
     @nn.compact
     def __call__(self, tokens):
@@ -83,9 +83,9 @@ class Decoder(nn.Module):
 
 
 class FusedHeads(nn.Module):
-    """Query, key and value from one product, sliced after a reshape and a transpose."""
+    """Attention with fused query, key and value, sliced after a reshape and a transpose."""
 
-    through_unit_axis: bool = False  # as PyTorch's MultiheadAttention transposes
+    through_unit_axis: bool = False  # transpose like PyTorch's MultiheadAttention
 
     @nn.compact
     def __call__(self, x):
@@ -101,7 +101,7 @@ def norm(name: str) -> nn.Module:
 
 
 class ResNet(nn.Module):
-    """BatchNorm, bottleneck-free, with a 1×1 projection where the width changes."""
+    """A BatchNorm ResNet with basic blocks and a 1×1 projection where the width changes."""
 
     @nn.compact
     def __call__(self, x):
@@ -135,7 +135,7 @@ class DenseNet(nn.Module):
 
 
 class InvertedResidual(nn.Module):
-    """Expand, filter each channel by itself, squeeze and excite, project."""
+    """An inverted residual block: expansion, depthwise convolution, squeeze-and-excitation, projection."""
 
     @nn.compact
     def __call__(self, x):
@@ -149,7 +149,7 @@ class InvertedResidual(nn.Module):
 
 
 class Grouped(nn.Module):
-    """Channels stay in their group; groups move as units."""
+    """A network with a grouped convolution and GroupNorm, in which groups move as units."""
 
     @nn.compact
     def __call__(self, x):
