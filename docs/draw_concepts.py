@@ -28,8 +28,8 @@ from mcomb.lab.figures import COLOURS, STYLE
 FOLDER = Path(__file__).parent / "concepts"
 PLAIN = STYLE | {"axes.grid": False}
 CORNERS = np.array(np.meshgrid([0, 1], [0, 1], [0, 1])).reshape(3, -1).T
-UNITS = ("#0072B2", "#E69F00", "#009E73")  # the colours of three hidden units
-ORDER = (2, 0, 1)  # in which B has them
+UNITS = ("#0072B2", "#E69F00", "#009E73")  # colours of three hidden units
+ORDER = (2, 0, 1)  # the order of the units in B
 
 
 def project(points: Any) -> np.ndarray:
@@ -127,7 +127,7 @@ def draw_network(axes: Axes, hidden: Sequence[Any], names: Sequence[str], title:
 
 
 def draw_orders(path: Path) -> None:
-    """Draw a network, the same network with its units reordered, and their means, naive and aligned."""
+    """Draw a network, a copy with reordered units, and their naive and aligned means."""
     names = ("1", "2", "3")
     moved = [UNITS[i] for i in ORDER]
     mixed = [blend(a, b) for a, b in zip(UNITS, moved, strict=True)]

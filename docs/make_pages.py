@@ -27,11 +27,11 @@ from mcomb.lab.runs.run import run
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "experiments"
 WORDS = {True: "This run shows the effect.", False: "This run does not show the effect.", None: ""}
-SHOWN = {  # instead of the first command of a docstring
+SHOWN = {  # commands that replace the first one of a docstring
     "decay": "python -m experiments.decay --setup mlp-digits --width 4 --decays 1e-4 1e-3 5e-3 --lengths 5 20",
     "robustness": "python -m experiments.robustness --setup mlp-digits --by correlation norm fisher variance random",
 }
-REPORT_SIZE = (1000, 1100)  # of the part of the report that is shown
+REPORT_SIZE = (1000, 1100)  # of the browser window that shows the report
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class PagesConfig:
 
 
 def programs() -> list[str]:
-    """Return the names of all experiments: the modules that are programs."""
+    """Return the names of all experiments, which are the modules that run as programs."""
     paths = sorted((ROOT / "experiments").glob("*.py"))
     return [path.stem for path in paths if path.stem != "__main__" and 'if __name__ == "__main__":' in path.read_text()]
 
@@ -76,7 +76,7 @@ def run_and_write(name: str, experiment: Experiment, line: str, out: Path) -> st
 
 
 def shown(picture: Path, alt: str) -> str:
-    """Return the Markdown of a picture at half its pixel size, which is sharp on any screen."""
+    """Return Markdown that shows a picture at half its pixel size, for high-density screens."""
     return f'![{alt}]({picture.name}){{ width="{Image.open(picture).width // 2}" }}\n'
 
 
