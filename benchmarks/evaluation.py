@@ -3,7 +3,7 @@
     python -m benchmarks.evaluation                                   # a few minutes on two CPU cores
     python -m benchmarks.evaluation --networks tiny10-cifar10:4 --json evaluation.json
 
-Each way draws the same number of random mixtures of two networks, and measures the loss and the accuracy of each
+Each way draws the same number of random mixtures of two networks. It measures the loss and the accuracy of each
 mixture on the same images. The loop is that of Git Re-Basin: one jitted call for a mixture, and one for each batch of
 images. Its batches have as many images as those of `evaluate`, or 1,000 as in Git Re-Basin; the faster one is the
 baseline. PyTorch has the same weights, uses all cores, and calls the network with `torch.func.functional_call`. Its

@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
     store = Store(config)
     if config.plan:
         return print_plan([Job("pretrained", store, [store.config.training_of(letter) for letter in "ABC"])])
-    test = store.data.test  # before anything is written
+    test = store.data.test  # load the data before writing any file
     recipe = recipe_dict(config)
     chosen = {name: getattr(config, name) for name in ("setup", "width", "seed", *RECIPE_FLAGS)}
     written = {}

@@ -54,7 +54,7 @@ ORDER = (
     *(schematic, uniform, subcube, hyperplane, bernoulli, stitching, linear),
     *(linear, centered, minmax, transitivity, triangle, functional, edges, robustness, matchers, width),
     *(landscape, merge),
-)  # linear twice, between the networks and beyond them; not decay, which trains thirty networks
+)  # linear twice, between and beyond the networks; without decay, which trains thirty networks
 BEYOND = (-1.0, 2.0)
 
 
