@@ -9,7 +9,7 @@ from mcomb.errors import first_words, list_some, name_error
 from mcomb.evaluation.objectives import predict
 from mcomb.io.paths import as_path
 from mcomb.keys import stream
-from mcomb.lab.runs.measure import cross_fit
+from mcomb.lab.runs.temperatures import cross_fit
 from mcomb.matching.matching import solve_assignment
 from mcomb.merging.merge import partial
 from mcomb.runtime.devices import mesh_shape
