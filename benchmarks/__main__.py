@@ -19,7 +19,7 @@ from mcomb.lab import cli
 from mcomb.lab.cli import Flag
 
 Benchmark = Callable[[Path], None]
-"""Prints its tables, and leaves them in a folder."""
+"""A function that prints the tables of a benchmark and writes them to a folder."""
 
 
 def _matching(out: Path) -> None:

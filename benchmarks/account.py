@@ -23,7 +23,7 @@ from mcomb.combination import mix, uniform
 from mcomb.evaluation import evaluate
 from mcomb.evaluation.objectives import accuracy, cross_entropy
 from mcomb.lab import cli
-from mcomb.lab.cache.matchings import MATCHING_IMAGES
+from mcomb.lab.cache.matchings import MATCHING_EXAMPLES
 from mcomb.lab.cli import Flag
 from mcomb.lab.setups import SETUPS
 from mcomb.matching import activations, straight_through
@@ -62,7 +62,7 @@ def account(task: str, config: AccountConfig) -> list[Row]:
     size = sum(leaf.size * 4 for leaf in jax.tree.leaves(shapes))
 
     def data(count: int) -> tuple[Any, Any]:
-        return Shape((count, *setup.dataset.image), jnp.uint8), Shape((count,), jnp.int32)
+        return Shape((count, *setup.dataset.shape), jnp.uint8), Shape((count,), jnp.int32)
 
     def lower_evaluation(images: int) -> Any:
         grid, (pixels, labels) = two_axis_mesh(devices), data(2 * images)
@@ -74,13 +74,13 @@ def account(task: str, config: AccountConfig) -> list[Row]:
         )
 
     def lower_activations(images: int) -> Any:
-        spec, pixels = setup.spec(config.width), data(MATCHING_IMAGES)[0]
+        spec, pixels = setup.spec(config.width), data(MATCHING_EXAMPLES)[0]
         return activations._compare.lower(apply, spec, images, False, mesh, *on(mesh, (shapes, shapes, pixels)))
 
     def lower_step(images: int) -> Any:
         optimizer, loss = straight_through._optimizer(0.01), straight_through._midpoint_loss(apply)
         state = jax.eval_shape(lambda params: initial_state(params, optimizer), shapes)
-        given = (shapes, shapes, *data(MATCHING_IMAGES))
+        given = (shapes, shapes, *data(MATCHING_EXAMPLES))
         return lower_call(loss, state, 1, images * devices, given, optimizer, mesh)
 
     lower: Callable[[int], Any]

@@ -3,12 +3,12 @@
     python -m benchmarks.evaluation                                   # a few minutes on two CPU cores
     python -m benchmarks.evaluation --networks tiny10-cifar10:4 --json evaluation.json
 
-Each way draws the same number of random mixtures of two networks. It measures the loss and the accuracy of each
-mixture on the same images. The loop is that of Git Re-Basin: one jitted call for a mixture, and one for each batch of
-images. Its batches have as many images as those of `evaluate`, or 1,000 as in Git Re-Basin; the faster one is the
-baseline. PyTorch has the same weights, uses all cores, and calls the network with `torch.func.functional_call`. Its
-logits are checked first. All ways take turns with products of large matrices, which define the machine's peak rate.
-The fastest of `--rounds` turns counts.
+Each implementation draws the same number of random mixtures of two networks, and measures their loss and accuracy on
+the same images. The loop follows Git Re-Basin: one jitted call for a mixture, and one for each batch of images. Its
+batches have the size that `evaluate` uses, or 1,000 images as in Git Re-Basin; the faster loop is the baseline. PyTorch
+uses all cores and calls the network with `torch.func.functional_call`. The benchmark first checks that PyTorch's logits
+equal JAX's. The implementations take turns with products of large matrices, which define the machine's peak rate. The
+fastest of `--rounds` turns counts.
 """
 
 import importlib.util
@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from benchmarks.random_data import random_data
 from benchmarks.tables import Row, show
 from mcomb.combination import mix, uniform
 from mcomb.errors import UserError
@@ -35,7 +36,7 @@ from mcomb.runtime.batching import BATCH
 from mcomb.runtime.devices import describe_devices
 
 LOOP_BATCHES = (BATCH, 1000)
-SIDE = 2048  # of the matrices whose product defines the machine's peak rate
+SIDE = 2048  # size of square matrices, to measure the machine's peak rate
 NETWORKS = ("tiny10-cifar10:1", "tiny10-cifar10:4", "resnet20-cifar10:1", "mlp-cifar10:32")
 
 
@@ -45,8 +46,8 @@ class EvaluationConfig:
 
     networks: Annotated[tuple[str, ...], Flag("which networks, each as SETUP:WIDTH")] = NETWORKS
     combinations: Annotated[int, Flag("mixtures in a turn", at_least=1)] = 4
-    gigaflop: Annotated[int, Flag("about how many operations each mixture's images take", at_least=1)] = 50
-    rounds: Annotated[int, Flag("turns of each way", at_least=1)] = 5
+    gigaflop: Annotated[int, Flag("approximate GFLOP for each mixture; sets the number of images", at_least=1)] = 50
+    rounds: Annotated[int, Flag("turns of each implementation", at_least=1)] = 5
     json: Annotated[Path | None, Flag("a file to write the table to")] = None
 
 
@@ -58,14 +59,13 @@ def make_problem(name: str, config: EvaluationConfig) -> tuple[Problem, float]:
     """Return the networks, images and mixtures to evaluate, and the number of operations."""
     named, _, width = name.partition(":")
     if named not in SETUPS or not width.isdecimal() or not int(width):
-        raise UserError(f"--networks {name} is no setup with a width: give one such as {NETWORKS[0]}")
-    setup, rng = SETUPS[named], np.random.default_rng(0)
+        raise UserError(f"--networks {name} is not a setup with a width: pass one such as {NETWORKS[0]}.")
+    setup = SETUPS[named]
     networks = setup.init(int(width), 0), setup.init(int(width), 1)
-    one = jax.ShapeDtypeStruct((1, *setup.dataset.image), np.uint8)
+    one = jax.ShapeDtypeStruct((1, *setup.dataset.shape), np.uint8)
     analysis: Any = jax.jit(setup.apply(int(width))).lower(networks[0], one).cost_analysis()
     count = BATCH * max(1, round(config.gigaflop * 1e9 / analysis["flops"] / BATCH))  # whole batches, to avoid padding
-    images = rng.integers(0, 256, (count, *setup.dataset.image)).astype(np.uint8)
-    labels = rng.integers(0, setup.dataset.classes, count).astype(np.int32)
+    images, labels = random_data(setup, count)
     shares, keys = (
         np.linspace(0, 0.5, config.combinations, dtype=np.float32),
         jax.random.split(stream(0), config.combinations),

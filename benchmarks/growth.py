@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from benchmarks.apart import measure_apart, peak_memory
+from benchmarks.random_data import random_data
 from benchmarks.tables import Row, show
 from mcomb.combination import uniform
 from mcomb.evaluation.evaluate import evaluate
@@ -58,9 +59,8 @@ class GrowthConfig:
 def measure(point: Point) -> Row:
     """Return the seconds of one evaluation, the number of parameters, and the peak memory in bytes."""
     jax.config.update("jax_num_cpu_devices", point.devices)
-    setup, rng = SETUPS[point.setup], np.random.default_rng(0)
-    images = rng.integers(0, 256, (point.images, *setup.dataset.image)).astype(np.uint8)
-    labels = rng.integers(0, setup.dataset.classes, point.images).astype(np.int32)
+    setup = SETUPS[point.setup]
+    images, labels = random_data(setup, point.images)
     keys = jax.random.split(stream(0), point.combinations)
     before = peak_memory()
     a, b = (jax.device_get(setup.init(point.width, seed)) for seed in (0, 1))

@@ -45,8 +45,8 @@ from mcomb.matching.weights import match_weights, visit_orders
 from mcomb.symmetry.spec import PermutationSpec
 from mcomb.trees import Params, named_leaves
 
-RATE_SIZE = 2048  # of the square matrices whose product gives the machine's rate
-CLOSE = 1e-5  # how far objectives may differ, relatively
+RATE_SIZE = 2048  # size of square matrices, to measure the machine's rate
+CLOSE = 1e-5  # relative tolerance of objectives
 LINE = "{:17} {:>5} {:10}{:>16} {:>13} {:>6} {:>6} {:>7} {:>6} {:>13}"
 
 

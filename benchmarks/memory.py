@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from benchmarks.apart import measure_apart, peak_memory
+from benchmarks.random_data import random_data
 from benchmarks.tables import Row, show
 from mcomb.combination import Distribution, Draw, uniform
 from mcomb.evaluation.evaluate import evaluate
@@ -66,10 +67,9 @@ class MemoryConfig:
 def measure(point: Point) -> list[Row]:
     """Return the seconds and the peak memory up to the end of each stage of a task."""
     jax.config.update("jax_num_cpu_devices", point.devices)
-    setup, rng = SETUPS[point.setup], np.random.default_rng(0)
+    setup = SETUPS[point.setup]
     apply, spec = setup.apply(point.width), setup.spec(point.width)
-    images = rng.integers(0, 256, (point.images, *setup.dataset.image)).astype(np.uint8)
-    labels = rng.integers(0, setup.dataset.classes, point.images).astype(np.int32)
+    images, labels = random_data(setup, point.images)
     shares = np.full(point.combinations, 0.5, np.float32)
     keys = jax.random.split(stream(0), point.combinations)
     before, start, stages = peak_memory(), time.perf_counter(), list[Row]()

@@ -92,7 +92,7 @@ def kinds() -> Iterator[tuple[str, derivation.Problem]]:
     yield "DenseNet", derivation.linen(derivation.DenseNet((2, 2)), images)
     yield "recurrence", derivation.recurrence(6)
     for name, setup in {setup.model: (name, setup) for name, setup in SETUPS.items()}.values():
-        shape = Shape((2, *setup.dataset.image), jnp.float32)
+        shape = Shape((2, *setup.dataset.shape), jnp.float32)
         yield name.split("-")[0], derivation.Problem(setup.apply(1), setup.shapes(1), shape)
 
 

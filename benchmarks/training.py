@@ -6,8 +6,9 @@
 `before` is one network on one device, compiled by XLA with its default settings; on CPU, its threads use all cores.
 `data-parallel` is one network on all devices. `side by side` is one network on each device, and its rate is the total.
 All ways take the same steps: SGD with momentum and weight decay on batches of the setup's size, without augmentation.
-PyTorch has the same weights and uses all cores for one network. Its logits are checked first. The ways take turns, and
-the fastest of `--rounds` turns counts.
+PyTorch has the same weights and uses all cores for one network. The benchmark first checks that both compute the same
+logits. The ways take turns, and the fastest of `--rounds` turns counts. The CPU seconds of a step depend less on other
+load than the rate, if `--torch-threads 1` keeps PyTorch's threads from waiting for each other.
 """
 
 import importlib.util
@@ -23,13 +24,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from benchmarks.random_data import random_data
 from mcomb.keys import stream
 from mcomb.lab import cli
 from mcomb.lab.cli import Flag
 from mcomb.lab.setups import SETUPS, Setup
 from mcomb.lab.tables import columns
 from mcomb.lab.training.side_by_side import run_side_by_side
-from mcomb.lab.training.train import hold_input
+from mcomb.lab.training.train import call_for_gradient
 from mcomb.runtime import training_loop as gradient_descent
 from mcomb.runtime.devices import describe_devices, device_mesh, meshes_of
 from mcomb.runtime.training_loop import Loss, fit, initial_state, steps_per_call
@@ -49,7 +51,8 @@ class TrainingConfig:
     )
     widths: Annotated[tuple[int, ...], Flag("width multipliers", at_least=1)] = (1, 2)
     steps: Annotated[int, Flag("batches in a turn", at_least=1)] = 5
-    rounds: Annotated[int, Flag("turns of each way", at_least=1)] = 3
+    rounds: Annotated[int, Flag("turns of each implementation", at_least=1)] = 3
+    torch_threads: Annotated[int | None, Flag("threads of PyTorch (default: all cores)", at_least=1)] = None
 
 
 def plain_loss(apply: Apply) -> Loss:
@@ -57,9 +60,10 @@ def plain_loss(apply: Apply) -> Loss:
 
     def loss(params: Params, rows: Any, data: Any, key: Any) -> tuple[Any, None]:
         images, labels = data
-        with nn.intercept_methods(hold_input):
+        with nn.intercept_methods(call_for_gradient):
             logits = apply(params, images[rows])
-        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels[rows]), where=rows >= 0), None
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels[rows])
+        return jnp.mean(losses, where=(rows >= 0).reshape(-1, *[1] * (losses.ndim - 1))), None
 
     return loss
 
@@ -97,7 +101,7 @@ def ways_of_ours(setup: Setup, width: int, steps: int, data: Any) -> dict[str, t
     }
 
 
-def way_of_pytorch(setup: Setup, width: int, steps: int, data: Any) -> Callable[[], None]:
+def way_of_pytorch(setup: Setup, width: int, steps: int, data: Any, threads: int | None) -> Callable[[], None]:
     """Return a turn of training in PyTorch from the same weights."""
     import torch
     from torch.nn import functional
@@ -105,6 +109,8 @@ def way_of_pytorch(setup: Setup, width: int, steps: int, data: Any) -> Callable[
     from benchmarks.pytorch_networks import TorchNetwork
 
     network = TorchNetwork(setup, width, setup.init(width, 0))
+    if threads:
+        torch.set_num_threads(threads)
     images, labels = torch.from_numpy(data[0]), torch.from_numpy(data[1]).long()
     optimizer = torch.optim.SGD(network.parameters(), RATE, momentum=MOMENTUM, weight_decay=DECAY)
     rows = torch.from_numpy(np.random.default_rng(0).integers(0, len(labels), (steps, setup.recipe.batch_size)))
@@ -112,7 +118,8 @@ def way_of_pytorch(setup: Setup, width: int, steps: int, data: Any) -> Callable[
     def turn() -> None:
         for batch in rows:
             optimizer.zero_grad()
-            functional.cross_entropy(network(images[batch]), labels[batch]).backward()
+            logits = network(images[batch])
+            functional.cross_entropy(logits.flatten(0, -2), labels[batch].flatten()).backward()
             optimizer.step()
 
     return turn
@@ -121,27 +128,28 @@ def way_of_pytorch(setup: Setup, width: int, steps: int, data: Any) -> Callable[
 def main(config: TrainingConfig) -> None:
     """Print a table for each setup and width."""
     has_torch = importlib.util.find_spec("torch") is not None
-    print(f"{describe_devices()}, images/s" + ("" if has_torch else "; torch is not installed"), flush=True)
-    rows = [("", "width", "way", "networks", "images/s", "against before")]
+    print(f"{describe_devices()}, examples/s" + ("" if has_torch else "; torch is not installed"), flush=True)
+    rows = [("", "width", "way", "networks", "examples/s", "against before", "CPU s/step")]
     for name, width in ((name, width) for name in config.setups for width in config.widths):
         setup = SETUPS[name]
-        rng = np.random.default_rng(0)
-        images = rng.integers(0, 256, (10 * setup.recipe.batch_size, *setup.dataset.image)).astype(np.uint8)
-        data = images, rng.integers(0, setup.dataset.classes, len(images)).astype(np.int32)
+        data = random_data(setup, 10 * setup.recipe.batch_size)
         ways = ways_of_ours(setup, width, config.steps, data)
         if has_torch:
-            ways["PyTorch"] = (1, way_of_pytorch(setup, width, config.steps, data))
+            ways["PyTorch"] = (1, way_of_pytorch(setup, width, config.steps, data, config.torch_threads))
         seconds: dict[str, float] = {}
+        cpu: dict[str, float] = {}
         for turn in range(config.rounds + 1):
             for way, (_, run) in ways.items():
-                start = time.perf_counter()
+                start, cpu_start = time.perf_counter(), time.process_time()
                 run()
                 if turn:  # the first turn compiles
                     seconds[way] = min(seconds.get(way, float("inf")), time.perf_counter() - start)
+                    cpu[way] = min(cpu.get(way, float("inf")), time.process_time() - cpu_start)
         for way, (networks, _) in ways.items():
             rate = networks * config.steps * setup.recipe.batch_size / seconds[way]
             base = config.steps * setup.recipe.batch_size / seconds["before"]
-            rows.append((name, str(width), way, str(networks), f"{rate:.0f}", f"{rate / base:.2f}"))
+            each = cpu[way] / networks / config.steps
+            rows.append((name, str(width), way, str(networks), f"{rate:.0f}", f"{rate / base:.2f}", f"{each:.3f}"))
         print(columns(rows), flush=True)
         rows = rows[:1]
 

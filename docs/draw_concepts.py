@@ -21,9 +21,9 @@ from matplotlib.figure import Figure
 
 import mcomb
 from docs.pictures import write_picture
-from mcomb.__main__ import draw_graph
 from mcomb.combination import Distribution
 from mcomb.lab.figures import COLOURS, STYLE
+from mcomb.lab.symmetry_graph import draw_graph
 
 FOLDER = Path(__file__).parent / "concepts"
 PLAIN = STYLE | {"axes.grid": False}
@@ -115,8 +115,8 @@ def draw_network(axes: Axes, hidden: Sequence[Any], names: Sequence[str], title:
         for side in (0, 2):
             for end in outside:
                 axes.plot([1, side], [y, end], color=colour, linewidth=1.6, zorder=1)
-        axes.plot(1, y, "o", color=colour, markersize=15, zorder=2)
-        axes.text(1, y, name, color="white", ha="center", va="center_baseline", fontsize=7, weight="bold", zorder=3)
+        axes.plot(1, y, "o", color=colour, markersize=17, zorder=2)
+        axes.text(1, y, name, color="white", ha="center", va="center_baseline", fontsize=6.5, weight="bold", zorder=3)
     for side in (0, 2):
         for y in outside:
             axes.plot(side, y, "o", color="white", markeredgecolor="0.3", markersize=9, zorder=2)

@@ -63,15 +63,15 @@ def run_and_write(name: str, experiment: Experiment, line: str, out: Path) -> st
     """Run an experiment, write its figure, and return its page after the docstring."""
     config = replace(cli.parse(experiment.config, "", shlex.split(line)[3:]), out=out)
     results = run(experiment, config)
-    numbers = [experiment.table(results)] if "models" in results else []
-    printed = "\n".join(part.rstrip() for part in "\n".join([results["title"], *numbers]).splitlines())
+    numbers = [experiment.table(results)] if results.models else []
+    printed = "\n".join(part.rstrip() for part in "\n".join([results.title, *numbers]).splitlines())
     figure = FOLDER / f"{name}.png"
     reduce_picture(Image.open(Store(config).folder(name) / figure.name), figure)
-    whose, words = ("Open question in the paper", {}) if results["is_open"] else ("The paper's claim", WORDS)
-    claim = f"\n{whose}: *{results['claim']}* {words.get(results['agrees'], '')}".rstrip() + "\n" if numbers else ""
+    whose, words = ("Open question in the paper", {}) if results.is_open else ("The paper's claim", WORDS)
+    claim = f"\n{whose}: *{results.claim}* {words.get(results.agrees, '')}".rstrip() + "\n" if numbers else ""
     return (
-        f"\n## Output\n\n{shown(figure, results['alt'])}\n"
-        f"`{line}` printed:\n\n```text\n{printed}\n```\n\n{results['finding']}\n{claim}"
+        f"\n## Output\n\n{shown(figure, results.alt)}\n"
+        f"`{line}` printed:\n\n```text\n{printed}\n```\n\n{results.finding}\n{claim}"
     )
 
 

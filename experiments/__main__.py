@@ -16,7 +16,7 @@ from typing import Any
 
 from mcomb.errors import UserError
 from mcomb.lab import cli
-from mcomb.lab.flags import command, convert_config
+from mcomb.lab.flags import command, convert_config, parse_flags
 from mcomb.lab.runs.command import setups_help
 from mcomb.lab.runs.experiment import config_of
 from mcomb.lab.runs.identity import RunState, find_other_runs, read_state
@@ -25,11 +25,11 @@ from mcomb.lab.setups import SETUPS
 from mcomb.lab.tables import TABLE_WIDTH
 from mcomb.runtime.progress import coloured, show, show_json
 
-from . import decay, pretrained, report, train
+from . import decay, generate, pretrained, report, train
 from .width import WidthConfig
 
 EXPERIMENTS = (*dict.fromkeys(report.ORDER), decay)
-PROGRAMS = (train, report, pretrained)
+PROGRAMS = (train, report, generate, pretrained)
 SHOWN = 3  # the maximum number of other runs listed for each experiment
 OTHERS = [name for name, flag in cli.flags(WidthConfig).items() if not flag.identity and name not in ("out", "json")]
 
@@ -109,7 +109,7 @@ def other_runs(listed: list[dict[str, Any]]) -> list[str]:
 
 def main(argv: list[str] | None = None) -> None:
     """Print the list."""
-    config = cli.parse(WidthConfig, __doc__, argv, setups_help(), prog="python -m experiments", without=OTHERS)
+    config = parse_flags(WidthConfig, __doc__ or "", argv, setups_help(), "python -m experiments", OTHERS)
     listed, places = list_experiments(config), other_places(config)
     programs = [{"name": name_of(module), "about": first_line(module)} for module in PROGRAMS]
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else TABLE_WIDTH

@@ -12,22 +12,22 @@ from mcomb.combination import centered
 from mcomb.lab.runs.barriers import barrier
 from mcomb.lab.runs.command import main
 from mcomb.lab.runs.experiment import sweep_experiment
-from mcomb.lab.runs.results import Results
+from mcomb.lab.runs.results import SweepResults
 from mcomb.lab.runs.verdicts import Verdict, works
 
 S_MAX = 0.25
 
 
-def judge(results: Results) -> Verdict:
+def judge(results: SweepResults) -> Verdict:
     """Compare aligned combinations up to s = 0.25 with A."""
-    near = np.array(results["parameter"]["values"]) <= S_MAX
-    level = results["models"]["A"]["test"]
+    near = np.array(results.parameter.values) <= S_MAX
+    level = results.models["A"]["test"]
     lost = {
         variant: {
             metric: barrier(metric, np.array(curve["test"][metric])[near], level[metric], level[metric])
             for metric in level
         }
-        for variant, curve in results["curves"].items()
+        for variant, curve in results.curves.items()
     }
     aligned, naive = lost["aligned"], lost["naive"]
     return Verdict(

@@ -1,7 +1,7 @@
 """Measure the barriers of the line against weight decay, epochs and accuracy.
 
     python -m experiments.decay --setup mlp-digits --width 4    # five minutes on two CPU cores
-    python -m experiments.decay --setup mlp-cifar10 --width 8 --train-images 2000 --points 9 --pairs 2
+    python -m experiments.decay --setup mlp-cifar10 --width 8 --train-examples 2000 --points 9 --pairs 2
 
 The paper uses one weight decay and one number of epochs. This experiment compares several of both, because barriers are
 comparable only between networks of similar accuracy.
@@ -24,7 +24,7 @@ from mcomb.lab.runs.command import main
 from mcomb.lab.runs.experiment import Experiment, Parts
 from mcomb.lab.runs.measure import Run
 from mcomb.lab.runs.pairs import pool
-from mcomb.lab.runs.results import METRICS, VARIANTS, Results, spread
+from mcomb.lab.runs.results import METRICS, VARIANTS, Number, Results, sides, spread
 from mcomb.lab.runs.verdicts import Verdict
 from mcomb.lab.tables import columns, with_range
 
@@ -48,6 +48,23 @@ class DecayConfig(LineConfig):
                 raise UserError(f"decay trains its own networks: remove --{name.replace('_', '-')}.")
 
 
+@dataclass(frozen=True, kw_only=True)
+class DecayResults(Results):
+    """Results of `decay`, with one row for each weight decay and one column for each number of epochs.
+
+    Attributes:
+        decays: The weight decays.
+        lengths: The numbers of epochs.
+        level: The mean test accuracy of A and B.
+        lost: The test barriers by variant and metric.
+    """
+
+    decays: list[Number]
+    lengths: list[int]
+    level: list[list[Number]]
+    lost: dict[str, dict[str, list[list[Number]]]]
+
+
 def lines(config: DecayConfig) -> Parts:
     """Return the experiment `linear` for every weight decay and number of epochs."""
     return {
@@ -65,44 +82,43 @@ def part_name(decay: float, length: int) -> str:
     return f"weight decay {decay:g}, {length} epochs"
 
 
-def measure(run: Run) -> Results:
+def measure(run: Run) -> DecayResults:
     """Collect the mean test accuracy of A and B and the barriers for each recipe."""
     decays, lengths = (sorted(set(values)) for values in (run.config.decays, run.config.lengths))
     parts = [[run.parts[part_name(decay, length)] for length in lengths] for decay in decays]
-    levels = [[[part["models"][x]["test"]["accuracy"] for x in "AB"] for part in row] for row in parts]
-    return {
-        "decays": decays,
-        "lengths": lengths,
-        "level": np.mean(levels, axis=-1).tolist(),
-        "lost": {
-            variant: {m: [[part["barriers"][variant]["test"][m] for part in row] for row in parts] for m in METRICS}
+    levels = [[[part.models[x]["test"]["accuracy"] for x in "AB"] for part in row] for row in parts]
+    return DecayResults(
+        models={f"{x}, {name}": part.models[x] for name, part in run.parts.items() for x in "AB"},
+        guessing=parts[0][0].guessing,
+        decays=decays,
+        lengths=lengths,
+        level=np.mean(levels, axis=-1).tolist(),
+        lost={
+            variant: {m: [[part.barriers[variant]["test"][m] for part in row] for row in parts] for m in METRICS}
             for variant in VARIANTS
         },
-        "models": {f"{x}, {name}": part["models"][x] for name, part in run.parts.items() for x in "AB"},
-        "guessing": parts[0][0]["guessing"],
-    }
+    )
 
 
-def table(results: Results) -> str:
+def table(results: DecayResults) -> str:
     """Format one row for each recipe: the accuracy of its networks and the barriers."""
     head = ("weight decay", "epochs", "accuracy of A and B")
     rows = [(*head, *(f"{variant} {metric} barrier" for variant in VARIANTS for metric in METRICS))]
-    for (i, decay), (j, length) in itertools.product(enumerate(results["decays"]), enumerate(results["lengths"])):
+    for (i, decay), (j, length) in itertools.product(enumerate(results.decays), enumerate(results.lengths)):
         cells = [
-            [part["level"][i][j], *(part["lost"][v][m][i][j] for v in VARIANTS for m in METRICS)]
-            for part in ((results, *spread(results)) if "pairs" in results else (results,))
+            [part.level[i][j], *(part.lost[v][m][i][j] for v in VARIANTS for m in METRICS)] for part in sides(results)
         ]
         rows.append((f"{decay:g}", str(length), *(with_range(list(numbers)) for numbers in zip(*cells, strict=True))))
     return columns(rows, labels=2)
 
 
-def judge(results: Results) -> Verdict:
+def judge(results: DecayResults) -> Verdict:
     """Name the recipes with the lowest and the highest barrier; the paper makes no claim."""
-    naive, aligned = (np.array(results["lost"][variant]["accuracy"]) for variant in VARIANTS)
+    naive, aligned = (np.array(results.lost[variant]["accuracy"]) for variant in VARIANTS)
 
     def said(at: int) -> str:
-        i, j = divmod(at, len(results["lengths"]))
-        recipe, level = part_name(results["decays"][i], results["lengths"][j]), results["level"][i][j]
+        i, j = divmod(at, len(results.lengths))
+        recipe, level = part_name(results.decays[i], results.lengths[j]), results.level[i][j]
         lost = f"barrier {aligned[i, j]:.1%} aligned, {naive[i, j]:.1%} naive"
         return f"{recipe} (test accuracy {level:.1%}, {lost})"
 
@@ -114,25 +130,25 @@ def judge(results: Results) -> Verdict:
     )
 
 
-def draw(results: Results, folder: AnyPath) -> None:
+def draw(results: DecayResults, folder: AnyPath) -> None:
     """Draw the accuracy barrier over weight decay and epochs, naive and aligned, and over the networks' accuracy."""
-    decays, lengths, level = (np.array(results[name]) for name in ("decays", "lengths", "level"))
+    decays, lengths, level = map(np.array, (results.decays, results.lengths, results.level))
     least, largest = spread(results)
-    top = max(np.max(largest["lost"][variant]["accuracy"]) for variant in VARIANTS)
+    top = max(np.max(largest.lost[variant]["accuracy"]) for variant in VARIANTS)
     with matplotlib.rc_context(STYLE | {"axes.grid": False}):
         figure = Figure(figsize=(7.4, 3.2), layout="constrained")
         *maps, scatter = figure.subplots(1, 3)
         for axes, variant in zip(maps, VARIANTS, strict=True):
-            lost = np.array(results["lost"][variant]["accuracy"])
+            lost = np.array(results.lost[variant]["accuracy"])
             shades = axes.imshow(lost, origin="lower", aspect="auto", cmap="viridis", vmin=0, vmax=top)
             axes.set_xticks(range(len(lengths)), [str(length) for length in lengths])
             axes.set_yticks(range(len(decays)), [f"{decay:g}" for decay in decays])
             for i, j in np.ndindex(lost.shape):
                 colour = "white" if lost[i, j] < top / 2 else "black"
                 axes.text(j, i, f"{lost[i, j]:.3f}", ha="center", va="center", color=colour, fontsize=6.5)
-            axes.set_title(f"{variant}: accuracy barrier")
+            axes.set_title(variant)
             axes.set_xlabel("epochs")
-            low, high = (np.array(side["lost"][variant]["accuracy"]).ravel() for side in (least, largest))
+            low, high = (np.array(side.lost[variant]["accuracy"]).ravel() for side in (least, largest))
             colour = COLOURS[variant]
             scatter.vlines(level.ravel(), low, high, color=colour, linewidth=0.8)
             for i, decay in enumerate(decays):
@@ -140,12 +156,12 @@ def draw(results: Results, folder: AnyPath) -> None:
                 label = f"{variant}, weight decay {decay:g}" if i in (0, len(decays) - 1) else None
                 scatter.plot(level[i], lost[i], "o", label=label, markeredgewidth=0, **style)
         maps[0].set_ylabel("weight decay")
-        figure.colorbar(shades, ax=maps, shrink=0.8)
+        figure.colorbar(shades, ax=maps, shrink=0.8, label="test accuracy barrier")
         scatter.set_xlabel("mean test accuracy of A and B")
         scatter.set_ylabel("test accuracy barrier")
         scatter.legend(frameon=False, fontsize=5.5)
-        figure.suptitle(results["title"], fontsize=9)
-        save(figure, folder, results["experiment"])
+        figure.suptitle(results.title, fontsize=9)
+        save(figure, folder, results.experiment)
 
 
 EXPERIMENT = Experiment(
@@ -156,6 +172,7 @@ EXPERIMENT = Experiment(
     networks="",
     parts=lines,
     config=DecayConfig,
+    results=DecayResults,
     measure=measure,
     draw=draw,
     judge=judge,

@@ -7,6 +7,7 @@ In the paper, many lengths are near zero, because many weights are, and many len
 """
 
 import itertools
+from dataclasses import dataclass
 from typing import Any, cast
 
 import matplotlib
@@ -18,7 +19,7 @@ from mcomb.lab.figures import COLOURS, STYLE, save
 from mcomb.lab.runs.command import main
 from mcomb.lab.runs.experiment import Experiment
 from mcomb.lab.runs.measure import Run
-from mcomb.lab.runs.results import Results, spread
+from mcomb.lab.runs.results import Number, Results, pairs_of, spread
 from mcomb.lab.runs.verdicts import Verdict
 from mcomb.trees import Params, named_leaves
 
@@ -29,12 +30,39 @@ LOW = 0.5  # smaller weights are low
 LONG = 1.0  # longer edges are long
 
 
+@dataclass(frozen=True, kw_only=True)
+class EdgesResults(Results):
+    """Results of `edges`, of the naive and of the aligned pair.
+
+    Attributes:
+        bins: The edges of the histograms' bins.
+        overall: The histogram of all lengths.
+        layers: The histogram of each layer.
+        weight_scale: The root mean square of A's weights.
+        mean: The mean length.
+        near_zero: The fraction of edges near zero.
+        long: The fraction of long edges.
+        low: The fraction of edges between two low weights.
+        low_of_near_zero: The same among edges near zero.
+    """
+
+    bins: list[Number]
+    overall: dict[str, list[Number]]
+    layers: dict[str, dict[str, list[Number]]]
+    weight_scale: Number
+    mean: dict[str, Number]
+    near_zero: dict[str, Number]
+    long: dict[str, Number]
+    low: dict[str, Number]
+    low_of_near_zero: dict[str, Number]
+
+
 def flat(params: Params) -> np.ndarray:
     """Concatenate all weights of a network."""
     return np.concatenate([np.ravel(leaf) for leaf in named_leaves(params).values()])
 
 
-def measure(run: Run) -> Results:
+def measure(run: Run) -> EdgesResults:
     """Compute histograms of the edge lengths, overall and by layer, and fractions of short and long edges."""
     a = run.networks["A"].params
     pairs = {"naive": run.networks["B"].params, "aligned": run.align()}
@@ -47,30 +75,31 @@ def measure(run: Run) -> Results:
     near = {name: values < NEAR_ZERO * scale for name, values in lengths.items()}
     low = {name: np.maximum(np.abs(flat(a)), np.abs(values)) < LOW * scale for name, values in weights.items()}
 
-    def histogram(values: np.ndarray) -> list[int]:
-        return np.histogram(values, bins)[0].tolist()
+    def histogram(values: np.ndarray) -> list[Number]:
+        counts: list[Number] = np.histogram(values, bins)[0].tolist()
+        return counts
 
-    return {
-        "bins": bins.tolist(),
-        "overall": {name: histogram(values) for name, values in lengths.items()},
-        "layers": {
+    return EdgesResults(
+        **run.basics,
+        bins=bins.tolist(),
+        overall={name: histogram(values) for name, values in lengths.items()},
+        layers={
             name: {str(number): histogram(values[layer == number]) for number in np.unique(layer)}
             for name, values in lengths.items()
         },
-        "weight_scale": scale,
-        "mean": {name: float(values.mean()) for name, values in lengths.items()},
-        "near_zero": {name: float(values.mean()) for name, values in near.items()},
-        "long": {name: float((values > LONG * scale).mean()) for name, values in lengths.items()},
-        # The fraction of edges between two low weights, among all edges and among those near zero.
-        "low": {name: float(values.mean()) for name, values in low.items()},
-        "low_of_near_zero": {name: float(low[name][near[name]].mean()) for name in low},
-    }
+        weight_scale=scale,
+        mean={name: float(values.mean()) for name, values in lengths.items()},
+        near_zero={name: float(values.mean()) for name, values in near.items()},
+        long={name: float((values > LONG * scale).mean()) for name, values in lengths.items()},
+        low={name: float(values.mean()) for name, values in low.items()},
+        low_of_near_zero={name: float(low[name][near[name]].mean()) for name in low},
+    )
 
 
-def judge(results: Results) -> Verdict:
+def judge(results: EdgesResults) -> Verdict:
     """Require many aligned edges near zero, most of them between low weights, and many long edges."""
-    near, long, mean = (results[name] for name in ("near_zero", "long", "mean"))
-    between_low, low = results["low_of_near_zero"]["aligned"], results["low"]["aligned"]
+    near, long, mean = results.near_zero, results.long, results.mean
+    between_low, low = results.low_of_near_zero["aligned"], results.low["aligned"]
     shorter = mean["aligned"] < mean["naive"] and near["aligned"] > near["naive"]
     return Verdict(
         bool(shorter and near["aligned"] > 0.05 and long["aligned"] > 0.05 and between_low > 0.5),
@@ -82,10 +111,13 @@ def judge(results: Results) -> Verdict:
     )
 
 
-def draw(results: Results, folder: AnyPath) -> None:
+DIFFERENCE = r"difference between paired weights, $|\Theta_A - \Theta_B|$"
+
+
+def draw(results: EdgesResults, folder: AnyPath) -> None:
     """Draw the histograms of edge lengths of each pair, naive and aligned, overall and for each layer."""
-    pairs = results.get("pairs", [results])
-    layers = list(results["layers"]["naive"])
+    pairs = pairs_of(results)
+    layers = list(results.layers["naive"])
     columns = 4
     rows = -(-len(layers) // columns)
     with matplotlib.rc_context(STYLE):
@@ -93,26 +125,26 @@ def draw(results: Results, folder: AnyPath) -> None:
         top, bottom = cast(Any, figure.subfigures(2, 1, height_ratios=[2.2, 1.2 * rows + 0.3]))
         whole = top.subplots()
         small = bottom.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
-        for (i, pair), name in itertools.product(enumerate(pairs), results["overall"]):
+        for (i, pair), name in itertools.product(enumerate(pairs), results.overall):
             style: Any = {"color": COLOURS[name], "linewidth": 1 if len(pairs) == 1 else 0.6}
-            whole.stairs(pair["overall"][name], pair["bins"], label=None if i else name, **style)
+            whole.stairs(pair.overall[name], pair.bins, label=None if i else name, **style)
             for axes, layer in zip(small, layers, strict=False):
-                axes.stairs(pair["layers"][name][layer], pair["bins"], **style)
+                axes.stairs(pair.layers[name][layer], pair.bins, **style)
         for axes, title in zip((whole, *small), ("all layers", *(f"layer {layer}" for layer in layers)), strict=False):
             axes.set_yscale("log")
             axes.set_title(title)
         _, largest = spread(results)
-        tops = [max(max(values) for values in by_layer.values()) for by_layer in largest["layers"].values()]
+        tops = [max(max(values) for values in by_layer.values()) for by_layer in largest.layers.values()]
         whole.set_ylim(bottom=0.8)
         small[0].set_ylim(0.8, 2 * max(tops))
         for axes in small[len(layers) :]:
             axes.axis("off")
-        whole.set_ylabel("weights")
-        whole.set_xlabel(r"$|\Theta_A - \Theta_B|$")
+        whole.set_ylabel("number of weights")
+        whole.set_xlabel(DIFFERENCE)
         whole.legend(frameon=False)
-        bottom.supxlabel(r"$|\Theta_A - \Theta_B|$", fontsize=8)
-        figure.suptitle(results["title"], fontsize=9)
-        save(figure, folder, results["experiment"])
+        bottom.supxlabel(DIFFERENCE, fontsize=8)
+        figure.suptitle(results.title, fontsize=9)
+        save(figure, folder, results.experiment)
 
 
 EXPERIMENT = Experiment(
@@ -121,6 +153,7 @@ EXPERIMENT = Experiment(
     claim="Edge lengths vary widely: many are near zero, because many weights are, and many are not.",
     alt="Histograms of the absolute differences of paired weights on a log scale, overall and by layer.",
     in_paper={"tiny10-cifar10": (16,)},
+    results=EdgesResults,
     measure=measure,
     draw=draw,
     judge=judge,

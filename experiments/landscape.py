@@ -6,7 +6,7 @@
 
 The paper samples the cube of all shares and leaves open which of its points are better than others. This experiment
 searches for a good point by gradient descent from the midpoint (`mcomb.learn_shares`). It uses nine tenths of the train
-images for gradients and one tenth for early stopping. A and B were trained on all train images.
+examples for gradients and one tenth for early stopping. A and B were trained on all train examples.
 
 The slice is the plane of the shares x + y·(learned − ½). A is at (0, 0), B at (1, 0), the midpoint at (½, 0) and the
 learned shares are at (½, 1). Random points (each share uniform on an interval) and corners (each share 0 or 1) lie off
@@ -42,7 +42,7 @@ from mcomb.lab.runs.barriers import barrier
 from mcomb.lab.runs.command import main
 from mcomb.lab.runs.experiment import Experiment
 from mcomb.lab.runs.measure import Run, Task
-from mcomb.lab.runs.results import METRICS, SPLITS, VARIANTS, Results, spread
+from mcomb.lab.runs.results import METRICS, SPLITS, VARIANTS, Number, Results, Scores, sides, spread
 from mcomb.lab.runs.verdicts import Verdict, clearly_less, works
 from mcomb.lab.tables import columns, with_range
 from mcomb.merging.learned import GRANULARITIES, LearnedShares, learn_shares
@@ -57,7 +57,48 @@ class LandscapeConfig(CombinationConfig):
 
     per: Annotated[str, Flag("learn one share per layer, unit or weight", choices=GRANULARITIES[1:])] = "weight"
     grid: Annotated[int, Flag("steps from A to the midpoint, and from there to the learned shares", at_least=2)] = 6
+    search_steps: Annotated[int, Flag("gradient steps of the search for learned shares", at_least=1)] = 400
     scatter: Annotated[int, Flag("number of random points, and of corners, around the slice", at_least=1)] = 25
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The slice: its coordinates x and y, and the scores in rows of y and columns of x."""
+
+    x: list[Number]
+    y: list[Number]
+    train: dict[str, Any]
+    test: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Random networks: the projections of their shares onto the slice, and their scores."""
+
+    places: list[list[Number]]
+    train: dict[str, Any]
+    test: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LandscapeResults(Results):
+    """Results of `landscape`.
+
+    Attributes:
+        found: The scores of the midpoint, the learned shares and the best samples.
+        slice: The scores on the slice.
+        naive: The scores of the naive pair on the path from the midpoint to the learned shares.
+        samples: The random networks of each kind.
+        deviation: The root mean square of the learned shares minus ½.
+        held_out_losses: The losses during learning, naive and aligned.
+    """
+
+    found: dict[str, Scores]
+    slice: Slice
+    naive: Scores
+    samples: dict[str, Samples]
+    deviation: Number
+    held_out_losses: dict[str, list[Any]]
 
 
 def slice_axes(steps: int) -> tuple[np.ndarray, np.ndarray]:
@@ -148,13 +189,14 @@ def project(shares: Callable[..., Params], keys: Array, places: np.ndarray, lear
 
 
 def learn(run: Run, b: Params) -> LearnedShares:
-    """Learn shares of B on the train images."""
+    """Learn shares of B on the train examples."""
     store, per, networks = run.store, run.config.per, (run.networks["A"].params, b)
     with store.durations.timed("learning"):
-        return learn_shares(store.apply, networks, *store.data.train, per=per, spec=store.spec, seed=run.config.seed)
+        how: Any = {"per": per, "spec": store.spec, "seed": run.config.seed, "steps": run.config.search_steps}
+        return learn_shares(store.apply, networks, *store.data.train, **how)
 
 
-def measure(run: Run) -> Results:
+def measure(run: Run) -> LandscapeResults:
     """Measure the slice, random points and corners, and the path to the shares learned for the naive pair."""
     config, a = run.config, run.networks["A"].params
     pairs = {"naive": run.networks["B"].params, "aligned": run.align()}
@@ -178,11 +220,13 @@ def measure(run: Run) -> Results:
         for name, by_split in run.evaluate(tasks).items()
     }
     samples = {
-        name: {"places": project(random_shares(kind), run.keys(tasks[name]), tasks[name].points, shares).tolist()}
-        | _as_lists(measured[name])
+        name: Samples(
+            project(random_shares(kind), run.keys(tasks[name]), tasks[name].points, shares).tolist(),
+            **_as_lists(measured[name]),
+        )
         for name, kind in KINDS.items()
     }
-    found: Results = {}
+    found: dict[str, Scores] = {}
     for mark, (at_x, at_y) in MARKS.items():
         column, row = np.flatnonzero(x == at_x)[0], np.flatnonzero(y == at_y)[0]
         found[mark] = _at(measured["slice"], row * len(x) + column)
@@ -191,49 +235,49 @@ def measure(run: Run) -> Results:
         best = int(np.argmin(measured[name]["train"]["loss"]))
         found["best on the slice" if name == "slice" else f"best {name}"] = _at(measured[name], best)
     deviations = np.concatenate([np.ravel(share) - 0.5 for share in jax.tree.leaves(shares)])
-    return {
-        "found": found,
-        "slice": {"x": x.tolist(), "y": y.tolist()} | _as_lists(measured["slice"], (len(y), len(x))),
-        "naive": _as_lists(measured["naive"]),
-        "samples": samples,
-        "deviation": float(np.sqrt(np.mean(np.square(deviations, dtype=np.float64)))),
-        "held_out_losses": {variant: list(it.losses) for variant, it in learned.items()},
-    }
+    return LandscapeResults(
+        **run.basics,
+        found=found,
+        slice=Slice(x.tolist(), y.tolist(), **_as_lists(measured["slice"], (len(y), len(x)))),
+        naive=_as_lists(measured["naive"]),
+        samples=samples,
+        deviation=float(np.sqrt(np.mean(np.square(deviations, dtype=np.float64)))),
+        held_out_losses={variant: list(it.losses) for variant, it in learned.items()},
+    )
 
 
-def _as_lists(measured: Results, shape: tuple[int, ...] = (-1,)) -> Results:
+def _as_lists(measured: Scores, shape: tuple[int, ...] = (-1,)) -> Scores:
     return {split: {m: at[m].reshape(shape).tolist() for m in METRICS} for split, at in measured.items()}
 
 
-def _at(measured: Results, i: int) -> Results:
+def _at(measured: Scores, i: int) -> Scores:
     return {split: {m: float(at[m][i]) for m in METRICS} for split, at in measured.items()}
 
 
-def table(results: Results) -> str:
+def table(results: LandscapeResults) -> str:
     """Format the metrics of the networks and of the combinations."""
-    sides = (results, *(results[side] for side in ("least", "largest") if side in results))
     rows = [("", *(f"{split} {metric}" for metric in METRICS for split in SPLITS))]
-    for kind, name in [("models", name) for name in results["models"]] + [("found", name) for name in results["found"]]:
-        cells = [side[kind][name] for side in sides]
+    for kind, name in [("models", name) for name in results.models] + [("found", name) for name in results.found]:
+        cells = [(side.models if kind == "models" else side.found)[name] for side in sides(results)]
         label = f"network {name}" if kind == "models" else name
         rows.append((label, *(with_range([at[split][m] for at in cells]) for m in METRICS for split in SPLITS)))
     return columns(rows)
 
 
-def judge(results: Results) -> Verdict:
+def judge(results: LandscapeResults) -> Verdict:
     """Require that learned shares have a lower test loss than the midpoint, uniform shares and naive learned shares.
 
     They must also work, and matching must clearly lower the midpoint's barrier.
     """
-    ends = [results["models"][letter]["test"] for letter in "AB"]
-    found = {name: at["test"] for name, at in results["found"].items()}
+    ends = [results.models[letter]["test"] for letter in "AB"]
+    found = {name: at["test"] for name, at in results.found.items()}
     lost = {name: {m: barrier(m, at[m], *(end[m] for end in ends)) for m in METRICS} for name, at in found.items()}
     others = ("midpoint", "best uniform", "naive learned")
     better = all(found["learned"]["loss"] < found[name]["loss"] for name in others)
     matched = clearly_less(lost["midpoint"], lost["naive midpoint"])
-    config, count = results["config"], results["config"]["scatter"]
+    config, count = results.config, results.config["scatter"]
 
-    def said(at: Results) -> str:
+    def said(at: dict[str, float]) -> str:
         return f"{at['loss']:.3f} / {at['accuracy']:.1%}"
 
     beaten = [letter for letter, end in zip("AB", ends, strict=True) if found["learned"]["loss"] < end["loss"]]
@@ -244,24 +288,24 @@ def judge(results: Results) -> Verdict:
         f"lower than that of {' and '.join(beaten) or 'neither network'}. The samples with the lowest train loss have "
         f"{said(found['best uniform'])} (of {count} uniform points), {said(found['best random point'])} (of {count} "
         f"random points around the slice) and {said(found['best corner'])} (of {count} corners). The learned shares "
-        f"differ from ½ by {results['deviation']:.2f} (root mean square). Without matching, the midpoint has "
+        f"differ from ½ by {results.deviation:.2f} (root mean square). Without matching, the midpoint has "
         f"{said(found['naive midpoint'])} and learned shares have {said(found['naive learned'])}.",
     )
 
 
-def judge_together(pairs: list[Results]) -> str:
+def judge_together(pairs: list[LandscapeResults]) -> str:
     """Count the pairs whose learned shares beat both networks."""
     counts = []
     for metric, sign in zip(METRICS, (1, -1), strict=True):
         better = [
-            all(sign * at["found"]["learned"]["test"][metric] < sign * at["models"][x]["test"][metric] for x in "AB")
+            all(sign * at.found["learned"]["test"][metric] < sign * at.models[x]["test"][metric] for x in "AB")
             for at in pairs
         ]
         counts.append(f"in test {metric} for {sum(better)} of {len(pairs)} pairs")
     return f"The learned shares beat both networks {' and '.join(counts)}."
 
 
-def draw(results: Results, folder: AnyPath) -> None:
+def draw(results: LandscapeResults, folder: AnyPath) -> None:
     """Draw test loss and accuracy on the slice and on the path from the midpoint to the learned shares."""
     with matplotlib.rc_context(STYLE | {"axes.grid": False}):
         figure = Figure(figsize=(7.4, 5.6), layout="constrained")
@@ -277,15 +321,15 @@ def draw(results: Results, folder: AnyPath) -> None:
         panels[1, 0].legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, frameon=False)
         handles, labels = panels[0, 1].get_legend_handles_labels()
         panels[1, 1].legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, frameon=False)
-        figure.suptitle(results["title"], fontsize=9)
-        save(figure, folder, results["experiment"])
+        figure.suptitle(results.title, fontsize=9)
+        save(figure, folder, results.experiment)
 
 
-def _draw_slice(figure: Figure, axes: Any, results: Results, metric: str) -> None:
+def _draw_slice(figure: Figure, axes: Any, results: LandscapeResults, metric: str) -> None:
     """Draw contours over the slice, and the random points and corners around it in the same colours."""
-    x, y = results["slice"]["x"], results["slice"]["y"]
-    values = np.array(results["slice"]["test"][metric])
-    samples = [np.array(results["samples"][name]["test"][metric]) for name in SCATTERED]
+    x, y = results.slice.x, results.slice.y
+    values = np.array(results.slice.test[metric])
+    samples = [np.array(results.samples[name].test[metric]) for name in SCATTERED]
     every = np.concatenate([values.ravel(), *samples])
     low, high = every[np.isfinite(every)].min(), every[np.isfinite(every)].max()
     norm: Any = Normalize(low, max(high, low + 0.01))
@@ -297,7 +341,7 @@ def _draw_slice(figure: Figure, axes: Any, results: Results, metric: str) -> Non
     axes.contour(x, y, values, levels, colors="white", linewidths=0.3)
     figure.colorbar(shades, ax=axes, label=f"test {metric}", format="%.3g", ticks=levels[::2])
     for name, own, marker in zip(SCATTERED, samples, "os", strict=True):
-        places = np.array(results["samples"][name]["places"])
+        places = np.array(results.samples[name].places)
         style: Any = {"marker": marker, "s": 16, "edgecolors": "black", "linewidths": 0.5}
         axes.scatter(*places.T, c=own, label=f"{name}s (projected)", **style, **colours)
     box = {"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 1}
@@ -307,16 +351,16 @@ def _draw_slice(figure: Figure, axes: Any, results: Results, metric: str) -> Non
     axes.set_ylabel("y: learned shares at 1")
 
 
-def _draw_path(axes: Any, results: Results, metric: str) -> None:
+def _draw_path(axes: Any, results: LandscapeResults, metric: str) -> None:
     """Draw the values from the midpoint to a little beyond the learned shares, naive and aligned."""
-    y = results["slice"]["y"]
+    y = results.slice.y
     for letter, dashes in zip("AB", LEVELS, strict=True):
-        level = results["models"][letter]["test"][metric]
+        level = results.models[letter]["test"][metric]
         axes.axhline(level, color="0.35", linewidth=0.8, linestyle=dashes, label=f"network {letter}, test")
     for variant, split in itertools.product(VARIANTS, SPLITS):
-        sides = [np.array((side["naive"] if variant == "naive" else side["slice"])[split][metric])
-                 for side in (results, *spread(results))]  # fmt: skip
-        values, low, high = (side if variant == "naive" else side[:, len(side[0]) // 2] for side in sides)  # x = ½
+        scores = [side.naive if variant == "naive" else vars(side.slice) for side in (results, *spread(results))]
+        found = [np.array(by_split[split][metric]) for by_split in scores]
+        values, low, high = (at if variant == "naive" else at[:, len(at[0]) // 2] for at in found)  # x = ½
         axes.fill_between(y, low, high, color=COLOURS[variant], alpha=0.2, linewidth=0)
         axes.plot(y, values, LINES[split], color=COLOURS[variant], label=f"{variant}, {split}")
     for place in (0, 1):
@@ -337,6 +381,7 @@ EXPERIMENT = Experiment(
     combinations=lambda config: (
         math.prod(map(len, slice_axes(config.grid))) + len(slice_axes(config.grid)[1]) + len(KINDS) * config.scatter
     ),
+    results=LandscapeResults,
     measure=measure,
     draw=draw,
     judge=judge,

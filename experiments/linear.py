@@ -19,7 +19,7 @@ from mcomb.lab.flags import LineConfig
 from mcomb.lab.runs.barriers import barrier
 from mcomb.lab.runs.command import main
 from mcomb.lab.runs.experiment import sweep_experiment
-from mcomb.lab.runs.results import METRICS, Results
+from mcomb.lab.runs.results import METRICS, SweepResults
 from mcomb.lab.runs.verdicts import Verdict, clearly_less, judge_sweep, works
 
 
@@ -36,20 +36,20 @@ class LinearConfig(LineConfig):
             raise UserError(f"--range {first:g} {last:g} must contain [0, 1]: start at most at 0, end at least at 1.")
 
 
-def judge(results: Results) -> Verdict:
+def judge(results: SweepResults) -> Verdict:
     """Judge the line on [0, 1] like any sweep, and beyond it against A, B and naive combinations."""
-    at = np.array(results["parameter"]["values"])
+    at = np.array(results.parameter.values)
     beyond = (at < 0) | (at > 1)
     if not beyond.any():
         return judge_sweep(results)
     near = beyond & (at >= -0.25) & (at <= 1.25)
     if not near.any():
         return Verdict(None, "No verdict: no point lies within 0.25 beyond A or B. Increase --points.")
-    level = {m: np.mean([results["models"][end]["train"][m] for end in results["ends"]]) for m in METRICS}
+    level = {m: np.mean([results.models[end]["train"][m] for end in results.ends]) for m in METRICS}
 
     def lost(variant: str, points: np.ndarray, worst: bool) -> dict[str, float]:
         """Return the worst or mean train barrier of some points relative to A and B."""
-        curve = {m: np.array(results["curves"][variant]["train"][m])[points] for m in METRICS}
+        curve = {m: np.array(results.curves[variant]["train"][m])[points] for m in METRICS}
         return {m: barrier(m, curve[m] if worst else curve[m].mean(), level[m], level[m]) for m in METRICS}
 
     aligned, naive = (lost(variant, near, worst=True) for variant in ("aligned", "naive"))

@@ -26,7 +26,7 @@ from mcomb.lab.flags import SweepConfig
 from mcomb.lab.runs.command import main
 from mcomb.lab.runs.experiment import Experiment
 from mcomb.lab.runs.measure import Run, Task
-from mcomb.lab.runs.results import METRICS, SPLITS, Results, spread, table
+from mcomb.lab.runs.results import METRICS, SPLITS, Curves, Number, spread, table
 from mcomb.lab.runs.verdicts import Verdict, clearly_less
 from mcomb.lab.tables import columns
 from mcomb.matching.matchers import MATCHERS
@@ -39,7 +39,23 @@ class MatchersConfig(SweepConfig):
     """Flags of a sweep, without --matcher, because the experiment compares all matchers."""
 
     matcher: ClassVar[str] = ""  # type: ignore[misc]
-    restarts: Annotated[int, Flag("restarts of weight matching, of which the best is kept", at_least=2)] = 8
+    restarts: Annotated[int, Flag("restarts of weight matching; the best one counts", at_least=2)] = 8
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What a matcher reached: the inner product of the weights, and the seconds that it took."""
+
+    objective: Number
+    seconds: Number
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatchersResults(Curves):
+    """Results of `matchers`: what each reached, and the inner product of each restart of weight matching."""
+
+    reached: dict[str, Reached]
+    tried: list[Number]
 
 
 def matchings(config: Any) -> list[MatchingKey]:
@@ -52,7 +68,7 @@ def best_of_several(config: Any) -> MatchingKey:
     return MatchingKey("B", "A", "weights", config.restarts)
 
 
-def measure(run: Run) -> Results:
+def measure(run: Run) -> MatchersResults:
     """Measure each matcher's inner product, time and barriers."""
     config, a, b = run.config, *(run.networks[letter].params for letter in "AB")
     by_weights, *others, best_of = matchings(config)
@@ -65,20 +81,19 @@ def measure(run: Run) -> Results:
         values = np.repeat(np.linspace(0, last, config.points, dtype=np.float32), samples)
         tasks |= {f"{sweep}, {name}": Task(combine, pair, values, rng_name=sweep) for name, pair in pairs.items()}
     best = run.matchings[best_of].matching
-    reached = {name: {"objective": it.matching.objective, "seconds": it.seconds} for name, it in kept.items()}
-    return {
-        "reached": {"naive": {"objective": kept["weights"].matching.trace[0], "seconds": 0.0}} | reached,
-        "tried": best.tried,
+    reached = {name: Reached(it.matching.objective, it.seconds) for name, it in kept.items()}
+    return MatchersResults(
         **run.measure_curves(tasks, (config.points, -1)),
-    }
+        reached={"naive": Reached(kept["weights"].matching.trace[0], 0.0)} | reached,
+        tried=list(best.tried),
+    )
 
 
-def tables(results: Results) -> str:
+def tables(results: MatchersResults) -> str:
     """Format the barriers, then each matcher's inner product and time."""
     head = ("", "inner product", "seconds")
     cells = [
-        (name, f"{matcher['objective']:.2f}", in_seconds(matcher["seconds"]))
-        for name, matcher in results["reached"].items()
+        (name, f"{matcher.objective:.2f}", in_seconds(matcher.seconds)) for name, matcher in results.reached.items()
     ]
     return f"{table(results)}\n{columns([head, *cells])}"
 
@@ -88,9 +103,9 @@ def in_seconds(seconds: float) -> str:
     return f"{seconds:.1f}" if seconds >= 1 else f"{seconds:.2g}"
 
 
-def judge(results: Results) -> Verdict:
+def judge(results: MatchersResults) -> Verdict:
     """Require that all matchers' barriers are at most half of the naive one and differ by at most a tenth of it."""
-    barriers = {name: barrier["test"] for name, barrier in results["barriers"].items()}
+    barriers = {name: barrier["test"] for name, barrier in results.barriers.items()}
     close, below, sentences = True, True, []
     for sweep in SWEEPS:
         naive, three = barriers[f"{sweep}, naive"], {name: barriers[f"{sweep}, {name}"] for name in MATCHERS}
@@ -100,7 +115,7 @@ def judge(results: Results) -> Verdict:
             close &= max(values) - min(values) <= 0.1 * naive[metric]
         each = [f"{name} {it['loss']:.3f} / {it['accuracy']:.1%}" for name, it in ({"naive": naive} | three).items()]
         sentences.append(f"{sweep}: {', '.join(each)}")
-    tried = results["tried"]
+    tried = results.tried
     spread = (max(tried) - min(tried)) / abs(max(tried))
     return Verdict(
         bool(close and below),
@@ -110,12 +125,13 @@ def judge(results: Results) -> Verdict:
     )
 
 
+LABELS = {"ste": "straight-through"}
 MARKS = (("linear", "o", "#0072B2", 0.14), ("uniform", "s", "#D55E00", -0.14))
 
 
-def draw(results: Results, folder: AnyPath) -> None:
+def draw(results: MatchersResults, folder: AnyPath) -> None:
     """Draw each matcher's barriers of `linear` and `uniform`, and its inner product."""
-    reached = results["reached"]
+    reached = results.reached
     at = np.arange(len(reached))[::-1]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(6.8, 2.7), layout="constrained")
@@ -126,7 +142,7 @@ def draw(results: Results, folder: AnyPath) -> None:
             axes.axvline(0, color="0.35", linewidth=0.8)
             for (sweep, marker, colour, offset), split in itertools.product(MARKS, SPLITS):
                 values, low, high = (
-                    np.array([part["barriers"][f"{sweep}, {name}"][split][metric] for name in reached])
+                    np.array([part.barriers[f"{sweep}, {name}"][split][metric] for name in reached])
                     for part in (results, *spread(results))
                 )
                 style: Any = {"color": colour, "markersize": 4.5, "markeredgewidth": 0.9}
@@ -134,15 +150,15 @@ def draw(results: Results, folder: AnyPath) -> None:
                 axes.plot(values, at + offset, marker, markerfacecolor=face, label=f"{sweep}, {split}", **style)
                 axes.hlines(at + offset, low, high, color=colour, linewidth=0.8)
             axes.set_xlabel(f"{metric} barrier")
-        products.plot([matcher["objective"] for matcher in reached.values()], at, "D", color="black", markersize=4)
+        products.plot([matcher.objective for matcher in reached.values()], at, "D", color="black", markersize=4)
         products.set_xlabel("inner product of A and B")
-        times = [f"\n{in_seconds(matcher['seconds'])} s" if matcher["seconds"] else "" for matcher in reached.values()]
-        barriers[0].set_yticks(at, [name + time for name, time in zip(reached, times, strict=True)])
+        times = [f"\n{in_seconds(matcher.seconds)} s" if matcher.seconds else "" for matcher in reached.values()]
+        barriers[0].set_yticks(at, [LABELS.get(name, name) + time for name, time in zip(reached, times, strict=True)])
         barriers[0].set_ylim(-0.6, len(reached) - 0.4)
         handles, labels = barriers[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-        figure.suptitle(results["title"], fontsize=9)
-        save(figure, folder, results["experiment"])
+        figure.suptitle(results.title, fontsize=9)
+        save(figure, folder, results.experiment)
 
 
 EXPERIMENT = Experiment(
@@ -153,6 +169,7 @@ EXPERIMENT = Experiment(
     matchings=matchings,
     config=MatchersConfig,
     combinations=lambda config: (2 + len(MATCHERS)) * config.points * (1 + config.samples),  # 2: naive, best of several
+    results=MatchersResults,
     measure=measure,
     draw=draw,
     judge=judge,

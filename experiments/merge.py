@@ -1,27 +1,28 @@
 """Compare learned and fitted merges with their parents and with baselines.
 
     python -m experiments.merge --setup mlp-digits --split biased           # five minutes on two CPU cores
-    python -m experiments.merge --setup mlp-digits --split none             # both parents see the same images
+    python -m experiments.merge --setup mlp-digits --split none             # both parents see the same examples
     python -m experiments.merge --setup mlp-cifar10 --split biased
 
-The parents A and B see different images. With `--split biased`, A sees 80 % of the images of one half of the classes
-and 20 % of the other half, and B sees the rest. On digits these are 95 % and 5 %, because 80 % would be enough to learn
-all classes. `dirichlet` draws the fraction of each class, and with `none` both parents see the same images.
+The parents A and B see different examples. With `--split biased`, A sees 80 % of the examples of one half of the
+classes and 20 % of the other half, and B sees the rest. On digits these are 95 % and 5 %, because 80 % would be
+enough to learn all classes. In place of classes, a text has ten parts. `dirichlet` draws the fraction of each class,
+and with `none` both parents see the same examples.
 
-A fifth of the train images is withheld from both parents. Merges and baselines, except for C, use only these images.
-The experiment scores them on the test images. The baselines are:
+A fifth of the train examples is withheld from both parents. Merges and baselines, except for C, use only these
+examples. The experiment scores them on the test examples. The baselines are:
 
 - parents with a corrected output bias
 - a parent fine-tuned with the same data, steps and optimizer as the learned shares
 - the ensemble: the mean of both parents' logits
-- C, a network trained on all images
+- C, a network trained on all examples
 
 `partial 1.25` keeps apart the units that match worst. It has the parameters, and about the FLOPs, of 1.25 networks.
 Every other merge is one network. The paper draws shares at random and leaves open which points of the cube are better.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Annotated, Any, NamedTuple
 
@@ -45,9 +46,9 @@ from mcomb.lab.figures import COLOURS, STYLE, save
 from mcomb.lab.flags import CHECKPOINT_FLAGS, Config
 from mcomb.lab.runs.command import main
 from mcomb.lab.runs.experiment import Experiment
-from mcomb.lab.runs.measure import REPAIR_IMAGES, Run
+from mcomb.lab.runs.measure import REPAIR_EXAMPLES, Run
 from mcomb.lab.runs.pairs import pool
-from mcomb.lab.runs.results import METRICS, Results, spread
+from mcomb.lab.runs.results import METRICS, Number, Results, Scores, sides, spread
 from mcomb.lab.runs.verdicts import Verdict
 from mcomb.lab.setups import SETUPS
 from mcomb.lab.tables import columns, with_range
@@ -60,8 +61,8 @@ from mcomb.runtime.progress import say
 from mcomb.trees import Apply, Array, Inputs, Params
 
 BUDGETS = (1.25, 1.5)  # parameters of partial merges, in multiples of one network
-FISHER_IMAGES = 1000  # of the withheld images, because each needs a gradient of its own
-FINE_TUNING = (1e-2, 1e-3, 1e-4)  # learning rates; the best on held-out images is used
+FISHER_EXAMPLES = 1000  # of the withheld examples, because each needs a gradient of its own
+FINE_TUNING = (1e-2, 1e-3, 1e-4)  # learning rates; the best on held-out examples is used
 MEASURED = ("withheld", "test")
 
 
@@ -70,12 +71,12 @@ class MergeConfig(Config):
     """Flags of `merge`."""
 
     pairs: Annotated[int, Flag("independent triples of networks, for consecutive values of --seed", 1, 1000)] = 3
-    split: Annotated[str, Flag("how the parents' train images differ", choices=PARTITIONS)] = "biased"
+    split: Annotated[str, Flag("how the parents' train examples differ", choices=PARTITIONS)] = "biased"
     skew: Annotated[
         float | None, Flag("A's fraction of its classes (biased), or the concentration (dirichlet) [setup]", 0, 10**6)
     ] = None
-    withheld: Annotated[int | None, Flag("train images that no parent sees (default: a fifth)", at_least=20)] = None
-    candidates: Annotated[int, Flag("random combinations, of which the best is kept", at_least=1)] = 100
+    withheld: Annotated[int | None, Flag("train examples that no parent sees (default: a fifth)", at_least=20)] = None
+    candidates: Annotated[int, Flag("random combinations; the best one counts", at_least=1)] = 100
     steps: Annotated[int, Flag("maximum number of gradient steps of learned and fine-tuned networks", at_least=1)] = 400
 
     def __post_init__(self) -> None:
@@ -86,21 +87,29 @@ class MergeConfig(Config):
         if self.skew is not None and (self.split == "none" or (self.split == "biased" and self.skew > 1)):
             range_ = "remove it" if self.split == "none" else "use a fraction from 0 to 1"
             raise UserError(f"--skew {self.skew:g} is invalid with --split {self.split}: {range_}.")
-        if (self.withheld or 0) >= (images := SETUPS[self.setup].dataset.images[0]):
-            raise UserError(f"--withheld {self.withheld} leaves none of {images:,} train images: withhold fewer.")
+        if (self.withheld or 0) >= (examples := SETUPS[self.setup].dataset.count()[0]):
+            raise UserError(f"--withheld {self.withheld} leaves none of {examples:,} train examples: withhold fewer.")
         if self.split == "dirichlet" and self.skew == 0:
             raise UserError("--skew 0 is invalid with --split dirichlet: use a concentration above 0.")
 
     def subset(self, who: str) -> Subset:
-        """Return the train images of A or B, or the withheld images."""
+        """Return the train examples of A or B, or the withheld examples."""
         dataset = SETUPS[self.setup].dataset
-        default = {"biased": 0.95 if dataset.name == "digits" else 0.8, "dirichlet": 0.5, "none": 1.0}[self.split]
+        default = {"biased": 0.95 if "digits" in dataset.name else 0.8, "dirichlet": 0.5, "none": 1.0}[self.split]
         skew = default if self.skew is None else self.skew
-        return Subset(self.split, skew, self.withheld or dataset.images[0] // 5, self.seed, who)
+        return Subset(self.split, skew, self.withheld or dataset.count()[0] // 5, self.seed, who)
 
-    def images_of(self, letter: str) -> Subset | None:
-        """Return the train images of network A or B, or None for C, which sees all."""
+    def examples_of(self, letter: str) -> Subset | None:
+        """Return the train examples of network A or B, or None for C, which sees all."""
         return None if letter == "C" else self.subset(letter)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeResults(Results):
+    """Results of `merge`: the scores of each method, and the numbers of examples of A and B and of withheld ones."""
+
+    methods: dict[str, Scores]
+    seen: dict[str, Number]
 
 
 class Merged(NamedTuple):
@@ -111,7 +120,7 @@ class Merged(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """The arguments of a method: a run, its parents, B aligned to A, and the withheld images."""
+    """The arguments of a method: a run, its parents, B aligned to A, and the withheld examples."""
 
     run: Run
     a: Params
@@ -163,7 +172,7 @@ def _with_bias(apply: Apply) -> Apply:
 
 
 def correct_bias(pair: Pair, params: Params) -> Merged:
-    """Fit a network's output bias to the withheld images, which contain all classes equally often."""
+    """Fit a network's output bias to the withheld examples, which are drawn from all groups alike."""
     apply, start = _with_bias(pair.apply), jnp.zeros(pair.run.store.setup.dataset.classes)
     how: Any = {"loss": cross_entropy, "batch_size": 100, "learning_rate": 0.1, "keep": None} | pair.learning
     how |= {"describe": "fitting the output bias"}
@@ -172,7 +181,7 @@ def correct_bias(pair: Pair, params: Params) -> Merged:
 
 
 def best_sample(pair: Pair) -> Params:
-    """Return the combination with uniform shares that has the lowest loss on the withheld images."""
+    """Return the combination with uniform shares that has the lowest loss on the withheld examples."""
     both = pair.a, pair.aligned
     halves = np.full(pair.run.config.candidates, 0.5, np.float32)
     keys = jax.random.split(stream(pair.seed, "coefficients", "merge"), len(halves))
@@ -184,15 +193,15 @@ def best_sample(pair: Pair) -> Params:
 def refit_and_repair(pair: Pair) -> Merged:
     """Refit the average, then restore the variance of its activations by REPAIR."""
     fitted, both = pair.merge("refit"), (pair.a, pair.aligned)
-    images = pair.withheld.first(REPAIR_IMAGES).images
-    apply, draw, given = repaired(pair.apply, both, images, _take_parameter, spec=pair.run.store.spec)
+    inputs = pair.withheld.first(REPAIR_EXAMPLES).inputs
+    apply, draw, given = repaired(pair.apply, both, inputs, _take_parameter, spec=pair.run.store.spec)
     return Merged(apply, jax.jit(draw)(stream(0), fitted, *given))
 
 
 def merge_to_budget(budget: float, pair: Pair) -> Merged:
     """Merge the units that match best, and keep the others apart within a budget of parameters."""
     store = pair.run.store
-    found = merge_partly(pair.apply, (pair.a, pair.aligned), pair.withheld.images, spec=store.spec, budget=budget)
+    found = merge_partly(pair.apply, (pair.a, pair.aligned), pair.withheld.inputs, spec=store.spec, budget=budget)
     return Merged(found.apply, found.params)
 
 
@@ -201,7 +210,7 @@ def _take_parameter(key: Any, parameter: Params, *networks: Params) -> Params:
 
 
 def fine_tuned(pair: Pair) -> Params:
-    """Fine-tune the better parent on the withheld images at the best of three learning rates."""
+    """Fine-tune the better parent on the withheld examples at the best of three learning rates."""
     parents = [pair.a, pair.b]
     losses = [score(pair.apply, parent, *pair.withheld).loss for parent in parents]
     parent = parents[int(np.argmin(losses))]
@@ -225,7 +234,7 @@ METHODS: Mapping[str, Method] = {
     "midpoint, naive": network(lambda pair: jax.tree.map(lambda a, b: (a + b) / 2, pair.a, pair.b)),
     "midpoint, aligned": network(lambda pair: pair.merge("average")),
     "best sample": network(best_sample),
-    "Fisher": network(lambda pair: pair._replace(withheld=pair.withheld.first(FISHER_IMAGES)).merge("fisher")),
+    "Fisher": network(lambda pair: pair._replace(withheld=pair.withheld.first(FISHER_EXAMPLES)).merge("fisher")),
     **{
         f"learned per {per}": network(lambda pair, per=per: pair.merge(learned(per=per, **pair.learning)))  # type: ignore[misc]
         for per in GRANULARITIES
@@ -245,52 +254,54 @@ ONE_NETWORK = tuple(name for name in MERGES if not name.startswith("partial"))
 IN_THE_CUBE = tuple(name for name in ONE_NETWORK if name != "midpoint, naive" and not name.startswith("refit"))
 
 
-def measure(run: Run) -> Results:
-    """Measure loss and accuracy of every method on the withheld and on the test images."""
+def measure(run: Run) -> MergeResults:
+    """Measure loss and accuracy of every method on the withheld and on the test examples."""
     train = run.store.data.train
-    withheld = train.take(run.config.subset("withheld").rows(train.labels))
+    groups = run.store.setup.dataset.groups(train.labels)
+    withheld = train.take(run.config.subset("withheld").rows(groups))
     pair = Pair(run, run.networks["A"].params, run.networks["B"].params, run.align(), withheld)
-    images = {"withheld": withheld, "test": run.splits["test"]}
+    splits = {"withheld": withheld, "test": run.splits["test"]}
     for name, method in METHODS.items():
         if name not in run.rows:
             say(f"{name} …")
             with run.store.durations.timed("merging"):
                 merged = method(pair)
             with run.store.durations.timed("evaluation"):
-                found = {split: score(*merged, *images[split]) for split in MEASURED}
+                found = {split: score(*merged, *splits[split]) for split in MEASURED}
             scores = {split: {m: getattr(one, m) for m in METRICS} for split, one in found.items()}
             run.rows.add([{"name": name, **scores}])
-    counts = {who: len(run.config.subset(who).rows(train.labels)) for who in ("A", "B", "withheld")}
-    return {"methods": {name: {s: run.rows[name][s] for s in MEASURED} for name in METHODS}, "seen": counts}
+    counts: dict[str, Number] = {who: len(run.config.subset(who).rows(groups)) for who in ("A", "B", "withheld")}
+    scores = {name: {split: run.rows[name][split] for split in MEASURED} for name in METHODS}
+    return MergeResults(**run.basics, methods=scores, seen=counts)
 
 
-def chosen_merge(results: Results, among: tuple[str, ...] = ONE_NETWORK) -> str:
-    """Return the merge with the lowest loss on the withheld images."""
-    return min(among, key=lambda name: results["methods"][name]["withheld"]["loss"])
+def chosen_merge(results: MergeResults, among: tuple[str, ...] = ONE_NETWORK) -> str:
+    """Return the merge with the lowest loss on the withheld examples."""
+    return min(among, key=lambda name: results.methods[name]["withheld"]["loss"])
 
 
-def closed(results: Results, name: str) -> float:
+def closed(results: MergeResults, name: str) -> float:
     """Return the fraction of the accuracy gap between the aligned midpoint and the ensemble that a method closes."""
-    at = {n: results["methods"][n]["test"]["accuracy"] for n in (name, "midpoint, aligned", "ensemble")}
+    at = {n: results.methods[n]["test"]["accuracy"] for n in (name, "midpoint, aligned", "ensemble")}
     way = at["ensemble"] - at["midpoint, aligned"]
     return (at[name] - at["midpoint, aligned"]) / way if way > 0 else float(at[name] >= at["ensemble"])
 
 
-def judge(results: Results) -> Verdict:
-    """Require that the merge chosen on withheld images clearly beats both parents, and that learning beats sampling.
+def judge(results: MergeResults) -> Verdict:
+    """Require that the merge chosen on withheld examples clearly beats both parents, and that learning beats sampling.
 
     The margin is two standard errors of an accuracy. With split data, the merge must also close half of the gap
     between the aligned midpoint and the ensemble.
     """
-    test = {name: by_split["test"] for name, by_split in results["methods"].items()}
+    test = {name: by_split["test"] for name, by_split in results.methods.items()}
     accuracy = {name: at["accuracy"] for name, at in test.items()}
     best, inside = chosen_merge(results), chosen_merge(results, IN_THE_CUBE)
     parent = max(accuracy["A"], accuracy["B"])
-    images = results["guessing"]["test"]["images"]
-    error = (parent * (1 - parent) / images) ** 0.5
+    examples = results.guessing["test"]["examples"]
+    error = (parent * (1 - parent) / examples) ** 0.5
     learned, sampled = test["learned per unit"], test["best sample"]
     learning_pays = learned["loss"] <= sampled["loss"] and learned["accuracy"] >= sampled["accuracy"] - error
-    is_split = results["config"]["split"] != "none"
+    is_split = results.config["split"] != "none"
     part = closed(results, best)
     way = ""
     if is_split and accuracy["ensemble"] > accuracy["midpoint, aligned"]:
@@ -303,22 +314,22 @@ def judge(results: Results) -> Verdict:
             and learning_pays
             and (not is_split or part >= 0.5)
         ),
-        f"The best merge on the withheld images ({best}) has a test accuracy of {accuracy[best]:.1%}. The better "
+        f"The best merge on the withheld examples ({best}) has a test accuracy of {accuracy[best]:.1%}. The better "
         f"parent has {parent:.1%}, the midpoint {accuracy['midpoint, aligned']:.1%} aligned and "
         f"{accuracy['midpoint, naive']:.1%} naive, the ensemble {accuracy['ensemble']:.1%}, and a parent fine-tuned on "
-        f"the same images {accuracy['fine-tuned']:.1%}.{way} The best merge inside the cube ({inside}) has "
+        f"the same examples {accuracy['fine-tuned']:.1%}.{way} The best merge inside the cube ({inside}) has "
         f"{accuracy[inside]:.1%}. Shares learned per unit have a test loss of {learned['loss']:.3f}, and the best of "
-        f"{results['config']['candidates']} random combinations has {sampled['loss']:.3f}.",
+        f"{results.config['candidates']} random combinations has {sampled['loss']:.3f}.",
     )
 
 
-def table(results: Results) -> str:
-    """Format one row for each method: accuracy and loss on the test and on the withheld images."""
+def table(results: MergeResults) -> str:
+    """Format one row for each method: accuracy and loss on the test and on the withheld examples."""
     rows = [("", *(f"{split} {metric}" for split in reversed(MEASURED) for metric in reversed(METRICS)))]
-    parts = (results, *spread(results)) if "pairs" in results else (results,)
-    for name in results["methods"]:
+    parts = sides(results)
+    for name in results.methods:
         cells = [
-            [part["methods"][name][split][metric] for part in parts]
+            [part.methods[name][split][metric] for part in parts]
             for split in reversed(MEASURED)
             for metric in reversed(METRICS)
         ]
@@ -326,9 +337,9 @@ def table(results: Results) -> str:
     return columns(rows)
 
 
-def draw(results: Results, folder: AnyPath) -> None:
+def draw(results: MergeResults, folder: AnyPath) -> None:
     """Draw test accuracy and loss of every method, with the range over pairs."""
-    methods = results["methods"]
+    methods = results.methods
     at = np.arange(len(methods))[::-1]
     kinds = {"parents": (PARENTS, "0.35"), "merges": (MERGES, COLOURS["aligned"]), "baselines": (CONTROLS, "#D55E00")}
     with matplotlib.rc_context(STYLE):
@@ -336,7 +347,7 @@ def draw(results: Results, folder: AnyPath) -> None:
         panels = figure.subplots(1, 2, sharey=True)
         for axes, metric in zip(panels, reversed(METRICS), strict=True):
             values, low, high = (
-                np.array([part["methods"][name]["test"][metric] for name in methods])
+                np.array([part.methods[name]["test"][metric] for name in methods])
                 for part in (results, *spread(results))
             )
             best = (np.max if metric == "accuracy" else np.min)(values[[list(methods).index(x) for x in "AB"]])
@@ -346,11 +357,13 @@ def draw(results: Results, folder: AnyPath) -> None:
                 axes.hlines(at[mine], low[mine], high[mine], color=colour, linewidth=1)
                 axes.plot(values[mine], at[mine], "o", color=colour, markersize=4, label=kind)
             axes.set_xlabel(f"test {metric}")
+        panels[1].set_xscale("log")  # the naive midpoint's loss is far above all others
+        panels[1].xaxis.set_major_formatter("{x:g}")
         panels[0].set_yticks(at, list(methods))
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-        figure.suptitle(results["title"], fontsize=9)
-        save(figure, folder, results["experiment"])
+        figure.suptitle(results.title, fontsize=9)
+        save(figure, folder, results.experiment)
 
 
 EXPERIMENT = Experiment(
@@ -361,10 +374,11 @@ EXPERIMENT = Experiment(
     alt="Test accuracy and loss of parents, merges and baselines, one row each, with the range over pairs.",
     networks="ABC",
     config=MergeConfig,
+    results=MergeResults,
     measure=measure,
     draw=draw,
     judge=judge,
-    judge_together=lambda pairs: f"On average: {judge(pool(pairs) | {'config': pairs[0]['config']}).finding}",
+    judge_together=lambda pairs: f"On average: {judge(replace(pool(pairs), config=pairs[0].config)).finding}",
     table=table,
 )
 

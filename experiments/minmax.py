@@ -11,14 +11,14 @@ from mcomb.lab.flags import LineConfig
 from mcomb.lab.runs.barriers import barrier
 from mcomb.lab.runs.command import main
 from mcomb.lab.runs.experiment import sweep_experiment
-from mcomb.lab.runs.results import METRICS, Results
+from mcomb.lab.runs.results import METRICS, SweepResults
 from mcomb.lab.runs.verdicts import LIMITS, Verdict, cost
 
 
-def judge(results: Results) -> Verdict:
+def judge(results: SweepResults) -> Verdict:
     """Require that 'Min' fails in loss and accuracy and that 'Max' is better."""
-    curve = results["curves"]["aligned"]["test"]
-    ends = [results["models"][letter]["test"] for letter in "AB"]
+    curve = results.curves["aligned"]["test"]
+    ends = [results.models[letter]["test"] for letter in "AB"]
     lost = [cost(results, {m: barrier(m, curve[m][at], *(end[m] for end in ends)) for m in METRICS}) for at in (0, -1)]
     largest, smallest = (curve["accuracy"][at][0] for at in (0, -1))
     level = sum(end["accuracy"] for end in ends) / 2

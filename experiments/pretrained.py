@@ -6,15 +6,17 @@ The program trains the networks unless they are cached. All experiments then use
 """
 
 import json
+import platform
 
 import jax
 import jax.numpy as jnp
 
 from mcomb import read_checkpoint, score, write_checkpoint
 from mcomb.io.fingerprints import fingerprint
+from mcomb.io.paths import write_text
 from mcomb.lab import cli
 from mcomb.lab.cache.store import Store
-from mcomb.lab.flags import RECIPE_FLAGS, Config, command, recipe_dict
+from mcomb.lab.flags import RECIPE_FLAGS, Config, command, default_flags, recipe_dict
 from mcomb.lab.run_folders import pretrained_path
 from mcomb.lab.runs.command import parse_and_join, print_plan
 from mcomb.lab.runs.plan import Job
@@ -23,9 +25,10 @@ from mcomb.runtime.progress import show, show_json
 
 CARD = """# {title}, width {width}, seed {seed}
 
-Test accuracy {accuracy:.2%} and test loss {loss:.4f} on all {images} test images. The file stores half precision, and
-the scores are those of the file, read as single precision. Fingerprint `{fingerprint}`. This command trains the
-network and writes the file:
+Test accuracy {accuracy:.2%} and test loss {loss:.4f} on all {examples} test examples. The file stores half precision,
+and the scores are those of the file, read as single precision. Fingerprint `{fingerprint}`.
+{source}
+This command trains the network and writes the file:
 
 ```sh
 {command}
@@ -38,6 +41,8 @@ The recipe:
 ```
 """
 
+PYTHON = "The examples are those of Python {version}; another version comes with other ones.\n"
+
 
 def main(argv: list[str] | None = None) -> None:
     """Train, write, read back and score the three networks."""
@@ -48,6 +53,7 @@ def main(argv: list[str] | None = None) -> None:
     test = store.data.test  # load the data before writing any file
     recipe = recipe_dict(config)
     chosen = {name: getattr(config, name) for name in ("setup", "width", "seed", *RECIPE_FLAGS)}
+    source = "" if store.setup.dataset.is_fixed else PYTHON.format(version=platform.python_version())
     written = {}
     for letter, network in store.networks.get("ABC").items():
         seed = config.seed_of(letter)
@@ -64,18 +70,19 @@ def main(argv: list[str] | None = None) -> None:
             seed=seed,
             accuracy=found.accuracy,
             loss=found.loss,
-            images=f"{len(test.labels):,}",
+            examples=f"{len(test.labels):,}",
             fingerprint=fingerprint(params),
-            command=command("pretrained", Config(**chosen)),
+            source=source,
+            command=command("pretrained", Config(**default_flags(Config, config.setup) | chosen)),
             recipe=json.dumps(recipe, indent=1),
         )
-        from_first(path.with_suffix(".md").write_text, card)
+        from_first(write_text, path.with_suffix(".md"), card)
         show(f"{path}: test accuracy {found.accuracy:.2%}, test loss {found.loss:.4f}")
         written[letter] = {
             "path": str(path),
             "accuracy": found.accuracy,
             "loss": found.loss,
-            "images": len(test.labels),
+            "examples": len(test.labels),
         }
     show_json({"networks": written})
 

@@ -13,11 +13,12 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import Annotated, NamedTuple
 
-from mcomb.io.paths import AnyPath, absolute, atomic, make_writable
+from mcomb.io.paths import AnyPath, absolute, atomic, make_writable, write_text
 from mcomb.lab import cli
 from mcomb.lab.cache.store import Store
 from mcomb.lab.cli import Flag
 from mcomb.lab.flags import CHECKPOINT_FLAGS, Config, command, convert_config
+from mcomb.lab.run_folders import has_pretrained
 from mcomb.lab.runs.command import parse_and_join, print_plan
 from mcomb.lab.runs.experiment import Experiment, config_of
 from mcomb.lab.runs.identity import find_other_runs
@@ -62,7 +63,7 @@ BEYOND = (-1.0, 2.0)
 class ReportConfig(width.WidthConfig):
     """Flags of the sweeps, which apply to all experiments, with several setups and widths."""
 
-    setup: Annotated[tuple[str, ...], Flag("models, datasets and recipes", choices=tuple(SETUPS))] = (  # type: ignore[assignment]
+    setup: Annotated[tuple[str, ...], Flag("models, datasets and recipes", choices=SETUPS)] = (  # type: ignore[assignment]
         "resnet20-cifar10",
     )
     width: Annotated[tuple[int, ...], Flag("width multipliers", 1, WIDEST)] = (32,)  # type: ignore[assignment]
@@ -89,6 +90,8 @@ def plan(config: ReportConfig) -> list[PageJob]:
         place = f"{SETUPS[setup].title}, width {its_width}"
         for i, module in enumerate(ORDER):
             if (module is width and its_width != widths[0]) or (module is schematic and jobs):
+                continue
+            if module is width and config.pretrained and not all(has_pretrained(setup, w) for w in config.widths):
                 continue
             if module is merge and (config.pretrained or any(getattr(config, flag) for flag in CHECKPOINT_FLAGS)):
                 continue  # merge trains its own networks
@@ -133,7 +136,7 @@ def read_nearest(job: PageJob) -> tuple[Config, str, Results | None]:
 
 def _write(path: AnyPath, page: str) -> None:
     with atomic(path) as temporary:
-        temporary.write_text(page)
+        write_text(temporary, page)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -163,7 +166,7 @@ def main(argv: list[str] | None = None) -> None:
         "page": str(absolute(path)),
         "experiments": [
             {"name": entry.name, "of": entry.place, "other_flags": entry.flags}
-            | {key: entry.results[key] for key in ("agrees", "is_papers", "finding")}
+            | {key: getattr(entry.results, key) for key in ("agrees", "is_papers", "finding")}
             for entry in entries
         ],
         "missing": [{"name": left.name, "of": left.place, "command": left.command} for left in missing],

@@ -1,7 +1,6 @@
 """Render results as one self-contained HTML page."""
 
 import base64
-import io
 import json
 import re
 from collections import Counter
@@ -11,10 +10,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 from mcomb.errors import UserError
-from mcomb.lab.runs.results import METRICS, SPLITS
+from mcomb.lab.runs.results import METRICS, SPLITS, Results, barriers_of
 
 
 @dataclass(frozen=True)
@@ -24,7 +21,7 @@ class Entry:
     `flags` lists the flags of its run that differ from the page's.
     """
 
-    results: Mapping[str, Any]
+    results: Results
     png: bytes
     name: str
     place: str
@@ -55,11 +52,11 @@ OTHERS = {  # for networks that are not in the paper
 }
 ANSWERS = {True: "yes", False: "no", None: "no verdict"}  # for questions that the paper leaves open
 PNG = b"\x89PNG\r\n\x1a\n"
-THUMBNAIL = (320, 240)  # maximum size in pixels: twice the size in the style sheet, for high-density screens
 NOTHING = "–"  # an empty cell
+CURVES = ("aligned", "naive")
 Number = float | int
 
-STYLE = Path(__file__).with_name("report.css").read_text()
+STYLE = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
 
 
 class Html(str):
@@ -130,16 +127,6 @@ def embedded(png: bytes) -> str:
     return "data:image/png;base64," + base64.b64encode(png).decode()
 
 
-def thumbnail(entry: Entry) -> bytes:
-    """Return a small copy of a figure with few colours, to keep the page small."""
-    with Image.open(io.BytesIO(entry.png)) as picture:
-        small = picture.convert("RGB")
-    small.thumbnail(THUMBNAIL, Image.Resampling.LANCZOS)
-    file = io.BytesIO()
-    small.quantize(32).save(file, "png", optimize=True)
-    return file.getvalue()
-
-
 def anchor(index: int, entry: Entry) -> str:
     """Return the id of an entry's section, unique even if an experiment appears twice."""
     return f"{re.sub(r'[^a-z0-9]+', '-', entry.name.lower())}-{index}"
@@ -155,13 +142,13 @@ def full_name(item: Item, items: Sequence[Item]) -> str:
     return f"{item.name}, {item.place}" if len(places_of(items)) > 1 else item.name
 
 
-def words_of(results: Mapping[str, Any]) -> tuple[str, str, str]:
+def words_of(results: Results) -> tuple[str, str, str]:
     """Return the CSS class, mark and words of a verdict."""
-    kind, mark, words = (VERDICTS if results["is_papers"] else OTHERS)[results["agrees"]]
-    return kind, mark, ANSWERS[results["agrees"]] if results["is_open"] else words
+    kind, mark, words = (VERDICTS if results.is_papers else OTHERS)[results.agrees]
+    return kind, mark, ANSWERS[results.agrees] if results.is_open else words
 
 
-def verdict(results: Mapping[str, Any]) -> Html:
+def verdict(results: Results) -> Html:
     """Render the mark and words of a verdict."""
     kind, mark, words = words_of(results)
     return tag("span", tag("span", mark, aria_hidden="true"), words, class_=f"verdict {kind}")
@@ -185,11 +172,11 @@ def scrolling(caption: str, *parts: str, **attributes: str) -> Html:
     return tag("div", whole, class_="scroll", role="group", aria_label=caption, tabindex=0)
 
 
-def table(caption: str, corner: Sequence[str], below: Sequence[str], rows: Iterable[str]) -> Html:
-    """Render a table of barriers: the `corner` columns, then the columns `below` loss and below accuracy."""
-    groups = [tag("colgroup", span=len(corner)), *(tag("colgroup", span=len(below)) for _ in METRICS)]
+def table(caption: str, corner: str, below: Sequence[str], rows: Iterable[str]) -> Html:
+    """Render a table of barriers: the `corner` column, then the columns `below` loss and below accuracy."""
+    groups = [tag("colgroup", span=1), *(tag("colgroup", span=len(below)) for _ in METRICS)]
     top = [
-        *(tag("th", name, scope="col", rowspan=2) for name in corner),
+        tag("th", corner, scope="col", rowspan=2),
         *(tag("th", name, scope="colgroup", colspan=len(below), class_="number") for name in METRICS),
     ]
     second = [tag("th", name, scope="col", class_="number") for _ in METRICS for name in below]
@@ -200,7 +187,7 @@ def table(caption: str, corner: Sequence[str], below: Sequence[str], rows: Itera
 def header(title: str, entries: Sequence[Entry], missing: Sequence[Missing]) -> Html:
     """Render the title, the introduction and the counts of verdicts."""
     found = Counter(
-        "open" if it["is_open"] else it["agrees"] if it["agrees"] is None else (it["agrees"], it["is_papers"])
+        "open" if it.is_open else it.agrees if it.agrees is None else (it.agrees, it.is_papers)
         for it in (entry.results for entry in entries)
     )
     own, others = (any(found[agrees, is_papers] for agrees in (True, False)) for is_papers in (True, False))
@@ -213,7 +200,7 @@ def header(title: str, entries: Sequence[Entry], missing: Sequence[Missing]) -> 
         *([counted(found["open"], "answers an open question", "answer open questions")] if found["open"] else []),
     ]
     outcome = f"Of {counted(len(entries), 'experiment', 'experiments')}, {', '.join(verdicts)}."
-    configs = [entry.results["config"] for entry in entries]
+    configs = [entry.results.config for entry in entries]
     networks = dict.fromkeys(f"{config.get('setup')} at width {config.get('width')}" for config in configs)
     left = (counted(len(missing), "is ", "are "), tag("a", "still to run", href="#missing"), ".")
     flagged = sum(bool(entry.flags) for entry in entries)
@@ -241,30 +228,15 @@ def header(title: str, entries: Sequence[Entry], missing: Sequence[Missing]) -> 
     )
 
 
-def gallery(entries: Sequence[Entry]) -> Html:
-    """Render thumbnails of all figures, each a link to its section."""
-    places = places_of(entries)
-
-    def item(index: int, entry: Entry) -> Html:
-        small = thumbnail(entry)
-        width, height = size(small, entry.name)
-        kind, mark, words = words_of(entry.results)
-        picture = tag("img", src=embedded(small), alt="", width=width, height=height)  # the link has a label
-        verdict = tag("span", mark, class_=f"verdict {kind}", aria_hidden="true")
-        text = tag("span", verdict, " ", entry.name, class_="name")
-        return tag("li", tag("a", picture, text, href=f"#{anchor(index, entry)}", aria_label=f"{entry.name}: {words}"))
-
-    def pictures(place: str) -> Html:
-        items = [item(index, entry) for index, entry in enumerate(entries, 1) if entry.place == place]
-        return joined((tag("h3", place) if len(places) > 1 else "", tag("ul", *items, class_="gallery")))
-
-    return tag("section", tag("h2", "All figures"), *map(pictures, places), id="figures")
-
-
-def barrier_of(results: Mapping[str, Any], curve: str) -> Mapping[str, Number]:
+def barrier_of(results: Results, curve: str) -> Mapping[str, Number]:
     """Return the test barriers of a curve, or an empty mapping."""
-    found: Mapping[str, Number] = (results.get("barriers") or {}).get(curve, {}).get("test", {})
+    found: Mapping[str, Number] = barriers_of(results).get(curve, {}).get("test", {})
     return found
+
+
+def paper_of(results: Results) -> Mapping[str, Number]:
+    """Return the paper's barriers, or an empty mapping."""
+    return vars(results.paper) if results.paper else {}
 
 
 def summary(entries: Sequence[Entry], missing: Sequence[Missing]) -> Html:
@@ -272,19 +244,15 @@ def summary(entries: Sequence[Entry], missing: Sequence[Missing]) -> Html:
     places = places_of([*entries, *missing])
 
     def row(index: int, entry: Entry) -> Html:
-        results = entry.results
-        sources = (*(barrier_of(results, curve) for curve in ("aligned", "naive")), results.get("paper") or {})
-        return tag(
-            "tr",
-            tag("th", tag("a", entry.name, href=f"#{anchor(index, entry)}"), scope="row"),
-            tag("td", verdict(results)),
-            numbers(source.get(metric) for metric in METRICS for source in sources),
-        )
+        link = tag("a", entry.name, href=f"#{anchor(index, entry)}")
+        head = tag("th", tag("span", link, verdict(entry.results), class_="named"), scope="row")
+        own = tag("tr", head, numbers(barrier_of(entry.results, curve).get(m) for m in METRICS for curve in CURVES))
+        return joined((own, paper_row(entry.results, CURVES)))
 
     def of(place: str) -> Html:
         rows = [row(index, entry) for index, entry in enumerate(entries, 1) if entry.place == place]
-        caption = "Barriers on the test set" + (f", {place}" if len(places) > 1 else "")
-        return table(caption, ("experiment", "verdict"), ("aligned", "naive", "paper"), rows) if rows else Html()
+        caption = "Verdicts, and barriers on the test set" + (f", {place}" if len(places) > 1 else "")
+        return table(caption, "experiment", CURVES, rows) if rows else Html()
 
     return tag(
         "section",
@@ -312,7 +280,7 @@ def side_by_side(entries: Sequence[Entry], missing: Sequence[Missing], places: S
         if (name, place) not in found:
             return tag("td", tag("a", "not run", href="#missing") if (name, place) in left else NOTHING)
         index, entry = found[name, place]
-        lost = [barrier_of(entry.results, curve).get("accuracy") for curve in ("aligned", "naive")]
+        lost = [barrier_of(entry.results, curve).get("accuracy") for curve in CURVES]
         text = f"{number(lost[0])} / {number(lost[1])}" if lost != [None, None] else ""
         link = tag("a", verdict(entry.results), href=f"#{anchor(index, entry)}")
         return tag("td", link, tag("span", text, class_="lost"))
@@ -329,9 +297,17 @@ def side_by_side(entries: Sequence[Entry], missing: Sequence[Missing], places: S
     return scrolling(caption, tag("thead", head), tag("tbody", *rows), class_="matrix")
 
 
-def barriers(results: Mapping[str, Any]) -> Html:
+def paper_row(results: Results, below: Sequence[str]) -> Html:
+    """Render the paper's barriers, of aligned combinations on the test set, as a row of a table of barriers."""
+    if not (paper := paper_of(results)):
+        return Html()
+    cells = (paper.get(metric) if name in ("aligned", "test") else None for metric in METRICS for name in below)
+    return tag("tr", tag("th", "paper, aligned", scope="row"), numbers(cells), class_="paper")
+
+
+def barriers(results: Results) -> Html:
     """Render the barriers of every curve and of the paper, if there are any."""
-    found = results.get("barriers") or {}
+    found = barriers_of(results)
     rows = [
         tag(
             "tr",
@@ -340,16 +316,14 @@ def barriers(results: Mapping[str, Any]) -> Html:
         )
         for curve, by_split in found.items()
     ]
-    if paper := results.get("paper"):
-        cells = ({"test": paper}.get(split, {}).get(metric) for metric in METRICS for split in SPLITS)
-        rows.append(tag("tr", tag("th", "paper, aligned", scope="row"), numbers(cells), class_="paper"))
-    return table(f"Barriers of {results['experiment']}", ("curve",), SPLITS, rows) if rows else Html()
+    rows.append(paper_row(results, SPLITS))
+    return table(f"Barriers of {results.experiment}", "curve", SPLITS, rows) if found else Html()
 
 
 def section(index: int, entry: Entry) -> Html:
     """Render one experiment: claim, finding, verdict, figure, barriers and command."""
     results = entry.results
-    setting, colon, name = results["title"].rpartition(": ")
+    setting, colon, name = results.title.rpartition(": ")
     width, height = size(entry.png, entry.name)
     source = embedded(entry.png)
     return tag(
@@ -357,22 +331,22 @@ def section(index: int, entry: Entry) -> Html:
         tag("h2", tag("span", setting + colon, class_="of") if setting else "", tag("span", name)),
         tag(
             "dl",
-            tag("dt", "The paper leaves open" if results["is_open"] else "The paper found"),
-            tag("dd", results["claim"]),
+            tag("dt", "The paper leaves open" if results.is_open else "The paper found"),
+            tag("dd", results.claim),
             tag("dt", "Measured here"),
-            tag("dd", results["finding"]),
+            tag("dd", results.finding),
             tag("dt", "Verdict"),
             tag("dd", verdict(results)),
         ),
         tag(
             "figure",
-            tag("div", tag("img", src=source, alt=results["alt"], width=width, height=height), class_="card"),
-            tag("figcaption", f"Figure {index}. {entry.name}: {settings(results['config'])}."),
+            tag("div", tag("img", src=source, alt=results.alt, width=width, height=height), class_="card"),
+            tag("figcaption", f"Figure {index}. {entry.name}: {settings(results.config)}."),
         ),
         barriers(results),
         tag("p", f"This run used other flags than the page: {entry.flags}.", class_="note") if entry.flags else "",
         tag("p", "Command:", class_="label"),
-        command(results["command"]),
+        command(results.command),
         id=anchor(index, entry),
     )
 
@@ -387,7 +361,7 @@ def environments(entries: Sequence[Entry]) -> Html:
     """Render each distinct environment, with its experiments if there are several environments."""
     users: dict[str, list[str]] = {}
     for entry in entries:
-        users.setdefault(json.dumps(entry.results["environment"]), []).append(full_name(entry, entries))
+        users.setdefault(json.dumps(entry.results.environment), []).append(full_name(entry, entries))
 
     def block(text: str, experiments: list[str]) -> Html:
         environment = json.loads(text)
@@ -412,7 +386,7 @@ def durations(entries: Sequence[Entry]) -> Html:
         return tag("tr", tag("th", name, scope="row"), tag("td", duration(seconds), class_="number"))
 
     head = tag("tr", tag("th", "experiment", scope="col"), tag("th", "time", scope="col", class_="number"))
-    times = [(full_name(entry, entries), entry.results["seconds"]) for entry in entries]
+    times = [(full_name(entry, entries), entry.results.seconds) for entry in entries]
     total = row("all", sum(seconds for _, seconds in times))
     body = tag("tbody", *(row(*time) for time in times))
     return scrolling("Wall-clock time", tag("thead", head), body, tag("tfoot", total), class_="short")
@@ -446,7 +420,7 @@ def render(title: str, entries: Sequence[Entry], missing: Sequence[Missing]) -> 
         tag("style", Html(STYLE)),
     )
     sections = [section(index, entry) for index, entry in enumerate(entries, 1)]
-    top = (gallery(entries), summary(entries, missing)) if entries else ()
+    top = (summary(entries, missing),) if entries else ()
     main = tag("main", *top, *sections, background(entries, missing))
     body = tag("body", header(title, entries, missing), main)
     return "<!DOCTYPE html>\n" + tag("html", head, body, lang="en")

@@ -36,7 +36,7 @@ from mcomb.lab.runs.command import main
 from mcomb.lab.runs.experiment import Experiment
 from mcomb.lab.runs.measure import Run, Task
 from mcomb.lab.runs.pairs import pool
-from mcomb.lab.runs.results import METRICS, SPLITS, Results, spread
+from mcomb.lab.runs.results import METRICS, SPLITS, Number, Results, Scores, sides, spread
 from mcomb.lab.runs.results import table as networks_table
 from mcomb.lab.runs.verdicts import Verdict, same_distribution, works
 from mcomb.lab.setups import SETUPS
@@ -47,51 +47,51 @@ from mcomb.symmetry.intermediates import list_intermediates, unit_activations
 from mcomb.symmetry.spec import Perms, PermutationSpec
 from mcomb.trees import Params, named_leaves
 
-IMAGES = 32  # images for comparing activations
-MEASURING_IMAGES = 1000  # images for estimating variances and the Fisher information
+EXAMPLES = 32  # examples for comparing activations
+MEASURING_EXAMPLES = 1000  # examples for estimating variances and the Fisher information
 VALUES = 100_000  # samples of a layer's activations or weights for comparing distributions
 PAPER = {("tiny10-cifar10", 32): ("conv1", "conv6", "conv7", "conv8")}  # layers that tolerate k = N
 
 
-Scores = dict[str, np.ndarray]
+Importance = dict[str, np.ndarray]
 """The importance of each pair of units, for each permutation."""
 
 
-def by_correlation(run: Run, a: Params, b: Params) -> Scores:
-    """Return the correlation of each pair's activations on the train images."""
-    return correlations(run.store.spec, a, b, run.store.apply, run.splits["train"].images)
+def by_correlation(run: Run, a: Params, b: Params) -> Importance:
+    """Return the correlation of each pair's activations on the train examples."""
+    return correlations(run.store.spec, a, b, run.store.apply, run.splits["train"].inputs)
 
 
-def by_norm(run: Run, a: Params, b: Params) -> Scores:
+def by_norm(run: Run, a: Params, b: Params) -> Importance:
     """Return the norm of all incoming and outgoing weights of each pair."""
     squares = [run.store.spec.sum_weights(jax.tree.map(np.square, params)) for params in (a, b)]
     return jax.tree.map(lambda *both: np.sqrt(sum(both)), *squares)
 
 
-def by_fisher(run: Run, a: Params, b: Params) -> Scores:
+def by_fisher(run: Run, a: Params, b: Params) -> Importance:
     """Return the diagonal Fisher information of both networks, summed over the weights of each pair."""
-    some, apply = run.splits["train"].first(MEASURING_IMAGES), run.store.apply
+    some, apply = run.splits["train"].first(MEASURING_EXAMPLES), run.store.apply
     informations = (fisher_information(apply, params, *some) for params in (a, b))
     return jax.tree.map(lambda *both: sum(both), *map(run.store.spec.sum_weights, informations))
 
 
-def by_variance(run: Run, a: Params, b: Params) -> Scores:
-    """Return the variance of activations on train images, summed over the two units of each pair."""
-    images = run.splits["train"].first(MEASURING_IMAGES).images
+def by_variance(run: Run, a: Params, b: Params) -> Importance:
+    """Return the variance of activations on train examples, summed over the two units of each pair."""
+    inputs = run.splits["train"].first(MEASURING_EXAMPLES).inputs
     return jax.tree.map(
-        lambda *both: sum(both), *(variances(run.store.spec, params, run.store.apply, images) for params in (a, b))
+        lambda *both: sum(both), *(variances(run.store.spec, params, run.store.apply, inputs) for params in (a, b))
     )
 
 
-def by_chance(run: Run, a: Params, b: Params) -> Scores:
+def by_chance(run: Run, a: Params, b: Params) -> Importance:
     """Return random scores that depend only on the seed and the permutation's name."""
     return {
-        perm: np.random.default_rng([run.config.seed, zlib.crc32(perm.encode())]).random(units)
-        for perm, units in run.store.spec.sizes.items()
+        perm: np.random.default_rng([run.config.seed, zlib.crc32(perm.encode())]).random(run.store.spec.shape(perm))
+        for perm in run.store.spec.sizes
     }
 
 
-MEASURES: dict[str, Callable[[Run, Params, Params], Scores]] = {
+MEASURES: dict[str, Callable[[Run, Params, Params], Importance]] = {
     "correlation": by_correlation,
     "norm": by_norm,
     "fisher": by_fisher,
@@ -110,6 +110,47 @@ class RobustnessConfig(CombinationConfig):
     line_points: Annotated[int, Flag("points on each line, including end points", at_least=3)] = 5
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """Two samples: the ratio of their norms, the distance of their distributions, and whether these agree."""
+
+    magnitude: Number
+    distance: Number
+    alike: bool | Number  # with --pairs, the fraction of pairs
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The units of one permutation.
+
+    Attributes:
+        units: The number of units.
+        k: The numbers of re-matched pairs.
+        correlation: The correlations of all pairs, in ascending order.
+        barriers: The barriers over k by the first measure.
+        by: The barriers over k by each measure.
+        activations: Activations before and after a derangement of all units.
+        weights: The weights of A and of the deranged B.
+    """
+
+    units: int
+    k: list[int]
+    correlation: list[Number]
+    barriers: Scores
+    by: dict[str, Scores]
+    activations: Comparison
+    weights: Comparison
+
+
+@dataclass(frozen=True, kw_only=True)
+class RobustnessResults(Results):
+    """Results of `robustness`: each layer, the barriers as matched, and their mean increase by each measure."""
+
+    layers: dict[str, Layer]
+    unperturbed: Scores
+    extra: dict[str, Scores]
+
+
 def derangement(rng: np.random.Generator, n: int) -> np.ndarray:
     """Sample a uniform random permutation of n ≥ 2 elements without fixed points."""
     while True:  # one in e permutations is a derangement
@@ -119,7 +160,12 @@ def derangement(rng: np.random.Generator, n: int) -> np.ndarray:
 
 
 def rematch(scores: np.ndarray, k: int, rng: np.random.Generator) -> np.ndarray:
-    """Return a permutation that deranges the k units with the lowest scores and fixes the others."""
+    """Return a permutation that deranges the k units with the lowest scores and fixes the others.
+
+    A batched permutation has one row of scores for each batch, such as each attention head; k counts in each row.
+    """
+    if scores.ndim > 1:
+        return np.stack([rematch(row, k, rng) for row in scores])
     lowest = np.argsort(scores, kind="stable")[:k]
     order = np.arange(len(scores))
     order[lowest] = lowest[derangement(rng, k)]
@@ -138,7 +184,7 @@ def measures(config: RobustnessConfig) -> list[str]:
 
 def combinations(config: RobustnessConfig) -> int:
     """Count the evaluated networks: the points of each line for each layer and measure, and of the line as matched."""
-    units = SETUPS[config.setup].spec(config.width).sizes.values()
+    units = SETUPS[config.setup].spec(config.width, frozen=config.frozen).sizes.values()
     return config.line_points * (1 + len(measures(config)) * sum(len(counts(n, config.counts)) for n in units))
 
 
@@ -155,12 +201,12 @@ def lines(spec: PermutationSpec) -> tuple[Any, Any]:
 
 
 def layer_activations(run: Run, params: Params) -> dict[str, np.ndarray]:
-    """Concatenate the activations of each permutation's units on a few train images."""
-    spec, apply, images = run.store.spec, run.store.apply, run.store.data.train.first(IMAGES).images
-    intermediates = list_intermediates(spec, apply, params, images)
+    """Concatenate the activations of each permutation's units on a few train examples."""
+    spec, apply, inputs = run.store.spec, run.store.apply, run.store.data.train.first(EXAMPLES).inputs
+    intermediates = list_intermediates(spec, apply, params, inputs)
     arrays = unit_activations(spec, intermediates)
     tapped = intermediates.tap({array.id for found in arrays.values() for array in found})
-    found = jax.jit(tapped)(params, images)[1]
+    found = jax.jit(tapped)(params, inputs)[1]
     return {perm: np.concatenate([np.ravel(found[array.id]) for array in arrays[perm]]) for perm in arrays}
 
 
@@ -170,15 +216,15 @@ def layer_weights(spec: PermutationSpec, params: Params, perm: str) -> np.ndarra
     return np.concatenate([np.ravel(leaves[leaf]) for leaf in dict.fromkeys(name for name, _ in spec.axes_of(perm))])
 
 
-def compare(x: np.ndarray, y: np.ndarray) -> Results:
+def compare(x: np.ndarray, y: np.ndarray) -> Comparison:
     """Compare two samples: the ratio of their norms, the distance of their distributions, and whether they agree."""
     rng = np.random.default_rng(0)
     some_x, some_y = (rng.choice(values, min(len(values), VALUES), replace=False) for values in (x, y))
     alike, distance = same_distribution(some_x, some_y)
-    return {"magnitude": float(np.linalg.norm(y) / np.linalg.norm(x)), "distance": distance, "alike": alike}
+    return Comparison(float(np.linalg.norm(y) / np.linalg.norm(x)), distance, alike)
 
 
-def measure(run: Run) -> Results:
+def measure(run: Run) -> RobustnessResults:
     """Measure the barriers over k for each permutation, and the effect of a derangement of all its units."""
     config, spec = run.config, run.store.spec
     a, aligned = run.networks["A"].params, run.align()
@@ -209,47 +255,46 @@ def measure(run: Run) -> Results:
     }
     as_matched = found["", "as matched", 0]
     before = layer_activations(run, aligned)
-    layers: Results = {}
+    layers: dict[str, Layer] = {}
     for perm in spec.sizes:
         deranged = spec.apply(cases[by[0], perm, ks[perm][-1]], aligned)
         curves = {
             name: {split: {m: [found[name, perm, k][split][m] for k in ks[perm]] for m in METRICS} for split in SPLITS}
             for name in by
         }
-        layers[perm] = {
-            "units": spec.sizes[perm],
-            "k": ks[perm],
-            "correlation": np.sort(correlation[perm]).tolist(),
-            "barriers": curves[by[0]],
-            "by": curves,
-            "activations": compare(before[perm], layer_activations(run, deranged)[perm]),
-            "weights": compare(layer_weights(spec, a, perm), layer_weights(spec, deranged, perm)),
-        }
+        layers[perm] = Layer(
+            units=spec.sizes[perm],
+            k=ks[perm],
+            correlation=np.sort(correlation[perm], axis=None).tolist(),
+            barriers=curves[by[0]],
+            by=curves,
+            activations=compare(before[perm], layer_activations(run, deranged)[perm]),
+            weights=compare(layer_weights(spec, a, perm), layer_weights(spec, deranged, perm)),
+        )
 
     def mean_extra(name: str, split: str, metric: str) -> float:
         # Without k = N, which is the same for every measure.
-        curves = [layer["by"][name][split][metric][:-1] for layer in layers.values()]
+        curves = [layer.by[name][split][metric][:-1] for layer in layers.values() if len(layer.k) > 1]
         return float(np.mean([np.mean(curve) for curve in curves])) - as_matched[split][metric]
 
     extra = {name: {split: {m: mean_extra(name, split, m) for m in METRICS} for split in SPLITS} for name in by}
-    return {"layers": layers, "unperturbed": as_matched, "extra": extra}
+    return RobustnessResults(**run.basics, layers=layers, unperturbed=as_matched, extra=extra)
 
 
-def table(results: Results) -> str:
+def table(results: RobustnessResults) -> str:
     """Format the networks and, for several measures, the mean increase of the barriers."""
-    if len(results["extra"]) == 1:
+    if len(results.extra) == 1:
         return networks_table(results)
-    sides = (results, *(results[side] for side in ("least", "largest") if side in results))
     rows = [("barrier increase by", *(f"{split} {metric}" for metric in METRICS for split in SPLITS))]
-    for name in results["extra"]:
-        of_name = [side["extra"][name] for side in sides]
+    for name in results.extra:
+        of_name = [side.extra[name] for side in sides(results)]
         rows.append((name, *(with_range([at[s][m] for at in of_name]) for m in METRICS for s in SPLITS)))
     return f"{networks_table(results)}\n{columns(rows)}"
 
 
-def rank(results: Results) -> str:
+def rank(results: RobustnessResults) -> str:
     """Name the measure that predicts unimportant pairs best, if there are several."""
-    extra = {name: at["test"] for name, at in results["extra"].items()}
+    extra = {name: at["test"] for name, at in results.extra.items()}
     if len(extra) == 1:
         return ""
     best, *_ = ranked = sorted(extra, key=lambda name: extra[name]["loss"])
@@ -260,26 +305,26 @@ def rank(results: Results) -> str:
     )
 
 
-def judge(results: Results) -> Verdict:
+def judge(results: RobustnessResults) -> Verdict:
     """Require that half of each layer can be re-matched, and some layers completely.
 
     There is no verdict unless pairs are ordered by correlation, as in the paper.
     """
-    layers, as_matched = results["layers"], results["unperturbed"]["test"]
+    layers, as_matched = results.layers, results.unperturbed["test"]
 
-    def extra(layer: Results, k: float) -> dict[str, float]:
+    def extra(layer: Layer, k: float) -> dict[str, float]:
         """Return the increase of the barrier when k of a layer's pairs are re-matched."""
-        at = layer["barriers"]["test"]
-        return {m: max(0.0, float(np.interp(k, layer["k"], at[m])) - as_matched[m]) for m in METRICS}
+        at = layer.barriers["test"]
+        return {m: max(0.0, float(np.interp(k, layer.k, at[m])) - as_matched[m]) for m in METRICS}
 
-    half = {name: extra(layer, layer["units"] / 2) for name, layer in layers.items()}
-    survive = [name for name, layer in layers.items() if works(results, extra(layer, layer["units"]))]
-    expected = PAPER.get((results["config"]["setup"], results["config"]["width"]), survive[:1] or ["any layer"])
-    kept = all(layer["activations"]["alike"] and abs(layer["activations"]["magnitude"] - 1) < 0.01
+    half = {name: extra(layer, layer.units / 2) for name, layer in layers.items()}
+    survive = [name for name, layer in layers.items() if works(results, extra(layer, layer.units))]
+    expected = PAPER.get((results.config["setup"], results.config["width"]), survive[:1] or ["any layer"])
+    kept = all(layer.activations.alike and abs(layer.activations.magnitude - 1) < 0.01
                for layer in layers.values())  # fmt: skip
-    alike = all(layer["weights"]["alike"] for layer in layers.values())
+    alike = all(layer.weights.alike for layer in layers.values())
     worst = max(half, key=lambda name: half[name]["accuracy"])
-    by = next(iter(results["extra"]))
+    by = next(iter(results.extra))
     before, which = ("", "") if by == "correlation" else ("The paper orders pairs by correlation. ", f", by {by},")
     agrees = (
         works(results, as_matched)
@@ -300,12 +345,12 @@ def judge(results: Results) -> Verdict:
     )
 
 
-def draw(results: Results, folder: AnyPath) -> None:
+def draw(results: RobustnessResults, folder: AnyPath) -> None:
     """Draw loss and accuracy barriers against the number of re-matched pairs, for each layer.
 
     One measure is drawn for both splits. Several are drawn for the test set only, with their means in a last panel.
     """
-    layers, by = results["layers"], list(results["extra"])
+    layers, by = results.layers, list(results.extra)
     count, splits = len(layers) + (len(by) > 1), SPLITS if len(by) == 1 else ("test",)
     columns = min(4, count)
     rows = -(-count // columns)
@@ -318,16 +363,17 @@ def draw(results: Results, folder: AnyPath) -> None:
                 axes.sharey(panels[0])  # before drawing, so that the limits include all panels
                 for name, split in itertools.product(by, splits):
                     values, low, high = (
-                        side["layers"][layer_name]["by"][name][split][metric] for side in (results, *spread(results))
+                        side.layers[layer_name].by[name][split][metric] for side in (results, *spread(results))
                     )
                     style: Any = {"color": MEASURE_COLOURS[name], "marker": ".", "label": split}
                     if len(by) > 1:
                         style |= {"label": name, "linewidth": 1, "markersize": 4}
-                    axes.fill_between(layer["k"], low, high, color=style["color"], alpha=0.15 / len(by), linewidth=0)
-                    axes.plot(layer["k"], values, LINES[split], **style)
-                level = results["unperturbed"]["test"][metric]
+                    axes.fill_between(layer.k, low, high, color=style["color"], alpha=0.15 / len(by), linewidth=0)
+                    axes.plot(layer.k, values, LINES[split], **style)
+                level = results.unperturbed["test"][metric]
                 axes.axhline(level, color="0.35", linewidth=0.8, linestyle=LEVELS[0], label="as matched, test")
-                axes.set_title(f"{layer_name} (N = {layer['units']})")
+                title = f"{layer_name} (N = {layer.units})"
+                axes.set_title(title if len(title) < 24 else title.replace(" ", "\n", 1))
                 if i % columns:
                     axes.tick_params(labelleft=False)
             for axes in panels[len(layers) :]:
@@ -339,18 +385,18 @@ def draw(results: Results, folder: AnyPath) -> None:
         parts[1].supxlabel(f"k: re-matched pairs {of_lowest}", fontsize=8)
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-        figure.suptitle(wrap(results["title"], 25 * columns), fontsize=9)
-        save(figure, folder, results["experiment"])
+        figure.suptitle(wrap(results.title, 25 * columns), fontsize=9)
+        save(figure, folder, results.experiment)
 
 
-def _draw_means(axes: Any, results: Results, metric: str) -> None:
+def _draw_means(axes: Any, results: RobustnessResults, metric: str) -> None:
     """Draw the mean increase of a barrier for each measure, with the range over pairs."""
     axes.axis("on")
-    names = list(results["extra"])
+    names = list(results.extra)
     for at, name in enumerate(reversed(names)):
         colour = MEASURE_COLOURS[name]
         for split, face in (("train", "white"), ("test", colour)):
-            value, low, high = (side["extra"][name][split][metric] for side in (results, *spread(results)))
+            value, low, high = (side.extra[name][split][metric] for side in (results, *spread(results)))
             axes.hlines(at, low, high, color=colour, linewidth=0.8)
             axes.plot(value, at, "o", color=colour, markerfacecolor=face, markersize=4, markeredgewidth=0.9)
     axes.axvline(0, color="0.35", linewidth=0.8, linestyle=LEVELS[0])
@@ -370,6 +416,7 @@ EXPERIMENT = Experiment(
     in_paper={"tiny10-cifar10": (32,)},
     config=RobustnessConfig,
     combinations=combinations,
+    results=RobustnessResults,
     measure=measure,
     draw=draw,
     judge=judge,

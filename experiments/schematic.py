@@ -24,7 +24,7 @@ from mcomb.lab.flags import Config
 from mcomb.lab.runs.command import main
 from mcomb.lab.runs.experiment import Experiment
 from mcomb.lab.runs.measure import Run
-from mcomb.lab.runs.results import Results
+from mcomb.lab.runs.results import Number, Results
 from mcomb.lab.runs.verdicts import Verdict
 
 
@@ -35,10 +35,17 @@ class SchematicConfig(Config):
     pairs: ClassVar[int] = 1  # type: ignore[misc]
 
 
+@dataclass(frozen=True, kw_only=True)
+class SchematicResults(Results):
+    """Results of `schematic`: the shares and the weights of each layer of each picture."""
+
+    panels: dict[str, dict[str, dict[str, list[list[Number]]]]]
+
+
 SHAPES = {"1": (5, 7), "2": (7, 7), "3": (7, 4)}  # shape of each layer
 
 
-def measure(run: Run) -> Results:
+def measure(run: Run) -> SchematicResults:
     """Compute the share of the orange network and the value of each weight for five pictures."""
     seed = run.config.seed
     blue, orange = (
@@ -60,21 +67,21 @@ def measure(run: Run) -> Results:
             "shares": jax.tree.map(lambda leaf: leaf.tolist(), draw(*arguments, none, all_of_it)),
             "weights": jax.tree.map(lambda leaf: leaf.tolist(), draw(*arguments, blue, orange)),
         }
-    return {"panels": panels}
+    return SchematicResults(panels=panels)
 
 
-def judge(results: Results) -> Verdict:
+def judge(results: SchematicResults) -> Verdict:
     """Return no verdict."""
     return Verdict(None, "This figure is an illustration without measurements.")
 
 
-def draw(results: Results, folder: AnyPath) -> None:
+def draw(results: SchematicResults, folder: AnyPath) -> None:
     """Draw the layers of each combination as grids of cells, coloured by share and shaded by weight."""
     blue, orange = (np.array(to_rgb(colour)) for colour in ("#0072B2", "#E69F00"))
     with matplotlib.rc_context(STYLE | {"axes.grid": False}):
         figure = Figure(figsize=(6.4, 2.6), layout="constrained")
-        panels = figure.subplots(3, len(results["panels"]))
-        for column, (name, panel) in zip(panels.T, results["panels"].items(), strict=True):
+        panels = figure.subplots(3, len(results.panels))
+        for column, (name, panel) in zip(panels.T, results.panels.items(), strict=True):
             for axes, layer in zip(column[::-1], panel["shares"], strict=True):  # first layer at the bottom
                 share, weight = (np.array(panel[kind][layer])[..., None] for kind in ("shares", "weights"))
                 hue = (1 - share) * blue + share * orange
@@ -85,7 +92,7 @@ def draw(results: Results, folder: AnyPath) -> None:
                 axes.axis("off")
             column[0].set_title(name)
         figure.supylabel("layers", fontsize=8)
-        save(figure, folder, results["experiment"])
+        save(figure, folder, results.experiment)
 
 
 EXPERIMENT = Experiment(
@@ -96,6 +103,7 @@ EXPERIMENT = Experiment(
     "stitched combinations.",
     networks="",
     config=SchematicConfig,
+    results=SchematicResults,
     measure=measure,
     draw=draw,
     judge=judge,

@@ -14,12 +14,12 @@ from mcomb.lab.flags import CurveConfig
 from mcomb.lab.runs.command import main
 from mcomb.lab.runs.experiment import Experiment
 from mcomb.lab.runs.measure import Run
-from mcomb.lab.runs.results import VARIANTS, Results
+from mcomb.lab.runs.results import VARIANTS, SweepResults
 from mcomb.lab.runs.verdicts import judge_sweep
 from mcomb.lab.setups import SETUPS
 
 
-def measure(run: Run) -> Results:
+def measure(run: Run) -> SweepResults:
     """Measure the curves from l = 0 (A) to the number of layers (B)."""
     model = run.store.setup.model
     label = "l: number of lower layers from B"
@@ -33,6 +33,7 @@ EXPERIMENT = Experiment(
     alt="Loss and accuracy against the number of layers taken from B, naive and aligned.",
     config=CurveConfig,
     combinations=lambda config: len(VARIANTS) * (SETUPS[config.setup].model.depth + 1),
+    results=SweepResults,
     measure=measure,
     draw=figures.draw_sweep,
     judge=judge_sweep,

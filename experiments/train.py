@@ -40,10 +40,10 @@ def main(argv: list[str] | None = None) -> None:
     trained = {}
     for network in store.networks.train(trainings).values():
         test = score(store.apply, network.params, *store.data.test)
-        images = len(store.data.test.labels)
-        show(f"{network.name}: test accuracy {test.accuracy:.2%}, test loss {test.loss:.4f} on {images:,} images")
+        examples = len(store.data.test.labels)
+        show(f"{network.name}: test accuracy {test.accuracy:.2%}, test loss {test.loss:.4f} on {examples:,} examples")
         path = str(absolute(folder / network.name))
-        trained[network.name] = {"path": path, "accuracy": test.accuracy, "loss": test.loss, "images": images}
+        trained[network.name] = {"path": path, "accuracy": test.accuracy, "loss": test.loss, "examples": examples}
     show_json({"networks": trained})
 
 

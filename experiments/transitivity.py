@@ -14,13 +14,13 @@ from mcomb.lab.flags import LineConfig
 from mcomb.lab.runs.command import main
 from mcomb.lab.runs.experiment import Experiment
 from mcomb.lab.runs.measure import Run, Task
-from mcomb.lab.runs.results import Results
+from mcomb.lab.runs.results import Parameter, SweepResults
 from mcomb.lab.runs.verdicts import Verdict, clearly_less, works
 
 C_TO_A, C_TO_B = MatchingKey("C", "A"), MatchingKey("C", "B")
 
 
-def measure(run: Run) -> Results:
+def measure(run: Run) -> SweepResults:
     """Measure the curves from B to C: naive, matched through A, and matched directly."""
     b, c = (run.networks[letter].params for letter in "BC")
     values = np.linspace(0, 1, run.config.points, dtype=np.float32)
@@ -31,12 +31,12 @@ def measure(run: Run) -> Results:
     }
     tasks = {name: Task(linear, pair, values) for name, pair in pairs.items()}
     curves = run.measure_curves(tasks, (len(values), 1), ends="BC")
-    return {"parameter": {"name": "λ", "label": "λ: B at 0, C at 1", "values": values.tolist()}, **curves}
+    return SweepResults(parameter=Parameter("λ", "λ: B at 0, C at 1", values.tolist()), **curves)
 
 
-def judge(results: Results) -> Verdict:
+def judge(results: SweepResults) -> Verdict:
     """Require that B and C are linearly connected through A in loss and accuracy."""
-    lost = {name: barrier["test"] for name, barrier in results["barriers"].items()}
+    lost = {name: barrier["test"] for name, barrier in results.barriers.items()}
     each = {name: f"{barrier['accuracy']:.1%} and {barrier['loss']:.3f}" for name, barrier in lost.items()}
     return Verdict(
         works(results, lost["through A"]) and clearly_less(lost["through A"], lost["naive"]),
@@ -54,6 +54,7 @@ EXPERIMENT = Experiment(
     matchings=lambda config: (B_TO_A, C_TO_A, C_TO_B),
     config=LineConfig,
     combinations=lambda config: 3 * config.points,
+    results=SweepResults,
     measure=measure,
     draw=figures.draw_sweep,
     judge=judge,

@@ -11,7 +11,7 @@ lie in the interior, and in many cases lies on an edge.
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import matplotlib
 import numpy as np
@@ -27,7 +27,7 @@ from mcomb.lab.runs.barriers import barrier
 from mcomb.lab.runs.command import main
 from mcomb.lab.runs.experiment import Experiment
 from mcomb.lab.runs.measure import Run, Task
-from mcomb.lab.runs.results import METRICS, Results
+from mcomb.lab.runs.results import METRICS, Number, Results, Scores
 from mcomb.lab.runs.verdicts import Verdict, works
 
 C_TO_A = MatchingKey("C", "A")
@@ -41,6 +41,24 @@ class TriangleConfig(CombinationConfig):
 
     grid: Annotated[int, Flag("steps along an edge of the triangle", at_least=2)] = 20
     beyond: Annotated[float, Flag("extent of the grid beyond the edges", 0, 1000)] = 0.0
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best network on the grid: its shares (λ_B, λ_C), its place in words, and its index."""
+
+    shares: list[Number]
+    place: str | list[str]  # with --pairs, that of each pair unless all are the same
+    index: Number
+
+
+@dataclass(frozen=True, kw_only=True)
+class TriangleResults(Results):
+    """Results of `triangle`: the shares (λ_B, λ_C) and the scores of each network on the grid, and the best of them."""
+
+    shares: list[list[Number]]
+    points: Scores
+    best: Best
 
 
 def count_points(steps: int, beyond: float) -> int:
@@ -65,78 +83,76 @@ def locate(shares: list[float]) -> str:
     return PLACES[(three < 1e-6).sum()]
 
 
-def measure(run: Run) -> Results:
+def measure(run: Run) -> TriangleResults:
     """Measure every grid point and find the best one."""
     shares = grid(run.config.grid, run.config.beyond)
     corners = (run.networks["A"].params, run.align(B_TO_A), run.align(C_TO_A))
     metrics = run.evaluate({"aligned": Task(blend, corners, shares)})["aligned"]
     points = {split: {m: getattr(values, m).tolist() for m in METRICS} for split, values in metrics.items()}
     best = find_best(points)
-    return {
-        "shares": shares.tolist(),
-        "points": points,
-        "best": {"shares": shares[best].tolist(), "place": locate(shares[best].tolist()), "index": best},
-    }
+    at_best = shares[best].tolist()
+    return TriangleResults(
+        **run.basics, shares=shares.tolist(), points=points, best=Best(at_best, locate(at_best), best)
+    )
 
 
-def find_best(points: Results) -> int:
+def find_best(points: Scores) -> int:
     """Return the index of the best point by test accuracy, with ties broken by test loss."""
     return int(np.lexsort((points["test"]["loss"], -np.array(points["test"]["accuracy"])))[0])
 
 
-def judge(results: Results) -> Verdict:
+def judge(results: TriangleResults) -> Verdict:
     """Require that the worst network on the triangle works, and locate the best one."""
-    shares, points = np.array(results["shares"]), results["points"]["test"]
+    shares, points = np.array(results.shares), results.points["test"]
     inside = (shares.min(1) > -1e-6) & (shares.sum(1) < 1 + 1e-6)
-    level = {m: float(np.mean([score["test"][m] for score in results["models"].values()])) for m in METRICS}
+    level = {m: float(np.mean([score["test"][m] for score in results.models.values()])) for m in METRICS}
     lost = {m: barrier(m, np.array(points[m])[inside], level[m], level[m]) for m in METRICS}
-    worst, best = (np.array(points["accuracy"])[at] for at in (inside, results["best"]["index"]))
-    config = results["config"]
+    worst, best = (np.array(points["accuracy"])[at] for at in (inside, int(results.best.index)))
+    config = results.config
     least = PAPER.get((config["setup"], config["width"]))
-    corners = ", ".join(f"{score['test']['accuracy']:.1%}" for score in results["models"].values())
+    corners = ", ".join(f"{score['test']['accuracy']:.1%}" for score in results.models.values())
     return Verdict(
         bool(works(results, lost) if least is None else worst.min() >= least),
         f"The lowest test accuracy of {inside.sum()} networks on the triangle is {worst.min():.1%}, and the highest "
         f"loss is {lost['loss']:.3f} above the mean of the corners. The best network, Θ*, has a test accuracy of "
-        f"{best:.1%} and lies {results['best']['place']}. A, B and C have {corners}.",
+        f"{best:.1%} and lies {results.best.place}. A, B and C have {corners}.",
     )
 
 
-def judge_together(triangles: list[Results]) -> str:
-    """Count the locations of the best networks."""
-    counts = Counter(results["best"]["place"] for results in triangles)
+def judge_together(triangles: list[TriangleResults]) -> str:
+    """Count how often the best network lies at each location."""
+    counts = Counter(results.best.place for results in triangles)
     return f"The best network lies {', '.join(f'{counts[place]} times {place}' for place in PLACES if counts[place])}."
 
 
-def draw(results: Results, folder: AnyPath) -> None:
+def draw(results: TriangleResults, folder: AnyPath) -> None:
     """Draw test accuracy over the shares of B and C as an equilateral triangle, with A at the lower left."""
-    shares = np.array(results["shares"])
-    accuracy = np.array(results["points"]["test"]["accuracy"])
+    shares = np.array(results.shares)
+    accuracy = np.array(results.points["test"]["accuracy"])
     x, y = _equilateral(shares)
     with matplotlib.rc_context(STYLE | {"axes.grid": False}):
-        figure = Figure(figsize=(3.6, 3.3), layout="constrained")
+        figure = Figure(figsize=(4.0, 3.1), layout="constrained")
         axes = figure.subplots()
         shades = axes.tripcolor(x, y, accuracy, shading="gouraud", cmap="viridis")
         figure.colorbar(shades, ax=axes, label="test accuracy", shrink=0.8)
-        box = {"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 1}
         corners = np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
         axes.plot(*_equilateral(corners), color="black", linewidth=0.8)
-        best = find_best(results["points"])
-        for corner, name, (dx, dy) in zip(corners, "ABC", ((-0.06, -0.06), (0.06, -0.06), (0.0, 0.06)), strict=False):
+        best = find_best(results.points)
+        for corner, name, (dx, dy) in zip(corners, "ABC", ((-0.08, -0.04), (0.08, -0.04), (0.0, 0.08)), strict=False):
             cx, cy = _equilateral(corner[None])
-            level = results["models"][name]["test"]["accuracy"]
+            level = results.models[name]["test"]["accuracy"]
             called = f"{name} = Θ*" if np.allclose(shares[best], corner) else name
-            note = axes.annotate(f"{called}\n{level:.3f}", (cx[0] + dx, cy[0] + dy), ha="center", va="center")
-            note.set_bbox(box)
+            axes.annotate(f"{called}\n{level:.3f}", (cx[0] + dx, cy[0] + dy), ha="center", va="center")
         axes.plot(x[best], y[best], "*", color="white", markeredgecolor="black", markersize=11, markeredgewidth=0.8)
         if not np.isclose(shares[best], corners).all(axis=1).any():
-            note = axes.annotate(f"Θ* {accuracy[best]:.3f}", (x[best], y[best]), (6, 6), textcoords="offset points")
-            note.set_bbox(box)
+            style: Any = {"ha": "center", "textcoords": "offset points"}
+            note = axes.annotate(f"Θ* {accuracy[best]:.3f}", (x[best], y[best]), (0, 9), **style)
+            note.set_bbox({"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 1})
         axes.set_aspect("equal")
-        axes.margins(0.12)
+        axes.margins(0.13, 0.1)
         axes.axis("off")
-        figure.suptitle(wrap(results["title"], 48), fontsize=8)
-        save(figure, folder, results["experiment"])
+        figure.suptitle(wrap(results.title, 48), fontsize=8)
+        save(figure, folder, results.experiment)
 
 
 def _equilateral(shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -155,6 +171,7 @@ EXPERIMENT = Experiment(
     matchings=lambda config: (B_TO_A, C_TO_A),
     config=TriangleConfig,
     combinations=lambda config: count_points(config.grid, config.beyond),
+    results=TriangleResults,
     measure=measure,
     draw=draw,
     judge=judge,

@@ -33,10 +33,24 @@ from mcomb.matching.matchers import Matcher, activations, straight_through, weig
 from mcomb.matching.matching import Matching
 from mcomb.merging.fine_tuning import FineTuned, fine_tune
 from mcomb.merging.learned import LearnedShares, learn_shares
-from mcomb.merging.merge import Merged, Method, average, fisher, learned, merge, partial, refit
+from mcomb.merging.merge import (
+    Merged,
+    Method,
+    average,
+    dare,
+    fisher,
+    learned,
+    merge,
+    partial,
+    refit,
+    slerp,
+    task_arithmetic,
+    ties,
+)
 from mcomb.merging.partial import PartlyMerged
 from mcomb.runtime.progress import set_progress
 from mcomb.symmetry.derive import derive_spec
+from mcomb.symmetry.groups import SymmetrySpec
 from mcomb.symmetry.spec import Blocks, PermutationSpec, Segments
 
 __version__ = "0.1.0"
@@ -60,6 +74,7 @@ __all__ = [
     "PermutationSpec",
     "Segments",
     "Sweep",
+    "SymmetrySpec",
     "UserError",
     "accuracy",
     "activations",
@@ -70,6 +85,7 @@ __all__ = [
     "centered",
     "combine",
     "cross_entropy",
+    "dare",
     "derive_spec",
     "estimate_statistics",
     "fine_tune",
@@ -85,11 +101,14 @@ __all__ = [
     "sample",
     "score",
     "set_progress",
+    "slerp",
     "squared_error",
     "straight_through",
     "subcube",
     "sweep",
+    "task_arithmetic",
     "tempered_cross_entropy",
+    "ties",
     "uniform",
     "weights",
     "write_checkpoint",

@@ -6,7 +6,8 @@ usage: mcomb COMMAND, or python -m mcomb COMMAND
     mcomb align A B TO --model MODEL                 permute the units of B to match those of A
     mcomb align A B TO --torch MODULE:FUNCTION       the same for PyTorch state dicts
     mcomb align A/ B/ TO/                            the same for Hugging Face folders
-    mcomb merge A/ B/ TO/ --method average           merge two networks into one
+    mcomb merge A/ B/ TO/ --method average           merge networks into one
+    mcomb merge A/ B/ TO/ --method ties --base BASE/ merge networks that were fine-tuned from BASE
     mcomb combine A B TO --distribution uniform --s 0.5
                                                      draw a combination of A and B
     mcomb evaluate NETWORK … --model MODEL           print losses, and accuracies of classifiers
@@ -26,13 +27,15 @@ layouts of weights, such as PyTorch's. MODEL is one of:
 `mcomb COMMAND --help` lists the flags of a command.
 """
 
+import dataclasses
 import difflib
 import importlib
 import importlib.util
+import inspect as introspection
 import os
 import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -46,17 +49,21 @@ from mcomb.evaluation.batch_statistics import estimate_statistics, names_of_stat
 from mcomb.evaluation.evaluate import score
 from mcomb.evaluation.objectives import Objective, cross_entropy
 from mcomb.io.checkpoints import ENDINGS, FILES, fit_tree, read_checkpoint, read_metadata, write_checkpoint
-from mcomb.io.paths import AnyPath, absolute, atomic, require_folder
+from mcomb.io.paths import AnyPath, absolute, require_folder
 from mcomb.io.pytorch_names import TABLES, Table, read_table, to_theirs
 from mcomb.keys import LARGEST_SEED, stream
 from mcomb.lab import cli
 from mcomb.lab.cli import Flag, Output
 from mcomb.lab.runs.command import main as run_experiment
 from mcomb.lab.setups import SETUPS
+from mcomb.lab.symmetry_graph import draw_graph
 from mcomb.lab.tables import columns
+from mcomb.matching.ancestor import RELATED, Match, match_unless_related
 from mcomb.matching.matchers import MATCHERS
-from mcomb.matching.matching import Matching
-from mcomb.merging.merge import METHODS
+from mcomb.merging.leaf_by_leaf import LeafByLeaf
+from mcomb.merging.merge import BASED_METHODS, METHODS, Method
+from mcomb.merging.merge import merge as merge_params
+from mcomb.merging.shares import Shares
 from mcomb.pytorch import files
 from mcomb.runtime.progress import show, show_json
 from mcomb.symmetry.derive import derive_spec
@@ -65,6 +72,9 @@ from mcomb.trees import Apply, Inputs, Labels, Params, count_examples, keep_non_
 
 EXAMPLES = 64  # inputs for deriving and checking a spec
 MATCHING_EXAMPLES = 2_000  # inputs for matchers
+MERGING_EXAMPLES = 10_000  # inputs for merge methods
+UNRELATED = 0.05  # cosine similarity of networks that seem to be neither aligned nor related
+ALL_METHODS = {**METHODS, **BASED_METHODS}
 DISTRIBUTIONS = {own.name: own for own in (linear, uniform, subcube, hyperplane, bernoulli, centered)}
 PARAMETERS = ("share", "s", "p")
 PICTURES = (".png", ".pdf", ".svg")
@@ -109,6 +119,7 @@ class AlignConfig(Output):
     torch: Annotated[str | None, Flag("MODULE:FUNCTION that returns a PyTorch module, for state dicts")] = None
     data: Annotated[AnyPath | None, Flag("inputs by name and labels for Hugging Face folders (.npz, …)")] = None
     matcher: Annotated[str, Flag("algorithm that matches units", choices=MATCHERS.keys())] = "weights"
+    force: Annotated[bool, Flag("match units even if A and B share an ancestor")] = False
     seed: Annotated[int, Flag("seed of the matcher", 0, LARGEST_SEED)] = 0
 
 
@@ -116,12 +127,20 @@ class AlignConfig(Output):
 class MergeConfig(Output):
     """Flags of `merge`."""
 
-    a: Annotated[AnyPath, Flag("network A: a PyTorch state dict or a Hugging Face folder")]
-    b: Annotated[AnyPath, Flag("network B, aligned to A")]
+    networks: Annotated[tuple[AnyPath, ...], Flag("two or more networks, aligned to the first or with a common base")]
     to: Annotated[AnyPath, Flag("where to write the merged network")]
+    method: Annotated[str, Flag("merge method", choices=ALL_METHODS.keys())] = "average"
+    base: Annotated[AnyPath | None, Flag(f"the networks' base, for {', '.join(BASED_METHODS)}")] = None
+    shares: Annotated[
+        tuple[str, ...], Flag("share of B, or one for each network (0.2,0.3,0.5); for layers: layers.0-9=0.3 …")
+    ] = ()
+    scale: Annotated[float | None, Flag(f"factor of the change, for {', '.join(BASED_METHODS)}")] = None
+    density: Annotated[float | None, Flag("fraction of the change to keep, for ties and dare")] = None
+    model: Annotated[str | None, Flag("SETUP:WIDTH or MODULE:FUNCTION, for methods that need data")] = None
+    names: Annotated[str | None, Flag("names of weights in the files: pytorch, git-re-basin, or a table file")] = None
     torch: Annotated[str | None, Flag("MODULE:FUNCTION that returns a PyTorch module, for state dicts")] = None
     data: Annotated[AnyPath | None, Flag("inputs by name and labels for Hugging Face folders (.npz, …)")] = None
-    method: Annotated[str, Flag("merge method", choices=METHODS.keys())] = "average"
+    seed: Annotated[int, Flag("seed, for dare and learned", 0, LARGEST_SEED)] = 0
 
 
 @dataclass(frozen=True)
@@ -264,54 +283,142 @@ def align(config: AlignConfig) -> None:
     """Permute the units of network B to match A's, and write the result with the names and layouts of B's file."""
     options = {"seed": config.seed} if config.matcher != "activations" else {}  # not random
     matcher = MATCHERS[config.matcher](**options)
-    if networks := pytorch_networks(config):
-        show_alignment(networks.align(Path(config.to), matcher).matching, config.to)
+    if is_pytorch(config.torch, config.a, config.b):
+        paths, data = [Path(config.a), Path(config.b)], Path(config.data) if config.data else None
+        match = files.align_files(paths, Path(config.to), matcher, config.torch, data, config.force)
+        show_alignment(match, config.to)
         return
     require_new(config.to, config.a, config.b)
     model, table = require_model("align", config.model), read_table(config.names) if config.names else None
     a, b = (read_network(path, table, model) for path in (config.a, config.b))
     spec = symmetries(model, a)
     inputs, labels = model.first(MATCHING_EXAMPLES)
-    matching = matcher.match(spec, a, b, apply=model.apply, inputs=inputs, labels=labels, loss=model.loss)
-    spec.check(model.apply, b, model.first(EXAMPLES)[0], perms=matching.perms)
-    aligned = spec.apply(matching.perms, b)
+    given = {"apply": model.apply, "inputs": inputs, "labels": labels, "loss": model.loss}
+    match = match_unless_related(matcher, spec, a, b, force=config.force, **given)
+    spec.check(model.apply, b, model.first(EXAMPLES)[0], perms=match.matching.perms)
+    aligned = spec.apply(match.matching.perms, b)
     write_network(config.to, aligned, table, config.b)
-    show_alignment(matching, config.to)
+    show_alignment(match, config.to)
 
 
-def pytorch_networks(config: AlignConfig | MergeConfig) -> "files.Networks | None":
-    """Read PyTorch state dicts or Hugging Face folders; return None for other networks."""
-    paths = [Path(path) for path in (config.a, config.b)]
-    if not config.torch and not any(map(files.is_model_folder, paths)):
-        return None
-    files.require_new_place(Path(config.to), paths)
-    if config.torch:
-        return files.read_state_dicts(paths, config.torch)
-    return files.read_folders(paths, Path(config.data) if config.data else None)
+def is_pytorch(torch: str | None, *paths: AnyPath) -> bool:
+    """Return whether networks are PyTorch's state dicts or Hugging Face folders."""
+    is_pickled = any(path.suffix in files.PICKLES for path in paths)
+    return torch is not None or is_pickled or any(map(files.is_model_folder, paths))
 
 
-def show_alignment(matching: Matching, to: AnyPath) -> None:
+def show_alignment(match: Match, to: AnyPath) -> None:
     """Print how many units moved and where the aligned network is."""
+    matching = match.matching
     moved = sum(int((perm != np.arange(perm.shape[-1])).sum()) for perm in matching.perms.values())
     units = sum(perm.size for perm in matching.perms.values())
     products = {"naive": matching.trace[0], "aligned": matching.objective}
-    rose = "from {naive:.4g} to {aligned:.4g}".format_map(products)
-    show(f"{moved:,} of {units:,} units moved; the inner product with A rose {rose}\n{absolute(to)}")
-    show_json({"path": str(absolute(to)), "moved": moved, "units": units, "inner_products": products})
+    if match.is_skipped:
+        show(
+            "The networks share an ancestor, so that no alignment is needed: each unit of B has a cosine similarity of "
+            f"at least {match.similarity:.3f} with the same unit of A. The result equals B.\n{absolute(to)}"
+        )
+    else:
+        rose = "from {naive:.4g} to {aligned:.4g}".format_map(products)
+        show(f"{moved:,} of {units:,} units moved; the inner product with A rose {rose}\n{absolute(to)}")
+    found = {"moved": moved, "units": units, "inner_products": products}
+    show_json({"path": str(absolute(to)), **found, "skipped": match.is_skipped, "similarity": match.similarity})
 
 
 def merge(config: MergeConfig) -> None:
-    """Merge two aligned networks: PyTorch state dicts or Hugging Face folders.
+    """Merge networks that are aligned or share a base, and write the result like the first network.
 
     With flags alone, as in `mcomb merge --setup SETUP`, the command runs the experiment instead.
     """
-    if not (networks := pytorch_networks(config)):
-        raise UserError(
-            f"{config.a} is not a Hugging Face folder: pass one, or --torch MODULE:FUNCTION for state dicts."
-        )
-    networks.merge(Path(config.to), config.method)
+    base = [config.base] if config.base else []
+    if len(config.networks) < 2:
+        raise UserError(f"{config.networks[0]} is the only network: pass two or more, and the result.")
+    method = configure_method(config)
+    similarity = None
+    if is_pytorch(config.torch, *config.networks, *base):
+        paths, data = [Path(path) for path in config.networks], Path(config.data) if config.data else None
+        of_base = Path(config.base) if config.base else None
+        similarity = files.merge_files(paths, Path(config.to), method, config.torch, data, of_base)
+    else:
+        merge_networks(config, method)
+    show_relation(similarity, config.base)
     show(str(absolute(config.to)))
-    show_json({"path": str(absolute(config.to)), "method": config.method})
+    show_json({"path": str(absolute(config.to)), "method": config.method, "similarity": similarity})
+
+
+def configure_method(config: MergeConfig) -> Method:
+    """Return the merge method with the options of the command; reject options that it lacks."""
+    make = ALL_METHODS[config.method]
+    options: dict[str, Any] = {"scale": config.scale, "density": config.density, "base": config.base}
+    options["shares"] = parse_shares(config.shares) if config.shares else None
+    options = {name: value for name, value in options.items() if value is not None}
+    known = introspection.signature(make).parameters
+    if unknown := [name for name in options if name not in known]:
+        raise UserError(f"The method {config.method} has no {unknown[0]}: drop --{unknown[0]}, or use another method.")
+    if "base" in known and not config.base:
+        raise UserError(f"The method {config.method} needs the networks' common base: pass --base.")
+    return make(**options, **({"seed": config.seed} if "seed" in known else {}))
+
+
+def parse_shares(words: Sequence[str]) -> Shares:
+    """Return the shares in words such as 0.3 or layers.0-9=0.3."""
+
+    def numbers(text: str) -> float | tuple[float, ...]:
+        found = tuple(float(number) for number in text.split(","))
+        return found[0] if len(found) == 1 else found
+
+    try:
+        if len(words) == 1 and "=" not in words[0]:
+            return numbers(words[0])
+        pairs = [word.rsplit("=", 1) for word in words]
+        return {layers: numbers(text) for layers, text in pairs}
+    except ValueError:
+        text = " ".join(words)
+        raise UserError(f"--shares {text:.80} is not understood: pass 0.3, or layers.0-9=0.3 lm_head=0.") from None
+
+
+def merge_networks(config: MergeConfig, method: Method) -> None:
+    """Merge networks in files that need not fit any model, unless the method needs data."""
+    require_new(config.to, *config.networks, *([config.base] if config.base else []))
+    model = load_model(config.model) if config.model else None
+    table = read_table(config.names) if config.names else None
+    first, *others = (read_network(path, table, model) for path in config.networks)
+    given = (*config.networks[1:], config.base) if config.base else config.networks[1:]
+    others += [read_network(config.base, table, model)] if config.base else []
+    others = [
+        fit_tree(str(path), network, first, str(config.networks[0]), "pass networks of one model")
+        for path, network in zip(given, others, strict=True)
+    ]
+    networks = (first, *others[: len(config.networks) - 1])
+    if config.base:
+        method = dataclasses.replace(method, base=others[-1])
+    if model:
+        inputs, labels = model.first(MERGING_EXAMPLES)
+        merged = merge_params(model.apply, networks, inputs, labels, method=method, loss=model.loss)
+        params = merged.params
+    elif not isinstance(method.function, LeafByLeaf):
+        raise UserError(f"Merging by {method.name} needs data: pass --model, or merge by average.")
+    elif names := names_of_statistics(first):
+        raise UserError(
+            f"{config.networks[0]} has running statistics such as {names[0]}, which cannot be merged: pass --model to "
+            "estimate them on its inputs."
+        )
+    else:
+        params = method.function.merge_networks(networks, method.base, **method.options)
+    require_finite("the merged network", params)
+    write_network(config.to, params, table, config.networks[0])
+
+
+def show_relation(similarity: float | None, base: AnyPath | None) -> None:
+    """Say whether the merged networks needed an alignment; `similarity` is that of A and B, if known."""
+    known = "" if similarity is None else f" The cosine similarity of A and B is {similarity:.3f}."
+    if similarity is not None and similarity < UNRELATED:
+        show(f"A and B seem to be neither related nor aligned: align B to A first, with `mcomb align`.{known}")
+    elif base or (similarity is not None and similarity >= RELATED):
+        ancestor = f"the ancestor {base}" if base else "an ancestor"
+        show(f"The networks share {ancestor}, so that no alignment is needed.{known}")
+    elif known:
+        show(known.strip())
 
 
 def combine(config: CombineConfig) -> None:
@@ -367,42 +474,6 @@ def evaluate(config: EvaluateConfig) -> None:
     show_json({"networks": scores})
 
 
-def draw_graph(spec: PermutationSpec, path: AnyPath) -> None:
-    """Draw a graph of the permutations and the axes that they act on."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    from mcomb.lab.figures import STYLE
-
-    perms, leaves = list(spec.sizes), [leaf for leaf in spec.axes if spec.axes[leaf]]
-    height = max(len(perms), len(leaves))
-    place = {
-        name: (x, height * (i + 0.5) / len(names))
-        for x, names in ((0.0, perms), (1.0, leaves))
-        for i, name in enumerate(names)
-    }
-    with matplotlib.rc_context(STYLE | {"axes.grid": False}):
-        figure = Figure(figsize=(5.6, 0.8 + 0.24 * height), layout="constrained")
-        axes = figure.subplots()
-        for i, perm in enumerate(perms):
-            colour = f"C{i % 10}"
-            for leaf, axis in spec.axes_of(perm):
-                (x0, y0), (x1, y1) = place[perm], place[leaf]
-                x1 -= 0.06 * (len(spec.axes[leaf]) - axis)
-                axes.plot([x0, x1], [y0, y1], color=colour, linewidth=0.8, alpha=0.7, zorder=1)
-                axes.plot(x1, y1, "o", color="white", markeredgecolor=colour, markersize=6, zorder=2)
-                axes.text(x1, y1, str(axis), fontsize=5, ha="center", va="center_baseline", color=colour, zorder=3)
-            axes.text(-0.02, place[perm][1], f"{perm} ({spec.sizes[perm]})", ha="right", va="center", fontsize=7)
-        for leaf in leaves:
-            axes.text(1.0, place[leaf][1], leaf, ha="left", va="center", fontsize=7)
-        axes.set_xlim(-0.4, 1.4)
-        axes.invert_yaxis()
-        axes.axis("off")
-        axes.set_title("permutations with their sizes, and the axes of weights that they act on")
-        with atomic(path) as temporary:
-            figure.savefig(temporary, dpi=200, format=path.suffix[1:])
-
-
 COMMANDS: dict[str, tuple[type[Any], Callable[[Any], None]]] = {
     "inspect": (InspectConfig, inspect),
     "align": (AlignConfig, align),
@@ -428,9 +499,9 @@ def main(argv: list[str] | None = None) -> None:
     experiments = experiment_names()
     if command in ("-h", "--help"):
         print(f"{__doc__}\nexperiments: {', '.join(experiments)}")
-    elif command in COMMANDS and not (command in experiments and all(word.startswith("-") for word in rest[:1])):
+    elif command in COMMANDS and (command not in experiments or is_about_files(rest)):
         config, run = COMMANDS[command]
-        run(cli.parse(config, run.__doc__ or "", rest, prog=f"mcomb {command}"))
+        run(cli.parse(config, introspection.getdoc(run) or "", rest, prog=f"mcomb {command}"))
     elif command in experiments:
         module = importlib.import_module(experiments[command])
         if hasattr(module, "EXPERIMENT"):
@@ -442,6 +513,11 @@ def main(argv: list[str] | None = None) -> None:
         near = difflib.get_close_matches(command, names, 1)
         remedy = f"did you mean {near[0]}?" if near else f"choose from {', '.join(names)}."
         raise UserError(f"Unknown command {command:.50}: {remedy}")
+
+
+def is_about_files(words: list[str]) -> bool:
+    """Return whether the arguments start with a file, or only ask for help."""
+    return bool(words) and (not words[0].startswith("-") or words[0] in ("-h", "--help"))
 
 
 def console() -> None:

@@ -39,8 +39,11 @@ class Distribution:
         is_random: Whether shares differ from draw to draw.
 
     Examples:
-        >>> triangular = mcomb.Distribution("triangular", "mode", 0.0, 1.0, draw_triangular)
-        >>> sweep = mcomb.sweep(apply, (a, b), x, y, triangular)
+        >>> def draw_triangular(key, mode, leaf):
+        ...     return jax.random.triangular(key, 0.0, mode, 1.0, leaf.shape)
+        >>> triangular = mcomb.Distribution("triangular", "mode", 0.1, 0.9, draw_triangular)
+        >>> mcomb.sweep(apply, (a, aligned.params), x_test, y_test, triangular, points=5)
+        Sweep(5 values of mode, 10 combinations each: loss barrier 0.0709, accuracy barrier 0.0327)
     """
 
     name: str
@@ -69,7 +72,9 @@ class Distribution:
             UserError: A value is outside the limits.
 
         Examples:
-            >>> mcomb.bernoulli.check(0.5)
+            >>> mcomb.bernoulli.check(2)
+            Traceback (most recent call last):
+            mcomb.errors.UserError: p = 2 is out of range for bernoulli: pass a number from 0 to 1.
         """
         if isinstance(points, jax.core.Tracer):
             return
@@ -110,7 +115,9 @@ def combine(a: Params, b: Params, share: Params) -> Params:
         UserError: The networks differ in names or shapes, or the shares do not fit them.
 
     Examples:
-        >>> quarter = mcomb.combine(a, b, 0.25)  # three quarters of A, a quarter of B
+        >>> quarter = mcomb.combine(a, aligned.params, 0.25)  # three quarters of A
+        >>> mcomb.score(apply, quarter, x_test, y_test)
+        Metrics(loss=0.3092, accuracy=0.8978)
     """
 
     def combine_leaf(share: Any, a: Any, b: Any) -> Any:  # leaves may be numbers
@@ -220,22 +227,58 @@ def _draw_centered(key: PRNGKeyArray, s: Float[Array, ""], leaf: Array) -> Array
 
 
 linear = Distribution("linear", "share", 0.0, 1.0, _draw_linear, is_random=False)
-"""The same share for every weight: the line from A at 0 to B at 1, which may be extended."""
+"""The same share for every weight: the line from A at 0 to B at 1, which may be extended.
+
+Examples:
+    >>> mixture = mcomb.sample(a, aligned.params, mcomb.linear, 0.5)
+    >>> mcomb.score(apply, mixture, x_test, y_test)
+    Metrics(loss=0.3202, accuracy=0.9012)
+"""
 
 uniform = Distribution("uniform", "s", 0.0, 0.5, _draw_uniform, (0.0, math.inf))
-"""Shares uniform on [½ − s, ½ + s]: the paper's main experiment. At s = ½ they fill the unit cube."""
+"""Shares uniform on [½ − s, ½ + s]: the paper's main experiment. At s = ½ they fill the unit cube.
+
+Examples:
+    >>> mixture = mcomb.sample(a, aligned.params, mcomb.uniform, 0.5)
+    >>> mcomb.score(apply, mixture, x_test, y_test)
+    Metrics(loss=0.3304, accuracy=0.8978)
+"""
 
 subcube = Distribution("subcube", "share", 0.0, 1.0, _draw_subcube, (0.0, 1.0))
-"""Shares uniform on a cube with the given mean, which grows from A to the unit cube at ½ and shrinks to B."""
+"""Shares uniform on a cube with the given mean, which grows from A to the unit cube at ½ and shrinks to B.
+
+Examples:
+    >>> mixture = mcomb.sample(a, aligned.params, mcomb.subcube, 0.25)
+    >>> mcomb.score(apply, mixture, x_test, y_test)
+    Metrics(loss=0.3118, accuracy=0.9045)
+"""
 
 hyperplane = Distribution("hyperplane", "share", 0.0, 1.0, _draw_hyperplane, (0.0, 1.0))
-"""Shares uniform on the part of the unit cube with the given mean share (section 4.2.3 of the paper)."""
+"""Shares uniform on the part of the unit cube with the given mean share (section 4.2.3 of the paper).
+
+Examples:
+    >>> mixture = mcomb.sample(a, aligned.params, mcomb.hyperplane, 0.25)
+    >>> mcomb.score(apply, mixture, x_test, y_test)
+    Metrics(loss=0.3177, accuracy=0.8995)
+"""
 
 bernoulli = Distribution("bernoulli", "p", 0.0, 1.0, _draw_bernoulli, (0.0, 1.0))
-"""Each weight is B's with probability p, else A's: a vertex of the unit cube."""
+"""Each weight is B's with probability p, else A's: a vertex of the unit cube.
+
+Examples:
+    >>> mixture = mcomb.sample(a, aligned.params, mcomb.bernoulli, 0.1)
+    >>> mcomb.score(apply, mixture, x_test, y_test)
+    Metrics(loss=0.3284, accuracy=0.8995)
+"""
 
 centered = Distribution("centered", "s", 0.0, 1.0, _draw_centered, (0.0, math.inf))
-"""Shares uniform on [−s, s]: a box around A, half of it outside the unit cube."""
+"""Shares uniform on [−s, s]: a box around A, half of it outside the unit cube.
+
+Examples:
+    >>> mixture = mcomb.sample(a, aligned.params, mcomb.centered, 0.5)
+    >>> mcomb.score(apply, mixture, x_test, y_test)
+    Metrics(loss=0.3047, accuracy=0.9112)
+"""
 
 
 def minmax(key: PRNGKeyArray, share: Float[Array, ""], a: Params, b: Params) -> Params:
@@ -292,10 +335,12 @@ def sample(a: Params, b: Params, distribution: Distribution, point: float, *, se
         UserError: The networks differ in names or shapes, or `point` is out of range.
 
     Examples:
-        >>> mixture = mcomb.sample(a, b, mcomb.uniform, 0.5)
+        >>> mixture = mcomb.sample(a, aligned.params, mcomb.uniform, 0.5, seed=1)
+        >>> mcomb.score(apply, mixture, x_test, y_test)
+        Metrics(loss=0.3491, accuracy=0.9028)
     """
     if not isinstance(distribution, Distribution):
-        raise UserError(f"{brief(distribution)} is no distribution: pass one such as mcomb.uniform.")
+        raise UserError(f"{brief(distribution)} is not a distribution: pass one such as mcomb.uniform.")
     distribution.check(point)
     if np.ndim(point):
         raise UserError(f"Cannot sample at {np.size(point)} values of {distribution.parameter}: pass one number.")

@@ -18,9 +18,10 @@ class UserError(ValueError):
 
     Examples:
         >>> try:
-        ...     mcomb.combine(a, wider, 0.5)
+        ...     mcomb.align(apply, a, b, x, matcher="wieghts")
         ... except mcomb.UserError as error:
         ...     print(error)
+        Unknown matcher 'wieghts': choose from weights, activations, straight_through, or configure one.
     """
 
     exit_code = 2
@@ -34,9 +35,10 @@ class Diverged(UserError):
 
     Examples:
         >>> try:
-        ...     tuned = mcomb.fine_tune(apply, a, x, y, learning_rate=1e3)
-        ... except mcomb.Diverged:
-        ...     tuned = mcomb.fine_tune(apply, a, x, y, learning_rate=1e-3)
+        ...     mcomb.fine_tune(apply, a, x, y, learning_rate=1e30)
+        ... except mcomb.Diverged as error:
+        ...     print(error)
+        The loss became infinite or not a number in step 2: lower the learning rate.
     """
 
     exit_code = 1
@@ -73,6 +75,20 @@ def require_positive(**values: int | float | None) -> None:
             is_positive = False
         if not is_positive:
             raise UserError(f"{name} is {value!s:.50}: pass a finite number above 0.")
+
+
+def require_number(**values: float) -> None:
+    """Raise an error that names the first value that is not a finite number."""
+    for name, value in values.items():
+        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+            raise UserError(f"{name} is {brief(value)}: pass a finite number.")
+
+
+def require_fraction(**values: float) -> None:
+    """Raise an error that names the first value that is not above 0 and at most 1."""
+    for name, value in values.items():
+        if not isinstance(value, numbers.Real) or not 0 < value <= 1:
+            raise UserError(f"{name} is {brief(value)}: pass a number above 0 and at most 1.")
 
 
 def require_whole(least: int = 1, **values: int) -> None:

@@ -29,7 +29,7 @@ def fold_names(key: PRNGKeyArray, names: Iterable[str]) -> dict[str, PRNGKeyArra
     """Return a different key for each name: the key from `fold_name`, unless two names collide.
 
     "buckeroo" and "plumless" share a CRC-32. The alphabetically first of such names gets the key from `fold_name`. For
-    each further name, that key is folded once more, with the name's position among them.
+    every other name, its position among them is folded into that key.
     """
     keys: dict[str, PRNGKeyArray] = {}
     seen: Counter[int] = Counter()

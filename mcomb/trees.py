@@ -165,7 +165,8 @@ def named_leaves(tree: Params) -> dict[str, Any]:
         if (name := leaf_name(path)) in leaves:
             raise UserError(f"Two leaves of the tree have the name {name}: rename a branch with a / in its key.")
         if not hasattr(leaf, "shape") and not isinstance(leaf, numbers.Number):
-            raise UserError(f"{name or 'The tree'} is not an array but {brief(leaf)}: leave it out.")
+            remedy = "pass its .params" if hasattr(leaf, "params") else "leave it out"
+            raise UserError(f"{name or 'The tree'} is not an array but {brief(leaf)}: {remedy}.")
         dtype = getattr(leaf, "dtype", None)
         if not isinstance(dtype, np.dtype | None) and not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
             kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"

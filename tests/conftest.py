@@ -7,6 +7,7 @@ import atexit
 import gc
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -14,11 +15,20 @@ import array_types  # noqa: F401 (before mcomb)
 import jax
 import numpy as np
 import pytest
+from inputs import model_inputs
 
-from mcomb.lab.data.datasets import DATA_VARIABLE, DIGITS
+from mcomb.lab.data.digits import DIGITS
+from mcomb.lab.data.download import DATA_VARIABLE
 from mcomb.lab.figures import STYLE
 from mcomb.lab.setups import SETUPS
 from mcomb.runtime.progress import set_mode
+
+collect_ignore = []
+if not sys.platform.startswith("linux"):
+    collect_ignore += ["test_benchmarks.py"]  # they read /proc
+if sys.platform == "win32":  # without signals to other processes, fork and pseudo-terminals
+    collect_ignore += ["test_robustness.py", "runtime/test_interrupts.py", "runtime/test_processes.py"]
+    collect_ignore += ["runtime/test_progress.py", "io/test_stores.py", "experiments/test_report_browser.py"]
 
 DEVICES = os.environ.setdefault("MCOMB_TESTS_DEVICES", "2")
 # These programs are tiny and run once, so optimised compilation would take most of the time. Flags that are already
@@ -93,21 +103,21 @@ def cifar_archive():
 
 
 def each_model():
-    """Return one setup of each model; mark convolutional networks, which compile slowly."""
-    names = {setup.model: name for name, setup in SETUPS.items()}.values()
+    """Return one setup of each model; mark all but the MLP, because they compile slowly."""
+    names = {setup.model: name for name, setup in reversed([*SETUPS.items()])}.values()
     return [pytest.param(name, marks=() if "mlp" in name else pytest.mark.slow) for name in names]
 
 
 @pytest.fixture(params=each_model())
 def network(request):
-    """Return an untrained network of each model at width 1: setup, module, parameters and a few images."""
+    """Return an untrained network of each model at width 1: setup, module, parameters and a few inputs."""
     setup = SETUPS[request.param]
     model = setup.module(1)
-    images = np.random.default_rng(0).integers(0, 255, (6, *setup.dataset.image)).astype(np.float32) / 255
+    inputs = model_inputs(setup.dataset, 6)
     # All leaves are random, because freshly initialised norms look the same under every permutation.
     rng = np.random.default_rng(1)
-    shapes = jax.eval_shape(model.init, jax.random.key(0), images)["params"]
+    shapes = jax.eval_shape(model.init, jax.random.key(0), inputs)["params"]
     params = jax.tree.map(
         lambda leaf: rng.normal(size=leaf.shape, scale=np.prod(leaf.shape[:-1]) ** -0.5).astype(np.float32), shapes
     )
-    return setup, model, params, images
+    return setup, model, params, inputs

@@ -44,10 +44,10 @@ def test_benchmark_matching_compares_matchers(capsys, tmp_path):
 def test_benchmark_training_compares_ways(capsys):
     training.main(training.TrainingConfig(setups=("mlp-digits",), widths=(1,), steps=2, rounds=1))
     _, head, *lines = capsys.readouterr().out.splitlines()
-    assert head.split() == ["width", "way", "networks", "images/s", "against", "before"]
+    assert head.split() == ["width", "way", "networks", "examples/s", "against", "before", "CPU", "s/step"]
     ways = ["before", "data-parallel", "side by side", *(["PyTorch"] if importlib.util.find_spec("torch") else [])]
     assert [way for line, way in zip(lines, ways, strict=True) if f" {way} " in line] == ways
-    assert lines[0].split()[-1] == "1.00"
+    assert lines[0].split()[-2] == "1.00"
 
 
 def test_benchmark_derivation_times_by_depth(capsys, monkeypatch):
@@ -94,7 +94,7 @@ def test_benchmark_evaluation_compares_ways(capsys, tmp_path):
 
 @pytest.mark.parametrize("name", ["mlp-digits", "mlp-digits:²", "mlp-digits:0", "mlp-digits:100001", "other:1"])
 def test_benchmark_evaluation_rejects_unknown_network(name):
-    with pytest.raises(UserError, match=r"is no setup with a width: give|Width 100001 exceeds"):
+    with pytest.raises(UserError, match=r"is not a setup with a width: pass|Width 100001 exceeds"):
         evaluation.main(evaluation.EvaluationConfig(networks=(name,)))
 
 

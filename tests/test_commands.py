@@ -276,6 +276,15 @@ def test_command_runs_experiments(capsys):
         (["unifrom"], r"Unknown command unifrom: did you mean uniform\?$"),
         (["evalute"], r"Unknown command evalute: did you mean evaluate\?$"),
         (["xyzzyx"], "Unknown command xyzzyx: choose from inspect, align,"),
+        (["merge", "A", "C"], r"a\.safetensors is the only network: pass two or more"),
+        (["merge", "A", "B", "C", "--shares", "2"], r"shares has 2\.0: pass the share of B from 0 to 1"),
+        (["merge", "A", "B", "C", "--shares", "dense1=x"], "--shares dense1=x is not understood: pass 0.3, or"),
+        (["merge", "A", "B", "C", "--shares", "dense9=0.5"], "No weight belongs to the layers 'dense9': use names"),
+        (["merge", "A", "B", "C", "--scale", "2"], "The method average has no scale: drop --scale"),
+        (["merge", "A", "B", "C", "--method", "dare"], "The method dare needs the networks' common base: pass --base"),
+        (["merge", "A", "B", "C", "--method", "refit"], "Merging by refit needs data: pass --model"),
+        (["merge", "A", "WIDE", "C"], "where .*a.safetensors has .* pass networks of one model"),
+        (["merge", "A", "B", "c.safetensor"], r"c\.safetensor does not end in \.safetensors, \.npz or"),
         (["combine", "A", "B", "C", "--share", "1e300"], "--share 1e[+]300 .* not finite: pass a --share nearer"),
         (["combine", "A", "B", "C", "--share", "-1e39"], "--share -1e[+]39 .* not finite: pass a --share nearer"),
         (["combine", "A", "B", "C", "--distribution", "uniform", "--s", "3e38"], "--s 3e[+]38 .* not finite: pass a"),
@@ -289,3 +298,33 @@ def test_command_names_misuse_and_writes_nothing(networks, tmp_path, words, prob
         main([str(names.get(word, word)) for word in words])
     assert [path.name for path in tmp_path.iterdir()] == ["wide.npz"]
     assert capsys.readouterr().out == ""
+
+
+def test_command_merge_takes_networks_of_any_format(networks, capsys, tmp_path):
+    a, b = map(read_checkpoint, networks[:2])
+    words = [*networks[:2], tmp_path / "merged.npz"]
+    said(capsys, "merge", *words, "--shares", "dense1=0.25", "*=1")
+    found, a, b = (named_leaves(own) for own in (read_checkpoint(tmp_path / "merged.npz"), a, b))
+    for name, leaf in found.items():
+        share = 0.25 if name.startswith("dense1") else 1.0
+        np.testing.assert_allclose(leaf, (1 - share) * a[name] + share * b[name], rtol=1e-6, atol=1e-7)
+    words[2] = tmp_path / "task.safetensors"
+    said(capsys, "merge", *words, "--method", "task_arithmetic", "--base", networks[2], "--scale", 0.25)
+    found, base = (named_leaves(read_checkpoint(path)) for path in (words[2], networks[2]))
+    for name, leaf in found.items():
+        wanted = base[name] + 0.25 * (a[name] + b[name] - 2 * base[name])
+        np.testing.assert_allclose(leaf, wanted, rtol=1e-5, atol=1e-6)
+    words[2] = tmp_path / "refit.npz"
+    said(capsys, "merge", *words, "--method", "refit", *MODEL)
+    assert named_leaves(read_checkpoint(words[2])).keys() == found.keys()
+
+
+def test_command_align_skips_related_networks(networks, capsys, tmp_path):
+    a = read_checkpoint(networks[0])
+    rng = np.random.default_rng(0)
+    near = jax.tree.map(lambda leaf: leaf + 0.1 * np.std(leaf) * rng.normal(size=leaf.shape).astype(np.float32), a)
+    write_checkpoint(tmp_path / "near.npz", near)
+    words = [networks[0], tmp_path / "near.npz"]
+    assert "no alignment is needed" in said(capsys, "align", *words, tmp_path / "b.npz", *MODEL)
+    jax.tree.map(np.testing.assert_array_equal, read_checkpoint(tmp_path / "b.npz"), near)
+    assert "units moved" in said(capsys, "align", *words, tmp_path / "c.npz", *MODEL, "--force")

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from numerics import assert_equal
 
 import mcomb
 from mcomb.lab import cli
@@ -45,10 +46,26 @@ def test_experiment_recipe_runs_on_model_and_dataset_recipes(recipes, tmp_path, 
     sizes = ["--width", "1", "--epochs", "0", "--points", "2", "--samples", "1", "--matcher", "luck"]
     config = cli.parse(experiment.config, "", ["--setup", "shallow-parity", *sizes, "--out", str(tmp_path)])
     results = run(experiment, config)
-    assert set(results["curves"]) == {"naive", "aligned"}
-    assert results["guessing"]["test"]["images"] == 397
-    assert results["guessing"]["test"]["accuracy"] < 0.6  # of two classes
+    assert set(results.curves) == {"naive", "aligned"}
+    assert results.guessing["test"]["examples"] == 397
+    assert results.guessing["test"]["accuracy"] < 0.6  # of two classes
     assert [path.parent.parent for path in tmp_path.rglob("units.png")] == [tmp_path / "shallow-parity" / "width-1"]
+
+
+def test_nnx_page_aligns_measures_and_merges(capsys, tmp_path):
+    scope = {"__name__": "page"}
+    for code in blocks("nnx.md"):
+        exec(code, scope)
+    assert {"first", "second"} == set(scope["aligned"].spec.sizes)
+    naive, aligned = scope["naive"].barrier, scope["sweep"].barrier
+    assert aligned.accuracy < 0.05
+    assert naive.accuracy > 0.1
+    assert aligned.loss < naive.loss / 2
+    (accuracy,) = [float(line) for line in capsys.readouterr().out.splitlines() if re.fullmatch(r"[\d.]+", line)]
+    assert accuracy > 0.9
+    path, target = tmp_path / "a.safetensors", scope["aligned"].params
+    mcomb.write_checkpoint(path, target)
+    assert_equal(mcomb.read_checkpoint(path, target=target), target)
 
 
 def test_distribution_recipe_draws_one_share_for_each_unit(recipes):
@@ -106,6 +123,21 @@ def test_docstring_examples_have_a_rendered_section():
     sources = {path.relative_to(ROOT): path.read_text() for path in (ROOT / "mcomb").rglob("*.py")}
     wrong = [str(path) for path, source in sources.items() if re.search(r"^ +Example:$", source, re.M)]
     assert not wrong, "mkdocstrings shows `Example:` as quotations: write `Examples:`"
+
+
+def test_design_page_lists_all_modules():
+    tree = blocks("design.md", "")[0].splitlines()
+    listed: dict[Path, set[str]] = {}
+    folders = [ROOT]
+    for line in tree:
+        name = line.split()[0]
+        depth = (len(line) - len(line.lstrip())) // 2
+        folders = [*folders[: depth + 1], folders[depth] / name]
+        assert folders[-1].exists(), name
+        listed.setdefault(folders[depth], set()).add(name.rstrip("/"))
+    for folder in set(listed) - {ROOT}:
+        found = {path.name for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+        assert listed[folder] == found - {"__init__.py"}, folder
 
 
 def test_citation_names_the_paper_and_the_version():

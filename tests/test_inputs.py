@@ -596,7 +596,7 @@ def test_spec_check_rejects_uninformative_examples(x):
     wrong = mcomb.PermutationSpec({"up/w": (None, None), "up/b": (None,), "down": ("P", None)}, {"P": 4})
     with pytest.raises(UserError, match="computes another function"):
         wrong.check(apply, without_bias, X)
-    with pytest.raises(UserError, match="tells nothing of permutations: give"):
+    with pytest.raises(UserError, match="cannot reveal a wrong permutation: pass"):
         wrong.check(apply, without_bias, x)
 
 
@@ -605,8 +605,8 @@ LONG_Y = np.tile(Y, 50)
 TO_LABELS = {
     "score": lambda y: mcomb.score(apply, A, LONG_X, y).values,
     "sweep": lambda y: mcomb.sweep(apply, (A, B), LONG_X, y, mcomb.linear, points=2).values,
-    "fine_tune": lambda y: mcomb.fine_tune(apply, A, LONG_X, y, steps=1),
-    "learn_shares": lambda y: mcomb.learn_shares(apply, (A, B), LONG_X, y, spec=SPEC, steps=1),
+    "fine_tune": lambda y: mcomb.fine_tune(apply, A, LONG_X, y, steps=1).params,
+    "learn_shares": lambda y: mcomb.learn_shares(apply, (A, B), LONG_X, y, spec=SPEC, steps=1).params,
     "merge": lambda y: mcomb.merge(apply, (A, B), LONG_X, y, method="fisher").params,
     "align": lambda y: mcomb.align(apply, A, B, LONG_X, y, matcher=mcomb.straight_through(steps=1)).params,
 }
@@ -683,7 +683,7 @@ MISUSE = {
     "three networks to repair": (lambda: repair((A, B, A)), "Cannot mix 3 networks with linear: pass two"),
     "a combination": (lambda: draws(draw=A), "a dict cannot draw combinations of 2 networks: pass a distribution such"),
     "a name to sweep": (lambda: draws(draw="uniform"), "a str cannot draw .*: pass a distribution such as mcomb.unifo"),
-    "a name to sample": (lambda: mcomb.sample(A, B, "uniform", 0.5), "is no distribution: pass one such as mcomb.unif"),
+    "a name to sample": (lambda: mcomb.sample(A, B, "uniform", 0.5), "is not a distribution: pass one such as mcomb.u"),
     "parameters of Flax": (
         lambda: draws(run=MODULE.apply, networks=(VARIABLES["params"],) * 2),
         r'apply raised .*: pass lambda params, x: model\.apply\(\{"params": params\}, x\)\.$',
@@ -697,15 +697,25 @@ MISUSE = {
         r'raised .*: pass the parameters alone, variables\["params"\]\.$',
     ),
     "no function": (lambda: mcomb.score(None, A, X, Y), "The function is None: pass a function"),
-    "a matching to apply": (lambda: SPEC.apply(MATCHING, B), "object of type Matching: give its perms$"),
+    "a matching to apply": (lambda: SPEC.apply(MATCHING, B), r"object of type Matching: pass its perms\.$"),
     "a matching to start from": (
         lambda: match_weights(SPEC, A, B, start=MATCHING),
-        "object of type Matching: give its perms$",
+        r"object of type Matching: pass its perms\.$",
     ),
-    "an alignment to apply": (lambda: SPEC.apply(mcomb.align(apply, A, B, X), B), "type Alignment: give its matching"),
-    "several to apply": (lambda: SPEC.apply(ALIGNMENT, B), r"object of type MultiAlignment: give its perms\[i\]"),
-    "several permutations": (lambda: SPEC.apply(ALIGNMENT.perms, B), "object of type tuple: give a dict"),
-    "parameters before permutations": (lambda: SPEC.apply(B, MATCHING.perms), "permutations are given for down, up,"),
+    "an alignment to apply": (lambda: SPEC.apply(mcomb.align(apply, A, B, X), B), "type Alignment: pass its matching"),
+    "several to apply": (lambda: SPEC.apply(ALIGNMENT, B), r"object of type MultiAlignment: pass its perms\[i\]"),
+    "an alignment to combine": (
+        lambda: mcomb.combine(A, mcomb.align(apply, A, B, X), 0.5),
+        r"Alignment.*pass its \.params",
+    ),
+    "a function to match": (
+        lambda: mcomb.align(apply, A, B, X, matcher=mcomb.weights),
+        r"call it, as in mcomb\.weights",
+    ),
+    "a function to merge": (lambda: mcomb.merge(apply, (A, B), X, method=mcomb.refit), r"call it, as in mcomb\.refit"),
+    "PyTorch's ending to write": (lambda: mcomb.write_checkpoint("a.pt", A), r"does not write \.pt files: use "),
+    "several permutations": (lambda: SPEC.apply(ALIGNMENT.perms, B), "object of type tuple: pass a dict"),
+    "parameters before permutations": (lambda: SPEC.apply(B, MATCHING.perms), "The permutations are down, up,"),
     "widths to match": (lambda: mcomb.align(apply, A, WIDE, X), r"down is \(4, 2\) in A and \(5, 2\) in B"),
     "widths to match to": (lambda: mcomb.align(apply, WIDE, A, X), r"down is \(5, 2\) in A and \(4, 2\) in B"),
     "widths to draw": (lambda: draws(networks=(A, WIDE)), r"down is \(4, 2\) in A and \(5, 2\) in B"),

@@ -24,7 +24,7 @@ from mcomb.lab import cli
 from mcomb.lab.runs.run import run
 
 FLAGS = "--setup mlp-digits --width 1 --epochs 3 --checkpoint-every 1 --points 3 --samples 1"
-FLAGS += " --train-images 60 --test-images 60"
+FLAGS += " --train-examples 60 --test-examples 60"
 UNIFORM = f"uniform {FLAGS}"
 HOME = Path("mlp-digits", "width-1")
 OWN = ("seconds", "durations", "command", "environment", "digest")  # differ between equal runs

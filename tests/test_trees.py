@@ -10,7 +10,7 @@ from mcomb.evaluation.objectives import predict
 from mcomb.io.paths import as_path
 from mcomb.keys import stream
 from mcomb.lab.runs.temperatures import cross_fit
-from mcomb.matching.matching import solve_assignment
+from mcomb.matching.assignment import solve_assignment
 from mcomb.merging.merge import partial
 from mcomb.runtime.devices import mesh_shape
 from mcomb.trees import from_lists

@@ -59,7 +59,7 @@ class Norm(NamedTuple):
 class Origin(NamedTuple):
     """The leaf that an array's entries come from, and the leaf's axis for each axis of the array.
 
-    Axes that were added have None. The entries may have been divided by a number.
+    Added axes have None. The entries may have been divided by a number.
     """
 
     leaf: str
@@ -90,8 +90,14 @@ def estimate_statistics(apply: Apply, params: Params, inputs: Inputs, *, batch_s
         UserError: The function does not fit the inputs, or statistics are inside a scan or used twice.
 
     Examples:
-        >>> midpoint = mcomb.combine(a, aligned.params, 0.5)
-        >>> midpoint = mcomb.estimate_statistics(apply, midpoint, x)
+        >>> def normalised(params, x):
+        ...     centred = x @ params["up"] - params["mean"]
+        ...     scaled = centred / jnp.sqrt(params["variance"] + 1e-5)
+        ...     return jax.nn.relu(scaled) @ params["down"]
+        >>> params = {**a, "mean": jnp.zeros(128), "variance": jnp.ones(128)}
+        >>> params = mcomb.estimate_statistics(normalised, params, x)
+        >>> round(float(params["mean"].mean()), 2), round(float(params["variance"].mean()), 2)
+        (0.6, 0.3)
     """
     batches = equal_batches(inputs, batch_size)
     first = jax.tree.map(lambda x: x[0], batches)

@@ -40,8 +40,8 @@ def cross_entropy(logits: Array, labels: Array) -> tuple[Array, Array]:
         UserError: The labels are not integers, or do not have the shape of the logits without its last axis.
 
     Examples:
-        >>> mcomb.cross_entropy(jnp.zeros(4), jnp.array(2))[0]  # log 4
-        Array(1.3862944, dtype=float32)
+        >>> mcomb.cross_entropy(jnp.zeros(4), jnp.array(2))  # log 4, and one label
+        (Array(1.3862944, dtype=float32), Array(1, dtype=int32))
     """
     _require_an_index_each(logits, labels)
     is_real = labels >= 0
@@ -64,6 +64,8 @@ def accuracy(logits: Array, labels: Array) -> tuple[Array, Array]:
 
     Examples:
         >>> correct, count = mcomb.accuracy(jnp.array([0.1, 0.9]), jnp.array(1))
+        >>> int(correct), int(count)
+        (1, 1)
     """
     _require_an_index_each(logits, labels)
     return jnp.sum((predict(logits) == labels) & (labels >= 0)), jnp.sum(labels >= 0)
@@ -110,6 +112,8 @@ def tempered_cross_entropy(temperatures: Sequence[float]) -> Objective:
 
     Examples:
         >>> metrics = {"tempered": mcomb.tempered_cross_entropy((0.5, 1.0, 2.0))}
+        >>> mcomb.score(apply, a, x_test, y_test, metrics=metrics).tempered.round(2)
+        array([0.36, 0.29, 0.49])
     """
     given = from_lists(temperatures)
     if np.ndim(given) != 1 or not np.size(given):
@@ -158,7 +162,9 @@ def squared_error(output: Array, target: Array) -> tuple[Array, int]:
         UserError: The shapes differ.
 
     Examples:
-        >>> mcomb.score(apply, a, x, targets, loss=mcomb.squared_error).loss
+        >>> targets = np.eye(10, dtype="float32")[y_test]
+        >>> round(mcomb.score(apply, a, x_test, targets, loss=mcomb.squared_error).loss, 1)
+        18.6
     """
     if _shape(output) != _shape(target):
         raise UserError(

@@ -17,12 +17,10 @@ from mcomb.evaluation.repair import repaired
 from mcomb.io.paths import AnyPath
 from mcomb.keys import stream
 from mcomb.runtime.batching import BATCH
-from mcomb.runtime.progress import progress_bar
+from mcomb.runtime.progress import SILENCE, progress_bar
 from mcomb.symmetry.derive import derive_spec
 from mcomb.symmetry.spec import PermutationSpec
 from mcomb.trees import Apply, Inputs, Labels, Params, from_lists
-
-SILENCE = 3.0  # seconds before a sweep shows its progress
 
 
 class Barrier(NamedTuple):
@@ -33,11 +31,16 @@ class Barrier(NamedTuple):
         accuracy: The mean accuracy of the networks minus the lowest accuracy of a combination; None without accuracies.
 
     Examples:
-        >>> mcomb.sweep(apply, (a, aligned.params), x, y, mcomb.linear).barrier.accuracy
+        >>> networks = a, aligned.params
+        >>> mcomb.sweep(apply, networks, x_test, y_test, mcomb.linear).barrier
+        Barrier(loss=0.0276, accuracy=0.0176)
     """
 
     loss: float
     accuracy: float | None = None
+
+    def __repr__(self) -> str:
+        return f"Barrier({', '.join(f'{name}={x:.4f}' for name, x in self._asdict().items() if x is not None)})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -53,8 +56,10 @@ class Sweep:
         ends: The metrics of each network.
 
     Examples:
-        >>> sweep = mcomb.sweep(apply, (a, aligned.params), x, y, mcomb.uniform)
-        >>> sweep.accuracy.mean(axis=1)  # one value for each point
+        >>> networks = a, aligned.params
+        >>> sweep = mcomb.sweep(apply, networks, x_test, y_test, mcomb.uniform, points=3)
+        >>> sweep.accuracy.mean(axis=1).round(2)  # one value for each point
+        array([0.9, 0.9, 0.9])
     """
 
     parameter: str
@@ -102,7 +107,8 @@ class Sweep:
             UserError: The ending is unknown, or the sweep has more than one parameter.
 
         Examples:
-            >>> sweep.plot("uniform.png")
+            >>> naive = mcomb.sweep(apply, (a, b), x_test, y_test, mcomb.uniform, points=3)
+            >>> sweep.plot("uniform.png", naive=naive)
         """
         plot_sweeps(path, {"mixtures": self} if naive is None else {"naive": naive, "aligned": self}, title)
 
@@ -156,14 +162,16 @@ def sweep(
         UserError: The networks, the data, the points or the objectives do not fit together.
 
     Examples:
-        >>> sweep = mcomb.sweep(apply, (a, aligned.params), x, y, mcomb.uniform, points=5, samples=2)
-        >>> sweep.barrier.accuracy
+        >>> mcomb.sweep(apply, (a, b), x_test, y_test, mcomb.uniform, points=5)
+        Sweep(5 values of s, 10 combinations each: loss barrier 0.5479, accuracy barrier 0.1985)
+        >>> mcomb.sweep(apply, (a, aligned.params), x_test, y_test, mcomb.uniform, points=5)
+        Sweep(5 values of s, 10 combinations each: loss barrier 0.0794, accuracy barrier 0.0310)
     """
     require_tuple(networks)
     if not networks:
         raise UserError("There are no networks to sweep: pass a tuple of parameter trees.")
-    values, labels = _points(draw, points), from_lists(labels)
     as_draw(draw, len(networks))
+    values, labels = _points(draw, points), from_lists(labels)
     is_random = not isinstance(draw, Distribution) or draw.is_random
     samples = (10 if is_random else 1) if samples is None else samples
     require_whole(samples=samples, batch_size=batch_size)

@@ -18,7 +18,7 @@ from safetensors.numpy import save
 
 from mcomb.errors import UserError, first_words
 from mcomb.io.fingerprints import fingerprint
-from mcomb.io.paths import AnyPath, absolute, as_path, atomic, in_store, readable, require_folder
+from mcomb.io.paths import AnyPath, absolute, as_path, atomic, in_store, read_text, readable, require_folder
 from mcomb.io.pytorch_names import Table, to_ours
 from mcomb.runtime.interrupts import raise_again
 from mcomb.trees import Params, named_leaves
@@ -26,8 +26,10 @@ from mcomb.trees import Params, named_leaves
 T = TypeVar("T")
 SAFETENSORS, NUMPY, MSGPACK = ".safetensors", ".npz", ".msgpack"
 FILES = (SAFETENSORS, NUMPY, MSGPACK)
+FOREIGN = (".pt", ".pth", ".bin", ".pkl", ".h5")  # formats of other programs
 ENDINGS = f"{SAFETENSORS}, {NUMPY} or {MSGPACK}"
 FINGERPRINT = "fingerprint"  # key in the metadata of a checkpoint
+ITEMS = ("params", "default", "state", "pytree")  # folders of trees; the last two are of orbax's V1 API
 WIDE = ("float64", "complex128", "int64", "uint64")
 
 
@@ -46,9 +48,11 @@ def write_checkpoint(path: str | os.PathLike[str], params: Params, metadata: Map
         UserError: The path cannot be written, or the format cannot store the tree.
 
     Examples:
-        >>> mcomb.write_checkpoint("a.safetensors", a)
+        >>> mcomb.write_checkpoint("a.safetensors", a, {"dataset": "digits"})
     """
     path = as_path(path)
+    if path.suffix in FOREIGN:
+        raise UserError(f"Cannot write {path}, because mcomb does not write {path.suffix} files: use {ENDINGS}.")
     leaves = named_leaves(params)
     if path.suffix in FILES:
         require_folder(path)
@@ -75,9 +79,10 @@ def write_checkpoint(path: str | os.PathLike[str], params: Params, metadata: Map
         else:
             import orbax.checkpoint as ocp  # importing it takes half a second
 
-            tree = np.asarray(params) if "" in leaves else params  # a single leaf must be a NumPy array
+            # Before 0.12.8, orbax cannot store a single leaf. Reading takes the entry `params` out of the tree.
+            tree = {"params": np.asarray(params)} if "" in leaves else params
             with ocp.StandardCheckpointer() as checkpointer:
-                checkpointer.save(absolute(path), tree, custom_metadata=fingerprint_entry(params))
+                checkpointer.save(absolute(path), tree, custom_metadata=fingerprint_entry(tree))
     except Exception as error:
         raise UserError(
             f"Cannot write checkpoint {path} ({first_words(error)}): fix the cause and try again."
@@ -136,8 +141,10 @@ def read_checkpoint(path: str | os.PathLike[str], target: Params | None = None, 
         UserError: The path is not a checkpoint, the checkpoint is damaged, or its leaves differ from `target`.
 
     Examples:
-        >>> a = mcomb.read_checkpoint("a.safetensors")
-        >>> a = mcomb.read_checkpoint("a.safetensors", target=model.init(key, x)["params"])
+        >>> mcomb.write_checkpoint("a.safetensors", a)
+        >>> params = mcomb.read_checkpoint("a.safetensors", target=a)
+        >>> params["up"].shape
+        (64, 128)
     """
     path = as_path(path)
     if path.suffix in FILES:
@@ -263,7 +270,7 @@ def _restore_whole(folder: AnyPath) -> Any:
     tree = restore_tree(folder)
     for place in (folder, folder.parent):
         if (path := place / "_CHECKPOINT_METADATA").is_file():
-            _require_whole(json.loads(path.read_text()).get("custom_metadata") or {}, named_leaves(tree))
+            _require_whole(json.loads(read_text(path)).get("custom_metadata") or {}, named_leaves(tree))
             break
     return tree
 
@@ -333,7 +340,7 @@ def system_error(error: Exception) -> int | None:
 def _find_tree(folder: AnyPath) -> AnyPath:
     """Find the folder of the tree inside the folder of a checkpoint or a training run."""
     for place in (folder, *(folder / str(step) for step in reversed(saved_steps(folder)))):
-        for item in (place, place / "params", place / "default"):
+        for item in (place, *(place / name for name in ITEMS)):
             if (item / "_METADATA").is_file():
                 return item
     if folder.is_dir():

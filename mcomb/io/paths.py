@@ -105,6 +105,11 @@ def read_text(path: AnyPath) -> str:
     return path.read_bytes().decode(errors="replace")
 
 
+def write_text(path: AnyPath, text: str) -> None:
+    """Write text with the same bytes on every system: in UTF-8, without carriage returns."""
+    path.write_bytes(text.encode())
+
+
 def modified(path: AnyPath) -> float:
     """Return the modification time of a file, in seconds since 1970."""
     return path.stat().st_mtime if isinstance(path, Path) else float(path.stat().mtime)
@@ -121,7 +126,7 @@ def remove_folder(folder: AnyPath) -> None:
 def write_json(path: AnyPath, value: Mapping[str, Any]) -> None:
     """Write a JSON file with a digest of its content, atomically."""
     with atomic(path) as temporary:
-        temporary.write_text(json.dumps(seal(value, str(path)), indent=1) + "\n")
+        write_text(temporary, json.dumps(seal(value, str(path)), indent=1) + "\n")
 
 
 def read_json(path: AnyPath) -> dict[str, Any] | None:

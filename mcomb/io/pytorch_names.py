@@ -32,8 +32,11 @@ LEFT_OUT = "-"
 COLLECTIONS = "params/", "batch_stats/"  # Flax's
 
 TABLES: Mapping[str, Table] = {
-    # PyTorch's layouts under its module names: Embedding (recognised by name), Linear, Conv1d to Conv3d, and norms.
+    # PyTorch's layouts under its module names: Embedding (recognised by name), Linear, Conv1d to Conv3d and their
+    # transposes (Flax's with transpose_kernel=True), MultiheadAttention, and norms.
     "pytorch": (
+        Row(r"(.*\.)?in_proj_weight", r"\1in_proj/kernel", (1, 0)),
+        Row(r"(.*\.)?in_proj_bias", r"\1in_proj/bias"),
         Row(r"((?:.*\.)?[^.]*(?:emb|Emb|wte|wpe)[^.]*)\.weight", r"\1/embedding", (0, 1)),
         Row(r"(.*)\.weight", r"\1/kernel", (1, 0)),
         *(Row(r"(.*)\.weight", r"\1/kernel", (*range(2, axes), 1, 0)) for axes in (3, 4, 5)),

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import dataclasses
+import io
 import logging
 import math
 import os
@@ -12,11 +13,12 @@ import sys
 import types
 import typing
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from threading import Timer
+from types import MappingProxyType
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import jax
@@ -31,6 +33,7 @@ from mcomb.runtime.progress import coloured, set_mode
 C = TypeVar("C")
 INTERRUPTED = "Interrupted; run the same command to resume."
 LARGEST = 10**7  # limit for integers: a larger value is probably a typo and would exhaust memory
+MANY = 6  # choices: more are listed in the help, without braces
 METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH", as_path: "PATH"}
 
 
@@ -43,6 +46,8 @@ class Flag:
     at_most: int | None = None  # defaults to LARGEST for integers
     choices: Collection[str] | None = None
     identity: bool = True  # whether it changes the result and therefore the folder's name
+    old_name: str | None = None  # an earlier name, which is still accepted
+    none: str | None = None  # a word for None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,6 +76,7 @@ def parse(
     epilog: str = "",
     prog: str | None = None,
     without: Collection[str] = (),
+    defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> C:
     """Parse the command line into a config and set the output mode.
 
@@ -83,6 +89,7 @@ def parse(
         epilog: The text at the end of the help.
         prog: The program's name, or None to infer it.
         without: Names of fields that get no flag and keep their defaults.
+        defaults: Defaults that replace those of the fields.
 
     Raises:
         UserError: The arguments are invalid.
@@ -106,21 +113,27 @@ def parse(
     for field in sorted(given, key=lambda field: field.kw_only is True):
         flag = every_flag[field.name]
         if hints[field.name] is bool:
-            parser.add_argument("--" + field.name.replace("_", "-"), action="store_true", help=flag.help)
+            parser.add_argument(_word(field.name), action="store_true", help=flag.help)
             continue
         kind, count = _kind(hints[field.name])
         if field.default is MISSING:
             parser.add_argument(field.name, type=_checked(kind, flag), nargs=count, help=flag.help)
             continue
-        default = "the setup's" if field.default is None and "[setup]" in flag.help else field.default
+        given_default = defaults.get(field.name, field.default)
+        default = "the setup's" if given_default is None and "[setup]" in flag.help else given_default
         text = flag.help.replace(" [setup]", "")
+        if flag.old_name:
+            old: Any = {"dest": field.name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+            parser.add_argument(_word(flag.old_name), type=_checked(kind, flag), nargs=count, **old)
+        many = len(flag.choices or ()) > MANY
+        text += f": {', '.join(flag.choices or ())}" if many else ""
         parser.add_argument(
-            "--" + field.name.replace("_", "-"),
+            _word(field.name),
             type=_checked(kind, flag),
-            default=field.default,
+            default=given_default,
             choices=flag.choices,
             nargs=count,
-            metavar=None if flag.choices else METAVARS.get(kind, "TEXT"),
+            metavar="NAME" if many else None if flag.choices else METAVARS.get(kind, "TEXT"),
             help=text if default is None else f"{text} (default: {_written(default)})",
         )
     values = vars(parser.parse_args(argv))
@@ -132,6 +145,11 @@ def is_installed_command() -> bool:
     """Return whether the program was started as `mcomb` or `python -m mcomb`, which need no clone."""
     path = Path(sys.argv[0])
     return path.stem == "mcomb" or path.parts[-2:] == ("mcomb", "__main__.py")
+
+
+def _word(name: str) -> str:
+    """Return a flag as it is written on a command line."""
+    return "--" + name.replace("_", "-")
 
 
 def _started_as() -> str:
@@ -161,6 +179,8 @@ def _checked(kind: Callable[[str], Any], flag: Flag) -> Callable[[str], Any]:
     at_least, at_most = flag.at_least, LARGEST if kind is int and flag.at_most is None else flag.at_most
 
     def convert(text: str) -> Any:
+        if text == flag.none:
+            return None
         if kind is Path and "://" in text:
             raise argparse.ArgumentTypeError(f"{text} is not a local path")
         if kind in (Path, as_path) and not text:
@@ -185,6 +205,7 @@ def run(main: Callable[[], object]) -> None:
     Cloud platforms send SIGTERM before they preempt a machine. Like Ctrl-C, it ends the program after the current step,
     or at once if there is nothing to save.
     """
+    _replace_unprintable_characters()
     use_a_device_per_core()
     jax.config.update("jax_default_matmul_precision", "highest")  # full float32 precision on accelerators too
     _mute_orbax()
@@ -211,6 +232,13 @@ def _end(error: Exception | KeyboardInterrupt) -> None:
     _fail(processes.explain(error), 1)
 
 
+def _replace_unprintable_characters() -> None:
+    """Print `?` instead of failing if the encoding of an output stream lacks a character, as on Windows."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
+
+
 @cache
 def _mute_orbax() -> None:
     """Silence orbax's tracebacks for failed reads and writes, which `run` reports in one line."""
@@ -231,6 +259,7 @@ def _mute_orbax() -> None:
 def _repeat_lost_interrupts() -> None:
     """Resend interrupts that Python drops, for example in callbacks of the garbage collector."""
     before = sys.unraisablehook
+    send = partial(os.kill, os.getpid()) if os.name == "posix" else signal.raise_signal  # os.kill ends it on Windows
 
     def hook(problem: Any) -> None:
         if not isinstance(problem.exc_value, KeyboardInterrupt):
@@ -239,7 +268,7 @@ def _repeat_lost_interrupts() -> None:
         number = problem.exc_value.args[0] if problem.exc_value.args else signal.SIGINT
         while True:
             try:
-                Timer(0.01, os.kill, [os.getpid(), number]).start()  # after the callback returns
+                Timer(0.01, send, [number]).start()  # after the callback returns
                 return
             except KeyboardInterrupt:  # on a busy machine the signal may arrive before this hook returns
                 continue

@@ -1,7 +1,9 @@
 """Define the flags of the experiments, and derive recipes, command lines and identities from them."""
 
+import argparse
 import dataclasses
 import shlex
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -9,13 +11,14 @@ from typing import Annotated, Any, TypeVar
 from mcomb.errors import UserError
 from mcomb.io.paths import AnyPath
 from mcomb.keys import LARGEST_SEED
-from mcomb.lab.cli import Flag, Output, flags, is_installed_command
+from mcomb.lab.cli import Flag, Output, flags, is_installed_command, parse
 from mcomb.lab.data.splits import Subset
-from mcomb.lab.setups import SETUPS, WIDEST
+from mcomb.lab.setups import SETUPS, STREAM, WIDEST
 from mcomb.lab.training.train import Recipe, Training
 from mcomb.matching.matchers import MATCHERS
 
 C = TypeVar("C", bound="Config")
+T = TypeVar("T", bound="TrainingConfig")
 DTYPES = ("float32", "bfloat16")
 
 
@@ -23,10 +26,10 @@ DTYPES = ("float32", "bfloat16")
 class TrainingConfig(Output):
     """Flags for training networks."""
 
-    setup: Annotated[str, Flag("model, dataset and recipe", choices=SETUPS.keys())] = "resnet20-cifar10"
+    setup: Annotated[str, Flag("model, dataset and recipe", choices=SETUPS)] = "resnet20-cifar10"
     width: Annotated[int, Flag("width multiplier: the first layer has 16·N units", 1, WIDEST)] = 32
     epochs: Annotated[int | None, Flag("training epochs; 0 leaves networks untrained [setup]", at_least=0)] = None
-    batch_size: Annotated[int | None, Flag("training images in a batch [setup]", at_least=1)] = None
+    batch_size: Annotated[int | None, Flag("training examples in a batch [setup]", at_least=1)] = None
     learning_rate: Annotated[float | None, Flag("peak learning rate [setup]", at_least=0)] = None
     weight_decay: Annotated[float | None, Flag("weight decay [setup]", at_least=0)] = None
     dtype: Annotated[str, Flag("dtype of computations; parameters are float32", choices=DTYPES)] = "float32"
@@ -34,7 +37,7 @@ class TrainingConfig(Output):
         None
     )
     data_dir: Annotated[
-        Path | None, Flag("archive or folder of CIFAR-10 (default: $MCOMB_DATA_DIR, or download)", identity=False)
+        Path | None, Flag("file or folder of the dataset (default: $MCOMB_DATA_DIR, or download)", identity=False)
     ] = None
     out: Annotated[AnyPath, Flag("root folder of all runs, or gs://BUCKET/FOLDER", identity=False)] = Path("runs")
     steps_per_call: Annotated[
@@ -52,14 +55,27 @@ class TrainingConfig(Output):
     processes: Annotated[int | None, Flag("number of connected processes", at_least=1, identity=False)] = None
     process: Annotated[int | None, Flag("index of this process, from 0", at_least=0, identity=False)] = None
 
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """The names of permutations to keep in place when matching."""
+        return ()
+
 
 @dataclass(frozen=True)
 class Config(TrainingConfig):
     """Flags that all experiments share."""
 
     matcher: Annotated[str, Flag("method for matching units", choices=MATCHERS.keys())] = "weights"
-    train_images: Annotated[int | None, Flag("train images to evaluate on (default: all)", at_least=1)] = None
-    test_images: Annotated[int | None, Flag("test images to evaluate on (default: all)", at_least=1)] = None
+    train_examples: Annotated[
+        int | None, Flag("train examples to evaluate on, or all", at_least=1, old_name="train_images", none="all")
+    ] = None
+    test_examples: Annotated[
+        int | None, Flag("test examples to evaluate on, or all", at_least=1, old_name="test_images", none="all")
+    ] = None
+    frozen: Annotated[
+        tuple[str, ...],
+        Flag(f"permutations to keep in place when matching, by name; {STREAM} is the one with the most axes"),
+    ] = ()
     seed: Annotated[int, Flag("root seed N; networks A, B, C have seeds 3N, 3N+1, 3N+2", 0, LARGEST_SEED // 3 - 1)] = 0
     seed_a: Annotated[int | None, Flag("seed of network A (default: from --seed)", 0, LARGEST_SEED)] = None
     seed_b: Annotated[int | None, Flag("seed of network B (default: from --seed)", 0, LARGEST_SEED)] = None
@@ -97,13 +113,13 @@ class Config(TrainingConfig):
 
     @property
     def split(self) -> str | None:
-        """The scheme that splits train images between A and B; None if both have all."""
+        """The scheme that splits train examples between A and B; None if both have all."""
         return None
 
     @property
-    def evaluation_images(self) -> dict[str, int | None]:
-        """How many images of each split to evaluate on; None for all."""
-        return {"train": self.train_images, "test": self.test_images}
+    def evaluation_examples(self) -> dict[str, int | None]:
+        """How many examples of each split to evaluate on; None for all."""
+        return {"train": self.train_examples, "test": self.test_examples}
 
     def checkpoint_of(self, letter: str) -> AnyPath | None:
         """Return the checkpoint of network A, B or C; None if it has none."""
@@ -114,13 +130,13 @@ class Config(TrainingConfig):
         chosen = {"A": self.seed_a, "B": self.seed_b, "C": self.seed_c}[letter]
         return 3 * self.seed + "ABC".index(letter) if chosen is None else chosen
 
-    def images_of(self, letter: str) -> Subset | None:
-        """Return the train images of network A, B or C; None if it has all."""
+    def examples_of(self, letter: str) -> Subset | None:
+        """Return the train examples of network A, B or C; None if it has all."""
         return None
 
     def training_of(self, letter: str) -> Training:
-        """Return the seed and the train images of network A, B or C."""
-        return Training(self.seed_of(letter), self.images_of(letter))
+        """Return the seed and the train examples of network A, B or C."""
+        return Training(self.seed_of(letter), self.examples_of(letter))
 
 
 @dataclass(frozen=True)
@@ -139,8 +155,8 @@ class CurveConfig(CombinationConfig):
     )
 
     def __post_init__(self) -> None:
-        if self.temperatures and self.test_images == 1:
-            raise UserError("--temperatures fits on one half of the test images: use --test-images 2 or more.")
+        if self.temperatures and self.test_examples == 1:
+            raise UserError("--temperatures fits on one half of the test examples: use --test-examples 2 or more.")
 
 
 @dataclass(frozen=True)
@@ -159,7 +175,9 @@ class SweepConfig(LineConfig):
 
 RECIPE_FLAGS = ("epochs", "batch_size", "learning_rate", "weight_decay")  # part of a network's name
 PROCESS_FLAGS = ("distributed", "coordinator", "processes", "process")  # differ between the processes of a run
-YOUNGER_FLAGS = ("temperatures",)  # in an identity only if set, so that older results stay valid
+# In an identity only with other values than these, so that older results stay valid.
+YOUNGER_FLAGS: dict[str, Any] = {"temperatures": False, "frozen": (), "search_steps": 400}
+YOUNGER_FIELDS = ("algorithm", "stages")  # of a recipe, in a network's key only if changed, for the same reason
 CHECKPOINT_FLAGS = ("checkpoint_a", "checkpoint_b", "checkpoint_c")  # results identify networks by fingerprints instead
 
 
@@ -173,7 +191,35 @@ def recipe(config: TrainingConfig) -> Recipe:
 
 def recipe_dict(config: TrainingConfig) -> dict[str, Any]:
     """Return the entries of the recipe that change the network."""
-    return {name: value for name, value in dataclasses.asdict(recipe(config)).items() if name != "checkpoint_every"}
+    own = recipe(config)
+    usual = {name for name in YOUNGER_FIELDS if getattr(own, name) == getattr(Recipe, name)}
+    return {name: value for name, value in dataclasses.asdict(own).items() if name not in {"checkpoint_every", *usual}}
+
+
+def parse_flags(
+    config: type[T],
+    description: str,
+    argv: list[str] | None = None,
+    epilog: str = "",
+    prog: str | None = None,
+    without: Collection[str] = (),
+) -> T:
+    """Parse a command line whose defaults depend on the setup."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--setup", nargs="*", default=())
+    chosen = tuple(name for name in first.parse_known_args(argv)[0].setup if name in SETUPS)
+    return parse(config, description, argv, epilog, prog, without, default_flags(config, chosen))
+
+
+def default_flags(config: type[TrainingConfig], setup: str | tuple[str, ...]) -> dict[str, Any]:
+    """Return the default of each flag for a setup; of several setups, the usual defaults."""
+    defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(config)}
+    setups = {setup} if isinstance(setup, str) else {*setup}
+    for name, value in SETUPS[setups.pop()].flags if len(setups) == 1 else ():
+        if name in defaults:
+            is_list = isinstance(defaults[name], tuple) and not isinstance(value, tuple)
+            defaults[name] = (value,) if is_list else value
+    return defaults
 
 
 def identity_flags(config: TrainingConfig) -> list[str]:
@@ -184,8 +230,9 @@ def identity_flags(config: TrainingConfig) -> list[str]:
 def command(name: str, config: TrainingConfig) -> str:
     """Return the command line that gives a config, as a clone or an installed mcomb runs it."""
     words = ["mcomb", name] if is_installed_command() else ["python", "-m", f"experiments.{name}"]
+    defaults = default_flags(type(config), config.setup)
     for field in dataclasses.fields(config):
-        if getattr(config, field.name) != field.default and field.name not in (*vars(Output()), *PROCESS_FLAGS):
+        if getattr(config, field.name) != defaults[field.name] and field.name not in (*vars(Output()), *PROCESS_FLAGS):
             words += flag_words(config, field.name)
     return shlex.join(words)
 
@@ -193,6 +240,7 @@ def command(name: str, config: TrainingConfig) -> str:
 def flag_words(config: TrainingConfig, name: str) -> list[str]:
     """Return a flag and its values as the words of a command line."""
     value = getattr(config, name)
+    value = flags(type(config))[name].none if value is None else value
     parts = value if isinstance(value, tuple) else () if value is True else (value,)
     return ["--" + name.replace("_", "-"), *map(str, parts)]
 
@@ -212,4 +260,5 @@ def differing_flags(config: TrainingConfig, other: TrainingConfig) -> list[str]:
 def convert_config(config: Config, to: type[C], **changes: Any) -> C:
     """Convert a config to another experiment's: keep the flags that both have, then apply the changes."""
     names = {field.name for field in dataclasses.fields(to)} & {field.name for field in dataclasses.fields(config)}
-    return to(**{name: getattr(config, name) for name in names} | changes)
+    shared = {name: getattr(config, name) for name in names} | changes
+    return to(**default_flags(to, shared["setup"]) | shared)

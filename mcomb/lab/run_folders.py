@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mcomb.io.paths import AnyPath
-from mcomb.lab.flags import CHECKPOINT_FLAGS, RECIPE_FLAGS, TrainingConfig, identity_flags, recipe
+from mcomb.lab.flags import CHECKPOINT_FLAGS, RECIPE_FLAGS, TrainingConfig, default_flags, identity_flags, recipe
 from mcomb.lab.setups import SETUPS
 from mcomb.lab.training.train import Training
 
@@ -49,21 +49,22 @@ class RunFolders:
         return self.networks / self.network_name(training)
 
     def network_name(self, training: Training) -> str:
-        """Return a network's name: its seed, its images unless it has all, and the changes to its recipe."""
+        """Return a network's name: its seed, its examples unless it has all, and the changes to its recipe."""
         own, setups = recipe(self.config), SETUPS[self.config.setup].recipe
         changed = [
             f"{name.replace('_', '-')}={getattr(own, name)}"
             for name in RECIPE_FLAGS
             if getattr(own, name) != getattr(setups, name)
         ]
-        images = [training.images.name] if training.images else []
-        return ",".join([f"seed-{training.seed}", *images, *changed, *self.other_dtype])
+        subset = [training.subset.name] if training.subset else []
+        return ",".join([f"seed-{training.seed}", *subset, *changed, *self.other_dtype])
 
-    def matching(self, a: str, b: str, matcher: str, restarts: int = 1) -> AnyPath:
+    def matching(self, a: str, b: str, matcher: str, restarts: int = 1, frozen: tuple[str, ...] = ()) -> AnyPath:
         """Return the file of the matching of network `b` to network `a`, given their names."""
         name = f"{b}-to-{a}"
         name += ",".join(["", f"matcher={matcher}", *self.other_dtype]) if matcher != "weights" else ""
         name += f",restarts={restarts}" if restarts > 1 else ""
+        name += f",frozen={_in_a_name(frozen)}" if frozen else ""
         if len(name.encode()) > 180:  # file systems allow 255 bytes, and temporary files and locks extend the name
             name = f"{shorten_name(name, 150)}-{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}"
         return self.home / "matchings" / f"{name}.npz"
@@ -76,8 +77,9 @@ class RunFolders:
             given: By letter, the names of networks read from files. The names contain fingerprints.
         """
         parts, own = [name], SETUPS[self.config.setup].recipe
+        defaults = default_flags(type(self.config), self.config.setup)
         for flag in identity_flags(self.config):
-            value, default = getattr(self.config, flag), getattr(type(self.config), flag)
+            value, default = getattr(self.config, flag), defaults[flag]
             if value in (default, getattr(own, flag, default)) or flag in ("setup", "width"):
                 continue
             word = flag.replace("_", "-")
@@ -96,6 +98,11 @@ def pretrained_path(setup: str, width: int, seed: int) -> Path:
     return PRETRAINED / setup / f"width-{width}" / f"seed-{seed}.safetensors"
 
 
+def has_pretrained(setup: str, width: int) -> bool:
+    """Return whether the repository has pretrained networks of a setup at a width."""
+    return any((PRETRAINED / setup / f"width-{width}").glob("seed-*.safetensors"))
+
+
 def figure_files(folder: AnyPath, experiment: str) -> list[AnyPath]:
     """Return the files of an experiment's figure in its folder: PNG and PDF."""
     return [folder / f"{experiment}.{kind}" for kind in ("png", "pdf")]
@@ -109,5 +116,5 @@ def shorten_name(name: str, size: int = 60) -> str:
 def _in_a_name(value: Any) -> str:
     """Format a flag's value for a folder's name."""
     if isinstance(value, tuple):
-        return "..".join(map(_in_a_name, value))
+        return "..".join(map(_in_a_name, value)).replace("/", ".")
     return f"{value:g}" if isinstance(value, float) else str(value)

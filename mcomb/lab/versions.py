@@ -6,4 +6,4 @@ Networks, matchings and results record the version that made them. Caches ignore
 TRAINING = 1
 MATCHING = 2
 MEASUREMENT = 2
-FIGURES = 2  # a new version redraws figures but keeps results
+FIGURES = 3  # a new version redraws figures but keeps results

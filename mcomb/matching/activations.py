@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,11 +15,15 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
 from mcomb.errors import UserError, list_some, require_whole
-from mcomb.matching.matching import Matching, WeightPart, check_networks, objective, solve_assignment, weight_parts
+from mcomb.matching.assignment import solve_assignment
+from mcomb.matching.matching import Matching, WeightPart, check_networks, objective, weight_parts
+from mcomb.matching.procrustes import Part, canonical_parts, descend, wide
 from mcomb.matching.weights import coordinate_descent, visit_orders
 from mcomb.runtime.batching import BATCH, Sizes, compile_to_fit, in_batches
 from mcomb.runtime.devices import AXIS, device_mesh, on_each_device, replicate
 from mcomb.symmetry.dead_units import varies
+from mcomb.symmetry.folding import balancing
+from mcomb.symmetry.groups import SymmetrySpec
 from mcomb.symmetry.intermediates import Intermediate, Intermediates, list_intermediates, unit_activations
 from mcomb.symmetry.spec import Layout, Perms, PermutationSpec
 from mcomb.trees import Apply, Array, Inputs, Params, count_examples, map_examples, output_shapes, require_finite_result
@@ -81,7 +86,7 @@ def match_activations(
     by_weights = tuple(name for name in spec.sizes if name not in perms)
     if silent := [name for name in by_weights if name in every]:
         warnings.warn(
-            f"Units of {list_some(silent)} are constant over these inputs, of which each is evaluated separately: "
+            f"Units of {list_some(silent)} are constant within each of these separately evaluated inputs: "
             "matching them by weights.",
             stacklevel=2,
         )
@@ -97,6 +102,35 @@ def match_activations(
     perms = coordinate_descent(spec, parts, spec.identity() | perms, visit_orders(list(spec.sizes), seed=0)).perms
     trace = objective(spec, a, b), objective(spec, a, b, perms)
     return Matching(perms, trace[-1], trace, by_weights=by_weights)
+
+
+def match_groups_by_activations(
+    spec: SymmetrySpec,
+    a: Params,
+    b: Params,
+    apply: Apply,
+    inputs: Inputs,
+    *,
+    inner_products: bool = False,
+    batch_size: int = BATCH,
+) -> Matching:
+    """Match `b` to `a` in canonical form by maximising inner products of activations.
+
+    Units are compared by covariances, because correlations do not turn with rotations. Weights break ties, and match
+    spaces without visible activations.
+    """
+    check_networks(spec, a, b)
+    count_examples(inputs)
+    require_whole(batch_size=batch_size)
+    to_a, to_b = balancing(spec, a), balancing(spec, b)
+    networks = spec.apply(to_a, a), spec.apply(to_b, b)
+    kind = "product" if inner_products else "covariance"
+    scores = _scores(spec.permutations, *networks, apply, inputs, kind=kind, batch_size=batch_size)
+    parts = list(canonical_parts(spec, *map(wide, networks)))
+    weights = [WeightPart(part.labels, part.a, part.b) for part in parts]
+    parts += [Part(None, i, *part) for i, part in enumerate(_as_weights(spec.permutations, scores, weights))]
+    best = descend(spec, parts)
+    return replace(best, perms=spec.compose(spec.invert(to_a), spec.compose(best.perms, to_b)))
 
 
 def correlations(

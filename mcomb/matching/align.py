@@ -8,6 +8,8 @@ from mcomb.evaluation.objectives import Objective, cross_entropy
 from mcomb.matching.matchers import Matcher, as_matcher
 from mcomb.matching.matching import Matching
 from mcomb.symmetry.derive import derive_spec
+from mcomb.symmetry.groups import SymmetrySpec
+from mcomb.symmetry.null_space import first_examples
 from mcomb.symmetry.spec import PermutationSpec
 from mcomb.trees import Apply, Inputs, Labels, Params
 
@@ -20,22 +22,29 @@ class Alignment:
         params: B's parameters, permuted. They compute the same function as before.
         matching: The permutations, and how close B's weights get to A's.
         spec: The symmetries that the permutations belong to.
+        rounding: The largest change of an output on the first inputs, relative to its largest entry. Permutations are
+            exact, so it is measured for `groups="all"` only.
 
     Examples:
         >>> aligned = mcomb.align(apply, a, b, x)
-        >>> aligned.params, aligned.matching.perms
+        >>> list(aligned.matching.perms), aligned.params["up"].shape
+        (['up'], (64, 128))
     """
 
     params: Params
     matching: Matching
     spec: PermutationSpec
+    rounding: float = 0.0
 
     def __repr__(self) -> str:
-        perms = self.matching.perms.values()
-        moved = sum(int((np.asarray(perm) != np.arange(np.shape(perm)[-1])).sum()) for perm in perms)
-        units = sum(np.size(perm) for perm in perms)
-        before, after = self.matching.trace[0], self.matching.objective
-        return f"Alignment({moved:,} of {units:,} units moved, inner product with A from {before:.4g} to {after:.4g})"
+        perms = [np.asarray(self.matching.perms[name]) for name in self.spec.sizes]
+        orders = [perm for perm in perms if np.issubdtype(perm.dtype, np.integer)]
+        moved = sum(int((perm != np.arange(perm.shape[-1])).sum()) for perm in orders)
+        units, spaces = sum(perm.size for perm in orders), len(perms) - len(orders)
+        turned = f"{spaces} space{'s' * (spaces > 1)} rotated, " if spaces else ""
+        rounding = f", rounding {self.rounding:.2g}" if self.rounding else ""
+        product = f"inner product with A {self.matching.objective:.4g}"
+        return f"Alignment({turned}{moved:,} of {units:,} units moved, {product}{rounding})"
 
 
 def align(
@@ -46,10 +55,14 @@ def align(
     labels: Labels = None,
     *,
     matcher: str | Matcher = "weights",
+    groups: str = "permutations",
     spec: PermutationSpec | None = None,
     loss: Objective = cross_entropy,
 ) -> Alignment:
     """Permute the units of network `b` to match those of network `a`.
+
+    With `groups="all"`, B also moves by all other symmetries that the network has: rotations of a residual stream,
+    invertible matrices of heads, scales and signs. B then has A's norm gains and A's scales.
 
     Args:
         apply: The function that both networks belong to, called as `apply(params, inputs)`.
@@ -57,9 +70,10 @@ def align(
         b: Parameters of the network whose units are permuted.
         inputs: Example inputs. Weight matching reads only their shapes.
         labels: Labels of the inputs, for matchers that minimise the loss.
-        matcher: A name (`"weights"`, `"activations"`, `"ste"`) or a configured matcher, such as
+        matcher: A name (`"weights"`, `"activations"`, `"straight_through"`) or a configured matcher, such as
             `mcomb.weights(restarts=8)`.
-        spec: The symmetries of the network; derived from `apply` by default.
+        groups: "permutations" or "all"; see `derive_spec`.
+        spec: The symmetries of the network; derived from `apply` by default. It replaces `groups`.
         loss: The loss, for matchers that minimise it.
 
     Returns:
@@ -70,9 +84,17 @@ def align(
 
     Examples:
         >>> aligned = mcomb.align(apply, a, b, x)
-        >>> midpoint = mcomb.combine(a, aligned.params, 0.5)
+        >>> aligned
+        Alignment(125 of 128 units moved, inner product with A 129.1)
+        >>> for params in (b, aligned.params):
+        ...     midpoint = mcomb.combine(a, params, 0.5)
+        ...     print(mcomb.score(apply, midpoint, x_test, y_test))
+        Metrics(loss=0.5788, accuracy=0.8928)
+        Metrics(loss=0.3202, accuracy=0.9012)
     """
     if spec is None:
-        spec = derive_spec(apply, a, inputs)
+        spec = derive_spec(apply, a, inputs, groups=groups)
     matching = as_matcher(matcher).match(spec, a, b, apply=apply, inputs=inputs, labels=labels, loss=loss)
-    return Alignment(spec.apply(matching.perms, b), matching, spec)
+    few = first_examples(inputs) if isinstance(spec, SymmetrySpec) else None
+    rounding = spec.rounding(apply, b, few, matching.perms) if isinstance(spec, SymmetrySpec) else 0.0
+    return Alignment(spec.apply(matching.perms, b), matching, spec, rounding)

@@ -6,11 +6,14 @@ from typing import Any
 
 from mcomb.errors import UserError, brief
 from mcomb.evaluation.objectives import Objective, cross_entropy
-from mcomb.matching.activations import match_activations
+from mcomb.matching.activations import match_activations, match_groups_by_activations
+from mcomb.matching.learned_groups import match_by_learning
 from mcomb.matching.matching import Matching
+from mcomb.matching.procrustes import match_groups
 from mcomb.matching.straight_through import match_straight_through
 from mcomb.matching.weights import match_weights
 from mcomb.runtime.batching import BATCH
+from mcomb.symmetry.groups import SymmetrySpec
 from mcomb.symmetry.spec import Perms, PermutationSpec
 from mcomb.trees import Apply, Inputs, Labels, Params
 
@@ -24,15 +27,19 @@ class Matcher:
         function: Called as `function(spec, a, b, **data, **options)`; returns a `Matching`.
         needs: The data that the function takes, among `apply`, `inputs`, `labels` and `loss`.
         options: Further keyword arguments of the function.
+        mixed: The function for a `SymmetrySpec`, which takes the same data and options, or None.
 
     Examples:
-        >>> aligned = mcomb.align(apply, a, b, x, matcher=mcomb.weights(restarts=8))
+        >>> matcher = mcomb.weights(restarts=8)
+        >>> mcomb.align(apply, a, b, x, matcher=matcher)
+        Alignment(125 of 128 units moved, inner product with A 129.1)
     """
 
     name: str
     function: Callable[..., Matching]
     needs: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
+    mixed: Callable[..., Matching] | None = None
 
     def __repr__(self) -> str:
         return f"{self.name}({', '.join(f'{name}={value!r:.50}' for name, value in self.options.items())})"
@@ -66,8 +73,8 @@ class Matcher:
             UserError: The matcher needs data that are missing.
 
         Examples:
-            >>> matching = mcomb.weights().match(spec, a, b)
-            >>> permuted = spec.apply(matching.perms, b)
+            >>> matching = matcher.match(aligned.spec, a, b)
+            >>> permuted = aligned.spec.apply(matching.perms, b)
         """
         given = {"apply": apply, "inputs": inputs, "labels": labels, "loss": loss}
         data = {name: given[name] for name in self.needs}
@@ -75,7 +82,17 @@ class Matcher:
             raise UserError(
                 f"Cannot match by {self.name} without {' and '.join(missing)}: pass them, or match by weights."
             )
-        return self.function(spec, a, b, **data, **self.options)
+        function = self.function
+        if isinstance(spec, SymmetrySpec):
+            if not spec.groups and not spec.scalings:
+                spec = spec.permutations
+            elif self.mixed is None:
+                raise UserError(
+                    f'Cannot match by {self.name} beyond permutations: match by weights, or use groups="permutations".'
+                )
+            else:
+                function = self.mixed
+        return function(spec, a, b, **data, **self.options)
 
 
 def weights(*, restarts: int = 1, seed: int = 0, start: Perms | None = None, coarse: bool = False) -> Matcher:
@@ -93,13 +110,13 @@ def weights(*, restarts: int = 1, seed: int = 0, start: Perms | None = None, coa
         A matcher for `align`.
 
     Examples:
-        >>> mcomb.weights(restarts=8)
-        weights(restarts=8, seed=0)
+        >>> mcomb.align(apply, a, b, x, matcher=mcomb.weights(restarts=8))
+        Alignment(125 of 128 units moved, inner product with A 129.1)
     """
     options: dict[str, Any] = {"restarts": restarts, "seed": seed}
     options |= {"start": start} if start is not None else {}
     options |= {"coarse": coarse} if coarse else {}
-    return Matcher("weights", match_weights, options=options)
+    return Matcher("weights", match_weights, options=options, mixed=match_groups)
 
 
 def activations(*, inner_products: bool = False, batch_size: int = BATCH) -> Matcher:
@@ -113,11 +130,11 @@ def activations(*, inner_products: bool = False, batch_size: int = BATCH) -> Mat
         A matcher for `align`.
 
     Examples:
-        >>> mcomb.activations()
-        activations(inner_products=False, batch_size=200)
+        >>> mcomb.align(apply, a, b, x, matcher=mcomb.activations(inner_products=True))
+        Alignment(127 of 128 units moved, inner product with A 112)
     """
     options = {"inner_products": inner_products, "batch_size": batch_size}
-    return Matcher("activations", match_activations, ("apply", "inputs"), options)
+    return Matcher("activations", match_activations, ("apply", "inputs"), options, mixed=match_groups_by_activations)
 
 
 def straight_through(*, steps: int = 100, learning_rate: float = 0.01, batch_size: int = 100, seed: int = 0) -> Matcher:
@@ -135,17 +152,18 @@ def straight_through(*, steps: int = 100, learning_rate: float = 0.01, batch_siz
         A matcher for `align`.
 
     Examples:
-        >>> mcomb.straight_through(steps=200)
-        straight_through(steps=200, learning_rate=0.01, batch_size=100, seed=0)
+        >>> mcomb.align(apply, a, b, x, y, matcher=mcomb.straight_through(steps=20))
+        Alignment(125 of 128 units moved, inner product with A 128.8)
     """
     options = {"steps": steps, "learning_rate": learning_rate, "batch_size": batch_size, "seed": seed}
-    return Matcher("straight_through", match_straight_through, ("apply", "inputs", "labels", "loss"), options)
+    needs = ("apply", "inputs", "labels", "loss")
+    return Matcher("straight_through", match_straight_through, needs, options, mixed=match_by_learning)
 
 
 MATCHERS: dict[str, Callable[..., Matcher]] = {
     "weights": weights,
     "activations": activations,
-    "ste": straight_through,  # the straight-through estimator
+    "ste": straight_through,  # as the flags call it; `as_matcher` takes both names
 }
 
 
@@ -153,6 +171,12 @@ def as_matcher(matcher: str | Matcher) -> Matcher:
     """Return the matcher with this name and default options; return matchers unchanged."""
     if isinstance(matcher, Matcher):
         return matcher
+    if matcher == "straight_through":
+        return straight_through()
+    if callable(matcher) and matcher in MATCHERS.values():
+        name = getattr(matcher, "__name__", "")
+        raise UserError(f"The matcher {name} is a function: call it, as in mcomb.{name}().")
     if not isinstance(matcher, str) or matcher not in MATCHERS:
-        raise UserError(f"Unknown matcher {brief(matcher)}: choose from {', '.join(MATCHERS)}, or configure one.")
+        names = ", ".join(MATCHERS).replace("ste", "straight_through")
+        raise UserError(f"Unknown matcher {brief(matcher)}: choose from {names}, or configure one.")
     return MATCHERS[matcher]()

@@ -20,7 +20,7 @@ from mcomb.matching.matching import Matching, check_networks, objective
 from mcomb.matching.weights import match_weights
 from mcomb.runtime.devices import replicate
 from mcomb.runtime.processes import from_first
-from mcomb.runtime.progress import progress_bar, say
+from mcomb.runtime.progress import SILENCE, progress_bar, say
 from mcomb.runtime.training_loop import Loss, all_finite, fit, initial_state, shuffled_rows
 from mcomb.symmetry.spec import Perms, PermutationSpec
 from mcomb.trees import (
@@ -116,7 +116,7 @@ def match_straight_through(
         jax.tree.map(at_least_float32, a), optimizer
     )  # half precision would round small steps to zero
     fitting = fit(_midpoint_loss(apply, loss), start, batches(), optimizer, stream(seed))
-    with progress_bar(steps, "step", "straight-through matching") as bar:
+    with progress_bar(steps, "step", "straight-through matching", delay=SILENCE) as bar:
         for step in range(1, steps + 1):
             try:
                 state, (step_loss,), _ = next(fitting)

@@ -32,18 +32,11 @@ from threadpoolctl import ThreadpoolController
 
 from mcomb.errors import UserError, require_whole
 from mcomb.keys import stream
-from mcomb.matching.matching import (
-    Matching,
-    WeightPart,
-    check_networks,
-    fair_prices,
-    inner_product,
-    solve_assignment,
-    weight_parts,
-)
-from mcomb.runtime.progress import progress_bar
+from mcomb.matching.assignment import fair_prices, solve_assignment
+from mcomb.matching.matching import Matching, WeightPart, check_networks, inner_product, weight_parts
+from mcomb.runtime.progress import SILENCE, progress_bar
 from mcomb.symmetry.spec import Perms, PermutationSpec
-from mcomb.trees import Array, Params
+from mcomb.trees import Array, Params, at_least_float32
 
 T = TypeVar("T")
 
@@ -51,7 +44,7 @@ BLOCK_SIZE = 1024  # positions that one matrix product sums over, and columns of
 PRODUCTS_AT_ONCE = 4  # computed or waiting to be added, in the same order on all machines
 SMALL = 64  # up to this size, threads cost more than they save
 SOLVER_THREADS = 2  # assignment problems solved in parallel; each needs twice the memory of its scores
-SILENCE = 3.0  # seconds before a descent shows its progress
+CACHED_SCORES = 2**29  # entries of all scores that are kept for the next visit
 GAIN_ROUNDINGS = 8  # a gain counts if it exceeds this many rounding errors of its scores
 
 
@@ -79,7 +72,7 @@ def match_weights(
     """
     check_networks(spec, a, b, start)
     require_whole(restarts=restarts)
-    parts, names = list(weight_parts(spec, a, b)), list(spec.sizes)
+    parts, names = list(weight_parts(spec, a, b, widen=False)), list(spec.sizes)
     matchings = []
     for restart in range(restarts):
         orders = partial(visit_orders, names, seed, restart)
@@ -124,7 +117,8 @@ def _grow(spec: PermutationSpec, parts: Sequence[WeightPart], start: Perms | Non
 def _sum_over(part: WeightPart, axes: tuple[int, ...]) -> WeightPart:
     """Sum a part over some axes."""
     labels = tuple(label for axis, label in enumerate(part.labels) if axis not in axes)
-    return WeightPart(labels, part.a.sum(axes), part.b.sum(axes))
+    dtype = _score_dtype([part])
+    return WeightPart(labels, part.a.sum(axes, dtype), part.b.sum(axes, dtype))
 
 
 def _without_pairs(part: WeightPart, name: str) -> list[WeightPart]:
@@ -305,7 +299,12 @@ class _Descent:
         if not _is_standalone(self.spec, name):
             return partial(self._solve_nested, name, perms)
         n = self.spec.sizes[name]
-        scores = self.scores.setdefault(name, np.zeros((n, n), _score_dtype(self.parts[name])))
+        if name in self.scores:
+            scores = self.scores[name]
+        else:
+            scores, previous = np.zeros((n, n), _score_dtype(self.parts[name])), None
+            if n * n + sum(cached.size for cached in self.scores.values()) <= CACHED_SCORES:
+                self.scores[name] = scores
         products = [product for stack in self.stacks[name] for product in _score_products(stack, name, perms, previous)]
         for columns, product in self._in_turn(products) if n > SMALL else (compute() for compute in products):
             scores[:, columns] += product
@@ -389,8 +388,14 @@ def _score_products(
     other = stack.labels[1 - axis]
     tiles = _blocks(len(perms[name]))
     if other is None:
+        # Half precision is widened for each product.
+        rows = _blocks(stack.a.shape[1]) if stack.a.dtype.itemsize < 4 else [slice(None)]
+
+        def product_of_rows(rows: slice, tile: slice) -> tuple[slice, np.ndarray]:
+            return tile, at_least_float32(stack.a[0, rows]).T @ at_least_float32(stack.b[0, rows, tile])
+
         if previous is None:
-            yield from (partial(lambda tile: (tile, stack.a[0].T @ stack.b[0, :, tile]), tile) for tile in tiles)
+            yield from (partial(product_of_rows, *each) for each in itertools.product(rows, tiles))
         return
 
     changed = np.arange(len(perms[other])) if previous is None else np.flatnonzero(perms[other] != previous[other])
@@ -400,12 +405,12 @@ def _score_products(
 
     def product(a: np.ndarray, b: np.ndarray, block: slice, tile: slice) -> tuple[slice, np.ndarray]:
         positions = changed[block]
-        rows_b = take(b, perms[other][positions], tile)
+        rows_b = at_least_float32(take(b, perms[other][positions], tile))
         if previous is None:
-            rows_a = a[block] if axis else a[:, block]
+            rows_a = at_least_float32(a[block] if axis else a[:, block])
         else:
-            rows_a = a.take(positions, 1 - axis)
-            rows_b -= take(b, previous[other][positions], tile)
+            rows_a = at_least_float32(a.take(positions, 1 - axis))
+            rows_b -= at_least_float32(take(b, previous[other][positions], tile))
         return tile, rows_a.T @ rows_b if axis else rows_a @ rows_b.T
 
     for block, tile, (a, b) in itertools.product(_blocks(len(changed)), tiles, zip(stack.a, stack.b, strict=True)):
@@ -437,6 +442,6 @@ def _unit_scores(
         for axis in [axis for axis, label in enumerate(labels) if label == names[-1]]:
             front = [*map(labels.index, batch_axes + names[:-1]), axis]
             moved = [np.moveaxis(weights, front, range(len(front))) for weights in (a, b)]
-            rows_a, rows_b = (weights.reshape(batch_size, count, -1) for weights in moved)
+            rows_a, rows_b = (at_least_float32(weights.reshape(batch_size, count, -1)) for weights in moved)
             total += rows_a @ rows_b.swapaxes(-1, -2)
     return total

@@ -28,7 +28,7 @@ from mcomb.io.paths import AnyPath, as_path, atomic
 from mcomb.keys import stream
 from mcomb.runtime.devices import replicate
 from mcomb.runtime.processes import from_first
-from mcomb.runtime.progress import progress_bar, warn
+from mcomb.runtime.progress import SILENCE, progress_bar, warn
 from mcomb.runtime.training_loop import Loss, TrainState, fit, initial_state, shuffled_rows, steps_per_call
 from mcomb.symmetry.jaxprs import all_equations, inner_jaxprs
 from mcomb.trees import (
@@ -143,7 +143,7 @@ def descend(
     per_call = steps_per_call(networks[0], every)
     calls = ((rows, given) for rows in _minibatches(steps, every, per_call, train_count, size, seed, done))
     fitting = fit(step_loss, state, calls, optimizer, stream(seed), network=networks[0])
-    with progress_bar(steps, "step", describe, done) as bar:
+    with progress_bar(steps, "step", describe, done, delay=SILENCE) as bar:
         while done < steps and min(losses[-PATIENCE:]) <= min(losses):
             state, step_losses, _ = next(fitting)
             done += len(step_losses)
@@ -183,7 +183,8 @@ class _Weights:
         return map_named(lambda name, leaf: in_dtype_of(leaf, numbers.get(name, leaf)), networks[0])
 
 
-class FineTuned(NamedTuple):
+@dataclass(frozen=True, repr=False)
+class FineTuned:
     """A network after fine-tuning.
 
     Attributes:
@@ -192,14 +193,17 @@ class FineTuned(NamedTuple):
         losses: The held-out losses at the start and then at regular intervals.
 
     Examples:
-        >>> tuned = mcomb.fine_tune(apply, a, x, y)
-        >>> tuned.loss <= tuned.losses[0]
-        True
+        >>> tuned = mcomb.fine_tune(apply, a, x, y, steps=100)
+        >>> tuned
+        FineTuned(held-out loss from 0.1603 to 0.1466)
     """
 
     params: Params
     loss: float
     losses: tuple[float, ...]
+
+    def __repr__(self) -> str:
+        return f"FineTuned(held-out loss from {self.losses[0]:.4g} to {self.loss:.4g})"
 
 
 def fine_tune(
@@ -239,7 +243,12 @@ def fine_tune(
         Diverged: A loss is not finite.
 
     Examples:
-        >>> a = mcomb.fine_tune(apply, start, x, y, steps=200).params
+        >>> midpoint = mcomb.combine(a, aligned.params, 0.5)
+        >>> tuned = mcomb.fine_tune(apply, midpoint, x, y, steps=200).params
+        >>> mcomb.score(apply, midpoint, x_test, y_test)
+        Metrics(loss=0.3202, accuracy=0.9012)
+        >>> mcomb.score(apply, tuned, x_test, y_test)
+        Metrics(loss=0.2804, accuracy=0.9246)
     """
     # Half precision would round small steps to zero.
     numbers = {name: at_least_float32(leaf) for name, leaf in named_leaves(params).items() if is_inexact(leaf)}

@@ -1,6 +1,7 @@
 """Learn the shares of networks by gradient descent."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +31,8 @@ LEARNING_RATES = {"network": 0.1, "layer": 0.1, "leaf": 0.1, "unit": 0.03, "weig
 GRANULARITIES = tuple(LEARNING_RATES)
 
 
-class LearnedShares(NamedTuple):
+@dataclass(frozen=True, repr=False)
+class LearnedShares:
     """A combination with learned shares.
 
     Attributes:
@@ -40,14 +42,20 @@ class LearnedShares(NamedTuple):
         losses: The held-out losses of the average and then at regular intervals.
 
     Examples:
-        >>> learned = mcomb.learn_shares(apply, (a, aligned.params), x, y, per="layer")
-        >>> learned.shares[0]  # the share of B in each leaf
+        >>> learned = mcomb.learn_shares(apply, (a, aligned.params), x, y, per="unit", steps=100)
+        >>> learned
+        LearnedShares(held-out loss from 0.2081 to 0.1768)
+        >>> learned.shares[0]["bias"].shape  # one share of B for each unit
+        (128,)
     """
 
     params: Params
     shares: tuple[Params, ...]
     loss: float
     losses: tuple[float, ...]
+
+    def __repr__(self) -> str:
+        return f"LearnedShares(held-out loss from {self.losses[0]:.4g} to {self.loss:.4g})"
 
 
 def learn_shares(
@@ -96,8 +104,9 @@ def learn_shares(
         Diverged: A loss is not finite.
 
     Examples:
-        >>> learned = mcomb.learn_shares(apply, (a, aligned.params), x, y, per="unit")
-        >>> learned.loss
+        >>> learned = mcomb.learn_shares(apply, (a, aligned.params), x, y, per="unit", steps=100)
+        >>> mcomb.score(apply, learned.params, x_test, y_test)
+        Metrics(loss=0.3039, accuracy=0.9129)
     """
     if per not in GRANULARITIES:
         raise UserError(f"Cannot learn shares per {per!r}: choose from {', '.join(GRANULARITIES)}.")

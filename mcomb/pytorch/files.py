@@ -5,35 +5,46 @@ import importlib
 import inspect
 import math
 import os
-import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mcomb.errors import UserError, first_words, list_some, name_error
-from mcomb.evaluation.batch_statistics import statistics_of
+from mcomb.evaluation.batch_statistics import names_of_statistics, statistics_of
 from mcomb.evaluation.objectives import Objective, cross_entropy
 from mcomb.io.checkpoints import read_checkpoint
-from mcomb.matching.align import Alignment
-from mcomb.matching.align import align as align_params
+from mcomb.matching.ancestor import Match, match_unless_related
 from mcomb.matching.matchers import Matcher
-from mcomb.merging.merge import as_method
+from mcomb.merging.leaf_by_leaf import LeafByLeaf
+from mcomb.merging.merge import BASED_METHODS, Method
 from mcomb.merging.merge import merge as merge_params
 from mcomb.pytorch.environment import get_environment
-from mcomb.pytorch.modules import build_module, same_function, to_arrays
-from mcomb.trees import Inputs, Labels
+from mcomb.pytorch.folders import (
+    LOCAL,
+    align_folders,
+    differ_in,
+    differing_setting,
+    is_model_folder,
+    merge_folders,
+    new_folder,
+    read_model_class,
+    require_same_vocabulary,
+)
+from mcomb.pytorch.modules import build_module, same_function, to_arrays, to_tensor
+from mcomb.runtime.batching import free_memory
+from mcomb.symmetry.derive import derive_spec
+from mcomb.trees import Inputs, Labels, require_alike
 
 Module = Any  # torch.nn.Module, with the attributes that transformers adds
-CONFIG = "config.json"
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
 PICKLES = (".pt", ".pth", ".bin")
 RETURNS = "(module, inputs), (module, inputs, labels) or (module, inputs, labels, loss)"
+WITHOUT_DATA = ("average", "slerp", *BASED_METHODS)
 TOKENS, EXAMPLES = 8, 2  # sizes of example inputs
 IMAGE, SOUND = 64, 6400  # default sizes of example inputs without a size in the configuration
-INERT = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")  # settings without effect
 
 
 @dataclass(frozen=True)
@@ -47,26 +58,33 @@ class Networks:
     loss: Objective = cross_entropy
     has_data: bool = True  # whether inputs are data instead of random numbers
 
-    def align(self, to: Path, matcher: Matcher) -> Alignment:
+    def align(self, to: Path, matcher: Matcher, force: bool) -> Match:
         """Align the second network to the first, and write it to a new file or folder."""
         if matcher.name != "weights" and not self.has_data:
-            raise UserError(f"Matching by {matcher.name} needs data: give --data, or match by weights.")
+            raise UserError(f"Matching by {matcher.name} needs data: pass --data, or match by weights.")
         apply, (a, b) = self._same_function()
-        inputs = self.inputs
-        aligned = align_params(apply, a, b, inputs, self.labels, matcher=matcher, loss=self.loss)
-        aligned.spec.check(apply, b, inputs, perms=aligned.matching.perms, draws=1)
-        write(build_module(aligned.params, self.modules[1], share=True), to, self.paths[1])
-        return aligned
+        spec = derive_spec(apply, a, self.inputs)
+        data = {"apply": apply, "inputs": self.inputs, "labels": self.labels, "loss": self.loss}
+        match = match_unless_related(matcher, spec, a, b, force=force, **data)
+        spec.check(apply, b, self.inputs, perms=match.matching.perms, draws=1)
+        aligned = spec.apply(match.matching.perms, b)
+        write(build_module(aligned, self.modules[1], share=True), to, self.paths[1])
+        return match
 
-    def merge(self, to: Path, method: str) -> None:
-        """Merge all networks, and write the result to a new file or folder."""
+    def merge(self, to: Path, method: Method) -> None:
+        """Merge all networks, and write the result to a new file or folder; the last is the base of the method."""
         apply, params = self._same_function()
+        networks = params
+        if "base" in method.needs:
+            method, networks = replace(method, base=params[-1]), params[:-1]
         if not self.has_data:
-            if method != "average":
-                raise UserError(f"Merging by {as_method(method).name} needs data: give --data, or merge by average.")
+            if method.name not in WITHOUT_DATA:
+                raise UserError(f"Merging by {method.name} needs data: pass --data, or merge by average.")
             if statistics_of(apply, params[0], self.inputs):
-                raise UserError(f"{self.paths[0]} has running statistics, which need data: give --data.")
-        merged = merge_params(apply, params, self.inputs, self.labels, method=method, loss=self.loss)
+                raise UserError(f"{self.paths[0]} has running statistics, which need data: pass --data.")
+        merged = merge_params(apply, networks, self.inputs, self.labels, method=method, loss=self.loss)
+        if merged.apply is not apply:
+            raise UserError(f"A merge by {method.name} has another architecture: use mcomb.merge in Python.")
         write(build_module(merged.params, self.modules[0], share=True), to, self.paths[0])
 
     def _same_function(self) -> Any:
@@ -75,19 +93,84 @@ class Networks:
             return same_function(self.modules, self.inputs, None, None)
         except UserError as error:
             configs = [module.config.to_dict() for module in self.modules if hasattr(module, "config")]
-            for config in configs[1:]:
-                for name, value in configs[0].items():
-                    if name not in INERT and value != config.get(name):
-                        raise UserError(
-                            f"{self.paths[0]} and {self.paths[1]} differ in {name} ({value!s:.50} and "
-                            f"{config.get(name)!s:.50}): give models of one configuration."
-                        ) from error
+            for path, config in zip(self.paths[1:], configs[1:], strict=False):
+                if name := differing_setting(configs[0], config):
+                    raise differ_in(name, self.paths[0], path, (configs[0].get(name), config.get(name))) from error
             raise
 
 
-def is_model_folder(path: Any) -> bool:
-    """Return whether a path is a Hugging Face folder."""
-    return Path(path).is_dir() and (Path(path) / CONFIG).is_file()
+def align_files(
+    paths: Sequence[Path], to: Path, matcher: Matcher, function: str | None, data: Path | None, force: bool
+) -> Match:
+    """Align the second state dict or folder to the first, and write it to a new file or folder."""
+    require_new_place(to, paths)
+    if function:
+        return read_state_dicts(paths, function).align(to, matcher, force)
+    if not any(map(is_model_folder, paths)):
+        raise UserError(f"{paths[0]} is a state dict: pass --torch MODULE:FUNCTION, which returns {RETURNS}.")
+    if matcher.name == "weights" and data is None and all(map(is_model_folder, paths)):
+        get_environment()
+        make_inputs = lambda module: to_arrays(example_inputs(module))  # noqa: E731
+        if match := align_folders(paths, to, matcher, force, make_inputs, require_same_outputs):
+            return match
+    return read_folders(paths, data).align(to, matcher, force)
+
+
+def merge_files(
+    paths: Sequence[Path], to: Path, method: Method, function: str | None, data: Path | None, base: Path | None
+) -> float | None:
+    """Merge state dicts or folders into a new file or folder; return the cosine similarity of A and B, if known."""
+    every = [*paths, *([base] if base else [])]
+    require_new_place(to, every)
+    if function:
+        read_state_dicts(every, function).merge(to, method)
+        return None
+    if not any(map(is_model_folder, every)):
+        merge_states(paths, to, method, base)
+        return None
+    similarity = merge_folders(paths, to, method, base) if data is None else None
+    if similarity is None:
+        read_folders(every, data).merge(to, method)
+    return similarity
+
+
+def merge_states(paths: Sequence[Path], to: Path, method: Method, base: Path | None) -> None:
+    """Merge state dicts leaf by leaf, without their module."""
+    if not isinstance(method.function, LeafByLeaf):
+        raise UserError(f"Merging by {method.name} needs the module: pass --torch MODULE:FUNCTION.")
+    every = [*paths, *([base] if base else [])]
+    states = [to_arrays(_read_state(path)) for path in every]
+    for path, state in zip(every[1:], states[1:], strict=True):
+        require_alike("The state dicts", states[0], state, (str(every[0]), str(path)))
+    if names := names_of_statistics(states[0]):
+        raise UserError(f"{paths[0]} has running statistics such as {names[0]}: pass --torch to estimate them.")
+    count = len(paths)
+    merged = method.function.merge_networks(states[:count], states[count] if base else None, **method.options)
+    with _new_file(to) as made:
+        _write_tensors({name: to_tensor(leaf, share=True) for name, leaf in merged.items()}, made, paths[0])
+
+
+def require_same_outputs(original: Path, made: Path) -> None:
+    """Raise an error unless two folders compute the same outputs; check nothing if memory is too small."""
+    import torch
+
+    size = sum(path.stat().st_size for path in made.iterdir())
+    if 2 * size > free_memory():
+        return
+    found = []
+    for path in (original, made):
+        module = _load_folder(path)
+        with torch.no_grad():
+            outputs = module(**example_inputs(module))
+        found.append([own for own in outputs.values() if isinstance(own, torch.Tensor) and own.is_floating_point()])
+        dtype = module.dtype
+        del module
+    for ours, theirs in zip(*found, strict=True):
+        tolerance = math.sqrt(torch.finfo(dtype).eps) * float(theirs.abs().max())
+        if (difference := float((ours - theirs).abs().max())) > tolerance:
+            raise UserError(
+                f"The aligned network differs from {original} by {difference:.2g} in its outputs: report this to mcomb."
+            )
 
 
 def read_state_dicts(paths: Sequence[Path], function: str) -> Networks:
@@ -103,13 +186,15 @@ def read_folders(paths: Sequence[Path], data: Path | None = None) -> Networks:
     """Load Hugging Face folders, and optionally a data file with arrays named after the model's inputs."""
     get_environment()
     modules = [_load_folder(path) for path in paths]
+    for path in paths[1:]:
+        require_same_vocabulary(paths[0], path)
     if data is None:
         return Networks(paths, modules, to_arrays(example_inputs(modules[0])), has_data=False)
     inputs = dict(read_checkpoint(data))
     labels = inputs.pop("labels", None)
     known = inspect.signature(modules[0].forward).parameters
     if unknown := [name for name in inputs if name not in known]:
-        raise UserError(f"{data} has {unknown[0]}, which is no input of {type(modules[0]).__name__}: rename it.")
+        raise UserError(f"{data} has {unknown[0]}, but {type(modules[0]).__name__} has no such input: rename it.")
     return Networks(paths, modules, inputs, labels)
 
 
@@ -143,34 +228,42 @@ def example_inputs(module: Module) -> dict[str, Any]:
     if config.is_encoder_decoder and "decoder_input_ids" in known:
         found["decoder_input_ids"] = tokens()
     if not found:
-        raise UserError(f"{type(module).__name__} takes {main}, for which mcomb has no example: give --data.")
+        raise UserError(f"{type(module).__name__} takes {main}, and mcomb has no example of it: pass --data.")
     return found
 
 
 def write(module: Module, to: Path, like: Path) -> None:
     """Write a module atomically, in the format of the file or folder `like`."""
-    with tempfile.TemporaryDirectory(dir=to.parent, prefix=f".{to.name}.") as folder:
-        made = Path(folder) / to.name
-        if is_model_folder(like):
+    if is_model_folder(like):
+        with new_folder(to, like) as made:
+            copied = {path.name: path.read_bytes() for path in made.iterdir()}
             module.save_pretrained(made)
-            for path in like.iterdir():
-                if path.is_file() and not path.name.endswith((*WEIGHTS, ".index.json")):
-                    shutil.copyfile(path, made / path.name)
-        else:
-            _write_state(module, made, like)
+            for name, content in copied.items():
+                (made / name).write_bytes(content)
+        return
+    with _new_file(to) as made:
+        names, state = _read_state(like), module.state_dict(keep_vars=True)
+        _write_tensors({name: state[name] for name in names}, made, like)
+
+
+@contextmanager
+def _new_file(to: Path) -> Iterator[Path]:
+    """Yield the path of a temporary file that becomes `to`."""
+    with tempfile.TemporaryDirectory(dir=to.parent, prefix=f".{to.name}.") as folder:
+        yield (made := Path(folder) / to.name)
         os.replace(made, to)
 
 
 def require_new_place(to: Path, paths: Sequence[Path]) -> None:
     """Raise an error unless the result can be written to `to`."""
     if to.exists():
-        raise UserError(f"{to} is there already: give another name for the result.")
+        raise UserError(f"{to} already exists: choose another name for the result.")
     if not to.absolute().parent.is_dir():
         raise UserError(f"{to} cannot be written, because its folder does not exist: create it.")
     endings = (".safetensors", *PICKLES)
     for path in (*paths, to) if not any(map(is_model_folder, paths)) else ():
         if path.suffix not in endings:
-            raise UserError(f"{path} is no state dict: give a file that ends in one of {', '.join(endings)}.")
+            raise UserError(f"{path} is not a state dict: pass a file that ends in one of {', '.join(endings)}.")
 
 
 def _call(function: str) -> Any:
@@ -179,7 +272,7 @@ def _call(function: str) -> Any:
 
     place, _, name = function.rpartition(":")
     if not place or not name:
-        raise UserError(f"--torch {function} names no function: give MODULE:FUNCTION.")
+        raise UserError(f"--torch {function} does not name a function: pass MODULE:FUNCTION.")
     sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:
         found = getattr(importlib.import_module(place), name)()
@@ -188,7 +281,7 @@ def _call(function: str) -> Any:
             f"--torch {function} fails ({name_error(error)}): name a function that returns {RETURNS}."
         ) from error
     if not isinstance(found, tuple) or not 2 <= len(found) <= 4 or not isinstance(found[0], torch.nn.Module):
-        raise UserError(f"--torch {function} returns no module with inputs: let it return {RETURNS}.")
+        raise UserError(f"--torch {function} does not return a module with inputs: return {RETURNS}.")
     return found
 
 
@@ -200,11 +293,9 @@ def _read_state(path: Path) -> dict[str, Any]:
     try:
         found = torch.load(path, map_location="cpu", weights_only=True) if path.suffix in PICKLES else load_file(path)
     except Exception as error:  # broken files raise many kinds of errors
-        raise UserError(
-            f"{path} is no state dict ({first_words(error)}): save one, with model.state_dict()."
-        ) from error
+        raise UserError(f"{path} is not a state dict ({first_words(error)}): save model.state_dict().") from error
     if not isinstance(found, Mapping) or not all(isinstance(value, torch.Tensor) for value in found.values()):
-        raise UserError(f"{path} holds more than tensors by name: save model.state_dict() alone.")
+        raise UserError(f"{path} contains more than named tensors: save model.state_dict() alone.")
     return dict(found)
 
 
@@ -225,60 +316,40 @@ def _require_alike(path: str, module: Module, state: Mapping[str, Any]) -> None:
     wanted = module.state_dict(keep_vars=True)
     given = {id(wanted[name]) for name in state if name in wanted}  # one name suffices for tied tensors
     if missing := [name for name, tensor in wanted.items() if name not in state and id(tensor) not in given]:
-        raise UserError(f"{path} lacks {list_some(missing)}: give a state dict of {type(module).__name__}.")
+        raise UserError(f"{path} lacks {list_some(missing)}: pass a state dict of {type(module).__name__}.")
     if unknown := [name for name in state if name not in wanted]:
-        raise UserError(f"{type(module).__name__} has no {list_some(unknown)}, but {path} does: give another module.")
+        raise UserError(f"{type(module).__name__} has no {list_some(unknown)}, but {path} does: pass another module.")
     for name, tensor in state.items():
         if tensor.shape != wanted[name].shape:
             shapes = f"{tuple(tensor.shape)} in {path} and {tuple(wanted[name].shape)} in {type(module).__name__}"
-            raise UserError(f"{name} is {shapes}: give networks of one architecture and width.")
+            raise UserError(f"{name} is {shapes}: pass networks of one architecture and width.")
 
 
-def _write_state(module: Module, to: Path, like: Path) -> None:
-    """Write the tensors that the file `like` has, storing tied tensors once in safetensors files."""
+def _write_tensors(state: Mapping[str, Any], to: Path, like: Path) -> None:
+    """Write tensors with the metadata of the file `like`, storing tied tensors once in safetensors files."""
     import torch
     from safetensors import safe_open
     from safetensors.torch import save_file
 
-    names, state = _read_state(like), module.state_dict(keep_vars=True)
     if to.suffix in PICKLES:
-        torch.save({name: state[name].detach() for name in names}, to)
+        torch.save({name: tensor.detach() for name, tensor in state.items()}, to)
         return
     metadata: dict[str, str] = {"format": "pt"}
     if like.suffix not in PICKLES:
         with safe_open(like, "pt") as file:
             metadata = {**(file.metadata() or {}), "format": "pt"}
-    once = {id(state[name]): name for name in reversed(names)}
-    save_file(
-        {name: state[name].detach().contiguous() for name in names if once[id(state[name])] == name}, to, metadata
-    )
+    once = {id(state[name]): name for name in reversed(list(state))}
+    tensors = {name: own.detach().contiguous() for name, own in state.items() if once[id(own)] == name}
+    save_file(tensors, to, metadata)
 
 
 def _load_folder(path: Path) -> Module:
     """Load the model in a Hugging Face folder, without running code from the folder."""
+    _, model_class = read_model_class(path)
     try:
-        import transformers
-    except ImportError as error:
-        raise UserError(f"{path} is a folder of Hugging Face ({error}): install transformers.") from error
-    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    if not is_model_folder(path):
-        raise UserError(f"{path} is no folder of Hugging Face: give one that has a {CONFIG}.")
-    try:
-        config = transformers.AutoConfig.from_pretrained(path, **options)
-        names = config.architectures or ["None"]
-        model_class: Any = getattr(transformers, names[0], None)
-        is_known = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
-        if not is_known:
-            raise UserError(
-                f"{path} needs the class {names[0]!s:.50}, which transformers lacks: mcomb runs no code of folders."
-            )
-        module, report = model_class.from_pretrained(path, dtype="auto", output_loading_info=True, **options)
-    except UserError:
-        raise
+        module, report = model_class.from_pretrained(path, dtype="auto", output_loading_info=True, **LOCAL)
     except Exception as error:  # broken folders raise many kinds of errors
         raise UserError(f"{path} cannot be loaded ({first_words(error)}): save it with save_pretrained.") from error
     if report["missing_keys"]:
-        raise UserError(f"{path} lacks {list_some(sorted(report['missing_keys']))}: give a folder with all weights.")
+        raise UserError(f"{path} lacks {list_some(sorted(report['missing_keys']))}: pass a folder with all weights.")
     return module.eval()

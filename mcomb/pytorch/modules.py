@@ -15,7 +15,7 @@ from mcomb.errors import UserError, brief, name_error
 from mcomb.evaluation.objectives import Objective, cross_entropy
 from mcomb.matching.align import align as align_params
 from mcomb.matching.matchers import Matcher
-from mcomb.merging.merge import Method
+from mcomb.merging.merge import Method, as_method
 from mcomb.merging.merge import merge as merge_params
 from mcomb.pytorch.environment import compute_all_experts, get_environment, run_in_jax, to_jax_tensor
 from mcomb.symmetry.spec import PermutationSpec
@@ -65,7 +65,7 @@ def align(
         b: A module of the same architecture. It is not changed.
         inputs: Example inputs: a tensor, a tuple of positional arguments, or a dict of keyword arguments.
         labels: Labels of the inputs, for matchers that minimise the loss.
-        matcher: A name (`"weights"`, `"activations"`, `"ste"`) or a configured matcher.
+        matcher: A name (`"weights"`, `"activations"`, `"straight_through"`) or a configured matcher.
         spec: The symmetries of the modules; derived by default.
         loss: The loss, for matchers that minimise it.
         output: The output to preserve; see `from_module`.
@@ -79,7 +79,8 @@ def align(
 
     Examples:
         >>> aligned = mcomb.pytorch.align(model_a, model_b, x)
-        >>> aligned = mcomb.pytorch.align(model_a, model_b, dict(tokenizer("some text", return_tensors="pt")))
+        >>> type(aligned).__name__
+        'Sequential'
     """
     inputs = to_arrays(inputs)
     apply, (params_a, params_b) = same_function((a, b), inputs, output, options)
@@ -103,8 +104,9 @@ def merge(
     Args:
         modules: Two or more aligned modules. They are not changed.
         inputs: Inputs with examples along the first axis: a tensor, a tuple, or a dict of keyword arguments.
-        labels: Labels with examples along the first axis; `refit` and `average` do not need them.
-        method: A name (`"average"`, `"fisher"`, `"refit"`, `"learned"`) or a configured method.
+        labels: Labels with examples along the first axis; only `fisher` and `learned` need them.
+        method: A name (`"average"`, `"slerp"`, `"fisher"`, `"refit"`, `"learned"`) or a configured method, such as
+            `mcomb.ties(base)`, whose base is a module.
         spec: The symmetries of the modules; derived by default.
         loss: The loss: a function of one example's output and label that returns a sum and a count.
         output: The output to use; see `from_module`.
@@ -117,12 +119,16 @@ def merge(
         UserError: A package is missing, the modules differ, or the method changes the architecture.
 
     Examples:
-        >>> merged = mcomb.pytorch.merge((model_a, aligned), x, y, method="refit")
+        >>> merged = mcomb.pytorch.merge((model_a, aligned), x, method="refit")
     """
     inputs = to_arrays(inputs)
     if not isinstance(modules, Sequence) or len(modules) < 2:
         raise UserError("Merging needs two or more modules: pass a tuple of modules.")
     apply, networks = same_function(modules, inputs, output, options)
+    method = as_method(method)
+    if method.base is not None:
+        base = same_function((modules[0], method.base), inputs, output, options)[1][1]
+        method = dataclasses.replace(method, base=base)
     merged = merge_params(apply, networks, inputs, to_arrays(labels), method=method, spec=spec, loss=loss)
     if merged.apply is not apply:
         raise UserError(
@@ -139,7 +145,8 @@ def from_module(
 
     The function runs `forward` in evaluation mode. Weights are the parameters and the running statistics (BatchNorm).
     All other buffers, such as rotary frequencies and masks, are constants of the function. Arrays of tensors on the CPU
-    are views, so training the module changes them.
+    are views, so training the module changes them. A module on PyTorch's meta device gives shapes, which suffice to
+    derive its symmetries.
 
     Args:
         module: A module. It is not changed.
@@ -156,8 +163,14 @@ def from_module(
         UserError: A package is missing, or a weight is not a dense tensor.
 
     Examples:
-        >>> apply, params = mcomb.pytorch.from_module(model)
+        >>> apply, params = mcomb.pytorch.from_module(model_a)
         >>> print(mcomb.derive_spec(apply, params, mcomb.pytorch.to_arrays(x)))
+        permutation  size  arrangements  acts on
+        0.weight     64    10^89         0.bias[0] 0.weight[0] 2.weight[1]
+        <BLANKLINE>
+        frozen by   axes
+        input 0     0.weight[1]
+        the output  2.bias[0] 2.weight[0]
     """
     _require_module(module)
     own = copy.deepcopy(module, {id(slot.tensor): slot.tensor for slot in _slots(module)}).eval()
@@ -192,7 +205,9 @@ def to_module(params: Params, like: Module) -> Module:
         UserError: Names or shapes differ from those of the module.
 
     Examples:
-        >>> model = mcomb.pytorch.to_module(aligned.params, like=model_b)
+        >>> apply, params = mcomb.pytorch.from_module(model_a)
+        >>> halved = {name: leaf / 2 for name, leaf in params.items()}
+        >>> module = mcomb.pytorch.to_module(halved, like=model_a)
     """
     return build_module(params, like, share=False)
 
@@ -207,7 +222,9 @@ def to_arrays(tree: Any) -> Any:
         The same tree of arrays.
 
     Examples:
-        >>> x = mcomb.pytorch.to_arrays(tokenizer(["some text"], return_tensors="pt"))
+        >>> inputs = mcomb.pytorch.to_arrays({"input_ids": torch.tensor([[1, 2, 3]])})
+        >>> inputs["input_ids"].shape
+        (1, 3)
     """
     if isinstance(tree, Mapping):
         return {name: to_arrays(value) for name, value in tree.items()}
@@ -228,7 +245,7 @@ def same_function(
         if _describe(function, params, inputs) != traced:
             raise UserError(
                 f"{names[0]} and {names[1]} have weights of the same shapes but compute different functions of them: "
-                "give modules of one configuration"
+                "use modules of one configuration."
             )
     return apply, (first, *(params for _, params in others))
 
@@ -270,6 +287,13 @@ def _leaves(slots: Sequence[Slot]) -> tuple[dict[Hashable, str], dict[str, Tenso
     return names, weights
 
 
+def leaf_names(module: Module) -> dict[str, str]:
+    """Return the name of the leaf for each weight of the state dict; tied weights share one."""
+    slots = list(_slots(module))
+    names = _leaves(slots)[0]
+    return {slot.name: names[_identity(slot)] for slot in slots if slot.is_weight}
+
+
 def _identity(slot: Slot) -> Hashable:
     """Return a key that two slots share if their tensors occupy the same memory."""
     tensor = slot.tensor
@@ -294,15 +318,17 @@ def build_module(params: Params, like: Module, share: bool) -> Module:
             memo[id(old)] = old.detach().clone()
             continue
         if name not in made:
-            new = _to_tensor(params[name], share).to(old.device, old.dtype)
+            new = to_tensor(params[name], share).to(old.device, old.dtype)
             is_parameter = isinstance(old, torch.nn.Parameter)
             made[name] = torch.nn.Parameter(new, old.requires_grad) if is_parameter else new
         memo[id(old)] = made[name]
     return copy.deepcopy(like, memo)
 
 
-def _to_array(name: str, tensor: Tensor) -> np.ndarray:
-    """Convert a tensor to an array, without a copy if it is contiguous on the CPU."""
+def _to_array(name: str, tensor: Tensor) -> Any:
+    """Convert a tensor to an array, without a copy if it is contiguous on the CPU, or to a shape if it has no data."""
+    if tensor.device.type == "meta":
+        return jax.ShapeDtypeStruct(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
     try:
         here = tensor.detach().cpu().resolve_conj().resolve_neg()
         dtype = getattr(ml_dtypes, str(here.dtype).removeprefix("torch."), None)
@@ -313,10 +339,10 @@ def _to_array(name: str, tensor: Tensor) -> np.ndarray:
         integers = {1: torch.uint8, 2: torch.int16}[here.element_size()]
         return here.contiguous().view(integers).numpy().view(dtype)
     except (TypeError, RuntimeError, NotImplementedError) as error:
-        raise UserError(f"{name} is no dense tensor in memory ({name_error(error)}): convert it first") from error
+        raise UserError(f"{name} is not a dense tensor in memory ({name_error(error)}): convert it first.") from error
 
 
-def _to_tensor(array: Any, share: bool) -> Tensor:
+def to_tensor(array: Any, share: bool) -> Tensor:
     """Convert an array to a tensor that shares its memory, if `share` is set and the array owns its memory."""
     import torch
 
@@ -344,7 +370,7 @@ def _select(outputs: Any, output: Output) -> Any:
     if output is not None:
         if named is None or output not in named:
             known = ", ".join(named) if named else "none with names"
-            raise UserError(f"The module has no output {brief(output)}: give one of its outputs ({known}).")
+            raise UserError(f"The module has no output {brief(output)}: choose one of its outputs ({known}).")
         return named[output]
     if named is None:
         return outputs
@@ -371,4 +397,4 @@ def _require_module(module: Any) -> None:
     import torch
 
     if not isinstance(module, torch.nn.Module):
-        raise UserError(f"{brief(module)} is no PyTorch module: give a torch.nn.Module.")
+        raise UserError(f"{brief(module)} is not a PyTorch module: pass a torch.nn.Module.")

@@ -1,8 +1,10 @@
 """Split examples and combinations into batches that fit into memory."""
 
 import contextlib
+import ctypes
 import math
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,10 +109,14 @@ def free_memory() -> float:
 
 
 def _free_on_host() -> float:
+    if sys.platform == "win32":
+        status = (ctypes.c_uint64 * 8)(64)  # MEMORYSTATUSEX: its own size, then total and available memory
+        is_known = ctypes.windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status))
+        return float(status[2]) if is_known else math.inf
     try:
-        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
         return 1024.0 * int(lines["MemAvailable"].split()[0])
-    except OSError:  # not on Linux: use the total memory
+    except OSError:  # macOS: use the total memory
         known = hasattr(os, "sysconf") and {"SC_PAGE_SIZE", "SC_PHYS_PAGES"} <= os.sysconf_names.keys()
         return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) if known else math.inf
 
@@ -123,7 +129,7 @@ def _left_by_cgroups(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("
     """
     left = math.inf
     try:
-        groups = [line.split(":", 2)[1:] for line in proc.read_text().splitlines()]
+        groups = [line.split(":", 2)[1:] for line in proc.read_text(encoding="utf-8").splitlines()]
     except OSError:  # not on Linux
         return left
     for kinds, path in groups:
@@ -135,7 +141,7 @@ def _left_by_cgroups(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("
         own = Path(path.lstrip("/"))
         for folder in (root / kinds / group for group in (own, *own.parents)):
             with contextlib.suppress(OSError, ValueError, KeyError):  # no such group, or a limit of "max"
-                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                taken = int((folder / used).read_text()) - int(stat[cached])
-                left = min(left, float(int((folder / limit).read_text()) - taken))
+                read = lambda name, folder=folder: (folder / name).read_text(encoding="utf-8")  # noqa: E731
+                stat = dict(line.split() for line in read("memory.stat").splitlines())
+                left = min(left, float(int(read(limit)) - int(read(used)) + int(stat[cached])))
     return max(left, 0.0)

@@ -14,6 +14,7 @@ from tqdm import tqdm
 from mcomb.runtime.processes import is_first
 
 SELDOM = 30.0  # seconds between progress lines in a log
+SILENCE = 3.0  # seconds before a function of the library shows its progress
 TERMINAL_COLOURS = {"red": 31, "green": 32, "yellow": 33}
 
 

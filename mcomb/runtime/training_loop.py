@@ -65,8 +65,8 @@ def fit(
             loss receives the data. `fit` takes the next pair only when the next state is requested.
         optimizer: The optimizer.
         key: The random key, which is folded with the number of each step.
-        mesh: The devices that share the rows of a minibatch; by default all. Rows are padded with -1 to a multiple of
-            their number.
+        mesh: The devices that share the rows of a minibatch; by default all. Minibatches are padded with
+            rows of -1, so that all devices have equally many rows.
         network: The network, if the state's parameters are not a network but the loss computes one from them.
 
     Raises:
@@ -189,7 +189,8 @@ def steps_per_call(params: Params, steps_per_epoch: int) -> int:
 
 
 def _is_convolutional_on_cpu(params: Params) -> bool:
-    return any(np.ndim(leaf) > 2 for leaf in jax.tree.leaves(params)) and jax.default_backend() == "cpu"
+    """Return whether a network has kernels of 2-D or 3-D convolutions; attention has leaves with three axes."""
+    return any(np.ndim(leaf) > 3 for leaf in jax.tree.leaves(params)) and jax.default_backend() == "cpu"
 
 
 def shuffled_rows(seed: int, epoch: int, count: int, batch_size: int) -> Int32[np.ndarray, "steps b"]:

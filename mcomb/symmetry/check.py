@@ -42,17 +42,17 @@ def check_spec(
         for candidate in candidates:
             after = named_leaves(run(candidate, params, inputs))
             for name in before:
-                _check_equal(f"output {name}" if name else "the output", before[name], after[name], tolerance)
+                check_equal(f"output {name}" if name else "the output", before[name], after[name], tolerance)
     if candidates and spec.sizes:
-        _require_telling(before)
+        require_telling(before)
 
 
-def _require_telling(outputs: Mapping[str, Array]) -> None:
+def require_telling(outputs: Mapping[str, Array]) -> None:
     """Raise an error if no output entry is finite and nonzero, because then every permutation would pass."""
     values = [np.asarray(_numbers(output)) for output in outputs.values()]
     if not any((np.isfinite(value) & (value != 0)).any() for value in values):
         how = "has no entries" if not any(value.size for value in values) else "is nowhere finite and other than zero"
-        raise UserError(f"the output {how}, which tells nothing of permutations: give other inputs or weights")
+        raise UserError(f"The output {how}, so it cannot reveal a wrong permutation: pass other inputs or weights.")
 
 
 def _numbers(output: Array) -> Array:
@@ -60,7 +60,7 @@ def _numbers(output: Array) -> Array:
     return jax.random.key_data(output) if jnp.issubdtype(output.dtype, jax.dtypes.extended) else output
 
 
-def _check_equal(what: str, before: Array, after: Array, tolerance: float) -> None:
+def check_equal(what: str, before: Array, after: Array, tolerance: float) -> None:
     """Raise an error unless two arrays are equal, with finite floats equal up to a relative tolerance."""
     before, after = _numbers(before), _numbers(after)
     exact = not jnp.issubdtype(before.dtype, jnp.inexact)
@@ -74,8 +74,8 @@ def _check_equal(what: str, before: Array, after: Array, tolerance: float) -> No
         largest = f"by {difference:.2g} where its largest entry is {scale:.2g}"
         by = largest if same_elsewhere else "where it is not finite"
         raise UserError(
-            f"the permuted network computes another function ({what} differs {by}): "
-            "the permutation spec does not fit the model"
+            f"The permuted network computes another function ({what} differs {by}): "
+            "the spec does not fit the model, so derive it from the function."
         )
 
 

@@ -1,49 +1,21 @@
-"""Constraints that rules impose: axes that move together, frozen axes, and the arrays of each operation."""
+"""Impose the relations that rules find: axes that move together, frozen axes, and the arrays of each operation."""
 
 import collections
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from mcomb.symmetry.arrays import Array, ArrayAxes
-from mcomb.symmetry.axes import Axis, atoms, find, freeze, product, unite
-
-Labels = Sequence[Hashable]
-"""An operation's index labels for the axes of one array, as in an einsum."""
+from mcomb.symmetry.axes import Axis, atoms, concatenation, find, freeze, product, split_product, split_segments, unite
+from mcomb.symmetry.facts import Array, ArrayAxes, Compound, Grouping, Relation
 
 LabelledAxes = list[tuple[Hashable, Axis]]
 """The axes of one array in an operation, with their labels."""
 
 
-@dataclass(frozen=True)
-class Grouping:
-    """Rows sorted by group, where each row's group is a position along an axis of groups.
-
-        order = jnp.argsort(expert)       # sort rows, each of which has an expert
-        y = experts_in_turn(x[order])     # the rows of the first expert come first
-        y[jnp.argsort(order)]             # restore the order
-
-    A permutation of the groups also permutes these rows, in an order that depends on the data. This is safe if the
-    order of the rows does not matter, and all arrays with this axis of rows come from this sort. See
-    `break_up_groupings`.
-    """
-
-    rows: Axis
-    groups: Axis
-    source: object  # source of the positions that the rows were sorted by
-    reason: str
-
-
 class Constraints:
-    """A collection of the constraints that all rules impose.
-
-    Rules map facts about their operands to facts about their results. They impose constraints with `relate`, `freeze`,
-    `split`, `join`, `record` and `group`. These methods can only remove freedom.
-    """
+    """The constraints of all operations so far. Each method can only remove freedom."""
 
     def __init__(self) -> None:
         self.reason = ""  # the current operation, which is the reason if an axis freezes
@@ -55,18 +27,6 @@ class Constraints:
         self.steps: LabelledAxes = []  # the step axis of each scan that encloses the current operation
         self.shards = 0  # number of `shard_map`s that enclose the current operation
 
-    def plain(self, array: Array) -> ArrayAxes:
-        """Return the axes of an array that is used as plain numbers, which freezes the axis of any positions."""
-        if array.positions is not None:
-            freeze(array.positions.along, array.positions.reason)
-        for column in array.columns:
-            self.plain(column)
-        return array.axes
-
-    def new_axes(self, shape: Sequence[int], frozen: str | None = None) -> ArrayAxes:
-        """Return new axes of the given sizes."""
-        return tuple(Axis(size, frozen) if size > 1 else None for size in shape)
-
     def explain(self, primitive: str, why: str | None) -> None:
         """Set the reason for axes that freeze next: the primitive, and how it depends on the order."""
         self.reason = f"{primitive} ({why}) in {self.scope}" if why else f"{primitive} in {self.scope}"
@@ -77,59 +37,98 @@ class Constraints:
             if axis is not None:
                 freeze(axis, self.reason)
 
-    def relate(
-        self,
-        operands: Sequence[tuple[ArrayAxes, Labels]],
-        results: Sequence[Labels],
-        new: Mapping[Any, Axis | None] = MappingProxyType({}),
-    ) -> list[ArrayAxes]:
-        """Return the results of an operation written like an einsum, after uniting axes with the same label.
+    def plain(self, array: Array) -> ArrayAxes:
+        """Return the axes of an array that is used as plain numbers, which freezes the axis of any positions."""
+        if array.positions is not None:
+            freeze(array.positions.along, array.positions.reason)
+        for column in array.columns:
+            self.plain(column)
+        return array.axes
 
-            relate([(x, "ij"), (y, "jk")], ["ik"])  # a matrix product: the last axis of x moves with the first of y
+    def relate(self, relation: Relation, shapes: Iterable[Sequence[int]]) -> list[ArrayAxes]:
+        """Impose a relation, and return the axes of its results, which have these shapes."""
+        axes: dict[Hashable, Axis] = dict(relation.new)
+        operands: list[LabelledAxes] = []
+        for array, labels in relation.operands:
+            self._number(axis for axis in array if axis is not None)
+            pairs = zip(array, labels, strict=True)
+            operands.append([part for axis, label in pairs if axis is not None for part in self._split(axis, label)])
+            for label, axis in operands[-1]:
+                self.freeze([axis] if label in relation.frozen else [])
+                unite(axes.setdefault(label, axis), axis, self.reason)
 
-        A label that no operand has denotes an axis of `new`, or otherwise an axis along which all entries are equal.
-        """
-        axes = {label: axis for label, axis in new.items() if axis is not None}
-        for operand, labels in operands:
-            for axis, label in zip(operand, labels, strict=True):
-                if axis is not None:
-                    unite(axes.setdefault(label, axis), axis, self.reason)
-        result_axes = [tuple(axes.get(label) for label in labels) for labels in results]
-        self.record([*operands, *zip(result_axes, results, strict=True)])
-        return result_axes
+        def join(label: Hashable, size: int) -> Axis | None:
+            if not isinstance(label, Compound):
+                return axes.setdefault(label, Axis(size, self.reason)) if label in relation.frozen else axes.get(label)
+            parts = [join(inner, size) for inner, size in label.parts]
+            if not parts or (label.kind == "blocks" and all(part is None for part in parts)):
+                return None
+            combine = product if label.kind == "blocks" else concatenation
+            return combine([part or Axis(size) for part, (_, size) in zip(parts, label.parts, strict=True)])
 
-    def record(self, arrays: Iterable[tuple[ArrayAxes, Labels]]) -> None:
-        """Record the arrays that an operation relates, with the labels of their axes."""
-        labelled = [
-            [
-                (int(label) if isinstance(label, np.integer) else label, axis)  # comparable with other types
-                for axis, label in zip(axes, labels, strict=True)
-                if axis is not None
-            ]
-            for axes, labels in arrays
-        ]
-        for _, axis in itertools.chain.from_iterable(labelled):
+        results = [tuple(map(join, labels, shape)) for labels, shape in zip(relation.results, shapes, strict=True)]
+        labelled: list[LabelledAxes] = []
+        for labels, result in zip(relation.results, results, strict=True):
+            found: LabelledAxes = []
+            for label, whole in zip(labels, result, strict=True):
+                if isinstance(label, Compound) and label.kind == "blocks":
+                    found += [(inner, axes[inner]) for inner, _ in label.parts if inner in axes]
+                elif whole is not None:
+                    found.append((label, whole))
+            labelled.append(found)
+        if any(isinstance(at, Compound) and at.kind == "segments" for _, labels in relation.operands for at in labels):
+            for one in labelled:  # slices, without the unused rest
+                self.record([one])
+        else:
+            self.record([*operands, *labelled])
+        return results
+
+    def _split(self, axis: Axis, label: Hashable) -> LabelledAxes:
+        """Return the parts of an axis with a compound label, after freezing it if it cannot be split."""
+        if not isinstance(label, Compound):
+            return [(label, axis)]
+        split = split_product if label.kind == "blocks" else split_segments
+        parts = split(axis, [size for _, size in label.parts], self.reason)
+        if parts is None:
+            self.explain(self.reason.split()[0], "its parts end where those of a product or a concatenation do not")
+            freeze(axis, self.reason)
+            parts = [Axis(size, self.reason) for _, size in label.parts]
+        pairs = zip(parts, label.parts, strict=True)
+        return [found for part, (inner, _) in pairs if part.size > 1 for found in self._split(part, inner)]
+
+    def _number(self, axes: Iterable[Axis]) -> None:
+        for axis in axes:
             self.first_use.setdefault(axis, len(self.first_use))
-        self.operations.append([self.steps + axes for axes in labelled])
+
+    def record(self, arrays: Iterable[LabelledAxes]) -> None:
+        """Record the arrays that an operation relates."""
+        # Integers of NumPy cannot be compared with labels of other types.
+        arrays = [[(int(at) if isinstance(at, np.integer) else at, axis) for at, axis in array] for array in arrays]
+        self._number(axis for array in arrays for _, axis in array)
+        self.operations.append([self.steps + array for array in arrays])
 
     def record_again(self, arrays: Iterable[ArrayAxes]) -> None:
         """Record arrays that an earlier operation used, inside or outside a scan."""
         for axes in arrays:
             if any(axis in self.first_use for axis in axes):
-                self.record([(axes, range(len(axes)))])
+                self.record([[(i, axis) for i, axis in enumerate(axes) if axis is not None]])
 
     def record_loop(self, arrays: Iterable[ArrayAxes]) -> None:
         """Record arrays that a loop carries from step to step or returns."""
         self.loop_axes += [axis for axes in arrays for axis in axes if axis is not None]
 
-    def group(self, keys: Axis, groups: Axis, source: object) -> Axis:
-        """Return the axis of rows after a stable sort by group."""
-        self.record([((groups,), ["groups"]), ((keys,), ["rows"])])
-        self.explain("sort", "rows of one group stay in their order")
-        self.freeze([keys, *([groups] if self.shards else [])])
-        rows = Axis(keys.size)
-        self.groupings.append(Grouping(rows, groups, source, self.reason))
-        return rows
+    def group(self, sort: Grouping) -> None:
+        """Record a sort of rows by group; the devices of a `shard_map` would each sort only their own rows."""
+        self.freeze([sort.groups] if self.shards else [])
+        self.groupings.append(replace(sort, reason=self.reason))
+
+    def is_grouped(self, rows: Axis, source: object, matrices: Axis) -> bool:
+        """Return whether these rows were sorted by these positions, after uniting their groups with the matrices."""
+        for sort in self.groupings:
+            if find(sort.rows) is find(rows) and sort.source is source:
+                unite(sort.groups, matrices, self.reason)
+                return True
+        return False
 
     def break_up_groupings(self, others: Iterable[Axis]) -> None:
         """Freeze the groups of sorted rows if the order of the rows matters or other axes move with them.
@@ -144,25 +143,12 @@ class Constraints:
                 freeze(rows, grouping.reason)
                 freeze(grouping.groups, rows.frozen or grouping.reason)
 
-    def split(self, axis: Axis | None, sizes: Sequence[int], split: Callable[..., list[Axis] | None]) -> ArrayAxes:
-        """Split an axis with `split_product` or `split_segments`, or freeze it if that is impossible."""
-        if axis is None:
-            return (None,) * len(sizes)
-        self.first_use.setdefault(axis, len(self.first_use))
-        parts = split(axis, sizes, self.reason)
-        if parts is None:
-            self.explain(self.reason.split()[0], "its parts end where those of a product or a concatenation do not")
-            self.freeze([axis])
-            return self.new_axes(sizes, self.reason)
-        return tuple(part if part.size > 1 else None for part in parts)
 
-    def join(self, axes: Sequence[Axis | None], sizes: Sequence[int]) -> Axis | None:
-        """Return the product of axes, with a free factor for each axis along which all entries are equal."""
-        if all(axis is None for axis in axes):
-            return None
-        return product([axis or Axis(size) for axis, size in zip(axes, sizes, strict=True)])
+def new_axes(shape: Sequence[int], frozen: str | None = None) -> ArrayAxes:
+    """Return new axes of the given sizes."""
+    return tuple(Axis(size, frozen) if size > 1 else None for size in shape)
 
 
-def _atoms_of(axes: ArrayAxes) -> Iterator[Axis]:
-    """Yield the atoms of all axes of an array."""
-    return (atom for axis in axes if axis is not None for atom in atoms(axis))
+def atoms_of(arrays: Iterable[ArrayAxes]) -> set[Axis]:
+    """Return the atoms of all axes of these arrays."""
+    return {atom for axis in itertools.chain.from_iterable(arrays) if axis is not None for atom in atoms(axis)}

@@ -16,45 +16,57 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from mcomb.symmetry.arrays import Array, ArrayAxes
+from mcomb.errors import UserError, brief
 from mcomb.symmetry.axes import Axis, atoms, cells, find, flat_parts, freeze, groups_of, merge_cells, write_cells
-from mcomb.symmetry.constraints import LabelledAxes
-from mcomb.symmetry.interpreter import Interpreter, Rules
-from mcomb.symmetry.rules import FACT_RULES, RULES
-from mcomb.symmetry.rules.common import EXPLANATIONS, freeze_everything
-from mcomb.symmetry.rules.distinct import distinct_axes
+from mcomb.symmetry.constraints import LabelledAxes, new_axes
+from mcomb.symmetry.facts import Array, ArrayAxes
+from mcomb.symmetry.interpreter import Interpreter
+from mcomb.symmetry.null_space import extend_spec
 from mcomb.symmetry.spec import Blocks, Frozen, Layout, PermutationSpec, Segments
 from mcomb.trees import Apply, Inputs, Params, leaf_name, named_leaves, output_shapes
 
+GROUPS = ("permutations", "all")
 BY_NUMBER = "entries that are read one by one"
 
 BatchAxes = dict[Axis, set[Axis]]
 """For each axis, the batch axes of its permutation."""
 
 
-def derive_spec(apply: Apply, params: Params, inputs: Inputs) -> PermutationSpec:
-    """Derive all permutations of hidden units that leave `apply(params, inputs)` unchanged.
+def derive_spec(apply: Apply, params: Params, inputs: Inputs, *, groups: str = "permutations") -> PermutationSpec:
+    """Derive the symmetries of hidden units that leave `apply(params, inputs)` unchanged.
 
-    mcomb reads the symmetries from the function's jaxpr. Only shapes and dtypes matter, so arguments may be
+    mcomb reads the permutations from the function's jaxpr. Only shapes and dtypes matter, so arguments may be
     `jax.ShapeDtypeStruct`s. Each permutation is named after the first module that it acts on.
+
+    With `groups="all"`, mcomb also evaluates the function near the given parameters, and finds the largest group that
+    replaces each permutation: signs, scales, rotations or invertible matrices.
 
     Args:
         apply: A function that JAX can trace: Linen, NNX, Equinox, Haiku or plain JAX.
         params: Parameters: a tree of arrays.
         inputs: Example inputs: an array or a tree of arrays.
+        groups: "permutations" or "all".
 
     Returns:
-        The spec. `print(spec)` lists the axes and the number of arrangements of each permutation, and the operations
-        that froze the remaining axes.
+        The spec, a `SymmetrySpec` for `groups="all"`. `print(spec)` lists the axes and the number of arrangements of
+        each permutation, or its group, and the operations that froze the remaining axes.
 
     Raises:
-        UserError: JAX cannot trace the function with these arguments.
+        UserError: JAX cannot trace the function with these arguments, or cannot evaluate and differentiate it.
 
     Examples:
-        >>> spec = mcomb.derive_spec(apply, a, x)
-        >>> print(spec)
+        >>> print(mcomb.derive_spec(apply, a, x))
+        permutation  size  arrangements  acts on
+        up           128   10^216        bias[0] down[0] up[1]
+        <BLANKLINE>
+        frozen by   axes
+        the output  down[1]
+        input 0     up[0]
     """
-    return derive_from(apply, params, inputs)
+    spec = derive_from(apply, params, inputs)
+    if groups not in GROUPS:
+        raise UserError(f"Unknown groups {brief(groups)}: choose from {', '.join(GROUPS)}.")
+    return extend_spec(spec, apply, params, inputs) if groups == "all" else spec
 
 
 def derive_from(function: Callable[..., Any], params: Params, *inputs: Any) -> PermutationSpec:
@@ -66,11 +78,11 @@ def derive_from(function: Callable[..., Any], params: Params, *inputs: Any) -> P
 
 def infer_axes(traced: core.ClosedJaxpr, params: Params, *inputs: Any) -> tuple[Mapping[str, ArrayAxes], Interpreter]:
     """Interpret a traced function, and return the axes of each parameter and the interpreter."""
-    interp = Interpreter(Rules(RULES, FACT_RULES, freeze_everything, EXPLANATIONS, distinct_axes))
-    leaves = {name: interp.new_axes(np.shape(leaf)) for name, leaf in named_leaves(params).items()}
+    interp = Interpreter()
+    leaves = {name: new_axes(np.shape(leaf)) for name, leaf in named_leaves(params).items()}
     weights = [Array(axes, frozenset(range(len(axes)))) for axes in leaves.values()]  # floats: see `rules.distinct`
     paths = jax.tree_util.tree_flatten_with_path(inputs)[0]
-    input_axes = [interp.new_axes(np.shape(leaf), f"input {leaf_name(path)}") for path, leaf in paths]
+    input_axes = [new_axes(np.shape(leaf), f"input {leaf_name(path)}") for path, leaf in paths]
     results = interp.interpret_plain(traced.jaxpr, traced.consts, [*weights, *map(Array, input_axes)])
     interp.reason = "the output"
     interp.freeze(itertools.chain.from_iterable(results))

@@ -17,10 +17,9 @@ from jax.extend import core
 
 from mcomb.symmetry.axes import Axis, find, flat_parts, split_product, split_segments, write_cells
 from mcomb.symmetry.derive import axis_layout, infer_axes
-from mcomb.symmetry.interpreter import ARGUMENTS, EqnPath, Interpreter, live_equations
+from mcomb.symmetry.interpreter import ARGUMENTS, EqnPath, Interpreter
+from mcomb.symmetry.jaxprs import called_jaxpr, evaluate, split_scan
 from mcomb.symmetry.rules import CALLS
-from mcomb.symmetry.rules.common import split_scan
-from mcomb.symmetry.rules.control import inner_jaxpr
 from mcomb.symmetry.spec import Blocks, Layout, PermutationSpec, Segments, axis_names
 from mcomb.trees import Params
 
@@ -163,7 +162,9 @@ class Intermediates:
         for leaf, aval in zip(leaves, self.traced.in_avals, strict=True):
             if (jnp.shape(leaf), jnp.result_type(leaf)) != (aval.shape, aval.dtype):
                 given = jax.typeof(leaf).str_short()
-                raise ValueError(f"an argument is {given} where {aval.str_short()} was traced: trace it anew")
+                raise ValueError(
+                    f"An argument is {given}, but {aval.str_short()} was traced: trace the function again."
+                )
         return leaves
 
 
@@ -275,24 +276,18 @@ class _Evaluator:
             found.update((i, value) for i, value in zip(ids, values, strict=True) if i in self.wanted)
             return values
 
-        env = dict(zip(jaxpr.constvars, consts, strict=True))
-        env |= zip(jaxpr.invars, edit((*path, ARGUMENTS), args), strict=True)
-
-        def read(atom: Any) -> Any:
-            return self.constant(atom.val) if isinstance(atom, core.Literal) else env[atom]
-
-        for index, eqn in enumerate(live_equations(jaxpr)):
-            eqn_path, operands = (*path, index), list(map(read, eqn.invars))
-            inner: dict[ArrayId, Any] = {}
+        def apply(index: int, eqn: core.JaxprEqn, operands: list[Any]) -> list[Any]:
+            eqn_path, inner = (*path, index), dict[ArrayId, Any]()
             if eqn_path not in self.entered:
                 results = self.equation(jaxpr, eqn, operands, eqn_path)
             elif eqn.primitive.name == "scan":
                 results, inner = self._scan(eqn, operands, eqn_path)
             else:  # inline the call, which loses custom derivatives
                 results, inner = self.evaluate(*self._inner(eqn), operands, eqn_path)
-            found |= inner
-            env |= zip(eqn.outvars, edit(eqn_path, results), strict=True)
-        return [read(atom) for atom in jaxpr.outvars], found
+            found.update(inner)
+            return edit(eqn_path, results)
+
+        return evaluate(jaxpr, consts, edit((*path, ARGUMENTS), args), self.constant, apply), found
 
     def _scan(self, eqn: core.JaxprEqn, operands: Sequence[Any], path: EqnPath) -> tuple[list, dict]:
         p = eqn.params
@@ -306,7 +301,7 @@ class _Evaluator:
         return [*last, *ys], found
 
     def _inner(self, eqn: core.JaxprEqn) -> tuple[core.Jaxpr, list[Any]]:
-        jaxpr, consts = inner_jaxpr(eqn)
+        jaxpr, consts = called_jaxpr(eqn)
         return jaxpr, list(map(self.constant, consts))
 
     def constant(self, value: Any) -> Any:
@@ -372,23 +367,19 @@ class _Lister:
 
     def visit(self, jaxpr: core.Jaxpr, path: EqnPath, args: Sequence[Intermediate | None]) -> list[Intermediate | None]:
         """List the equations of a jaxpr, and return its results."""
-        env: dict[Any, Intermediate | None] = dict(zip(jaxpr.invars, args, strict=True))
 
-        def read(atom: Any) -> Intermediate | None:
-            return None if isinstance(atom, core.Literal) else env.get(atom)
-
-        for index, eqn in enumerate(live_equations(jaxpr)):
-            eqn_path, operands = (*path, index), list(map(read, eqn.invars))
+        def apply(index: int, eqn: core.JaxprEqn, operands: list[Intermediate | None]) -> Sequence[Intermediate | None]:
+            eqn_path = (*path, index)
             if eqn.primitive.name in CALLS:
-                env |= zip(eqn.outvars, self.visit(inner_jaxpr(eqn)[0], eqn_path, operands), strict=True)
-                continue
+                return self.visit(called_jaxpr(eqn)[0], eqn_path, operands)
             if eqn.primitive.name == "scan":
                 results = self._scan(eqn, eqn_path, operands)
             else:
                 results = self._intermediates(eqn_path, eqn.outvars, eqn, [operands] * len(eqn.outvars))
             self.equations.append(Equation(eqn, operands, results))
-            env |= zip(eqn.outvars, results, strict=True)
-        return list(map(read, jaxpr.outvars))
+            return results
+
+        return evaluate(jaxpr, [None] * len(jaxpr.constvars), args, lambda value: None, apply)
 
     def layouts(self, path: EqnPath, index: int) -> tuple[Layout, ...]:
         """Return the layouts of an array's axes.
@@ -410,7 +401,7 @@ class _Lister:
         """Return the results of a scan, whose carry is assumed to depend on all operands."""
         consts, carry, xs = split_scan(eqn, operands)
         sources = [*([const] for const in consts), *[operands] * len(carry), *([x] for x in xs)]
-        body = inner_jaxpr(eqn)[0]
+        body = called_jaxpr(eqn)[0]
         args = self._intermediates((*path, ARGUMENTS), body.invars, eqn, sources)
         inner = self.visit(body, path, [*consts, *args[len(consts) :]])
         sources = [*[operands] * len(carry), *([y] for y in inner[len(carry) :])]

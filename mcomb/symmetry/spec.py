@@ -8,7 +8,7 @@ then has one row for each head, in the order of the permuted heads: new[h, d] = 
 import math
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from mcomb.symmetry.check import check_spec
 from mcomb.trees import Apply, Array, Inputs, Params, map_named, named_leaves
 
 Perms = dict[str, Int[Array, "..."]]
-DERIVE = "derive the spec from these parameters"
+DERIVE = "derive the spec from these parameters."
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Frozen:
     reason: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PermutationSpec:
     """The permutations of a network's hidden units, and the parameter axes that they act on.
 
@@ -79,8 +79,10 @@ class PermutationSpec:
         frozen: Axes with positions that must stay in place, each with the reason.
 
     Examples:
-        >>> spec = mcomb.derive_spec(apply, params, x)
-        >>> shuffled = spec.apply(spec.random(jax.random.key(0)), params)
+        >>> spec = mcomb.derive_spec(apply, a, x)
+        >>> shuffled = spec.apply(spec.random(jax.random.key(0)), a)
+        >>> np.allclose(apply(shuffled, x), apply(a, x), atol=1e-4)
+        True
     """
 
     axes: Axes
@@ -143,27 +145,24 @@ class PermutationSpec:
         leaves = named_leaves(params)
         for name in sorted(leaves.keys() | self.axes.keys()):
             if name not in self.axes:
-                raise UserError(f"the permutation spec says nothing of {name}: add its axes")
+                raise UserError(f"The spec has no entry for {name}: add its axes.")
             if name not in leaves:
-                raise UserError(f"the permutation spec names {name}, which the parameters lack: remove it")
+                raise UserError(f"The spec has an entry for {name}, but the parameters do not: remove it.")
             shape, layouts = np.shape(leaves[name]), self.axes[name]
             if len(shape) != len(layouts):
-                raise UserError(
-                    f"the permutation spec gives {name} {len(layouts)} axes, but its shape is {shape}: {DERIVE}"
-                )
+                raise UserError(f"The spec has {len(layouts)} axes for {name}, but its shape is {shape}: {DERIVE}")
             for axis, (size, layout) in enumerate(zip(shape, layouts, strict=True)):
                 unknown = [perm for perm in axis_names(layout) if perm not in self.sizes and perm not in self.fixed]
                 if unknown:
-                    raise UserError(f"axis {axis} of {name}: the size of permutation {unknown[0]} is not known")
+                    raise UserError(f"Axis {axis} of {name} has permutation {unknown[0]}: add its size to the spec.")
                 if layout is not None and self.length(layout) != size:
                     whose = f"permutation {layout}" if isinstance(layout, str) else f"its layout {layout!s:.100}"
                     raise UserError(
-                        f"axis {axis} of {name} has {size} entries, but {whose} has {self.length(layout)}: {DERIVE}"
+                        f"Axis {axis} of {name} has {size} entries, but {whose} has {self.length(layout)}: {DERIVE}"
                     )
             for (perm, outer), count in self.unclear_batch_axes(name):
                 raise UserError(
-                    f"permutation {perm} differs along {outer}, which {name} has {count} times where it must have it "
-                    "once"
+                    f"Permutation {perm} differs along {outer}, but {name} has {count} such axes: use exactly one."
                 )
 
     def unclear_batch_axes(self, leaf: str) -> Iterator[tuple[tuple[str, str], int]]:
@@ -238,6 +237,34 @@ class PermutationSpec:
         rows = ((math.prod(self.shape(name)[:-1]), self.sizes[name]) for name in names or self.sizes)
         return sum(count * math.lgamma(size + 1) for count, size in rows) / math.log(10)
 
+    def without(self, *names: str) -> "PermutationSpec":
+        """Return the spec with some permutations kept in place.
+
+        Args:
+            *names: Names of permutations.
+
+        Returns:
+            The spec with the other permutations. Everything that takes a spec then leaves these axes as they are.
+
+        Raises:
+            UserError: The spec has no permutation of this name.
+
+        Examples:
+            >>> spec.without("P").sizes
+            {}
+        """
+        for name in names:
+            if name not in self.sizes:
+                raise UserError(f"There is no permutation {name}: use one of {list_some(self.sizes)}.")
+        kept = [Frozen(leaf, axis, "kept in place") for name in names for leaf, axis in self.axes_of(name)]
+        return replace(
+            self,
+            sizes={name: size for name, size in self.sizes.items() if name not in names},
+            batched_over={name: outer for name, outer in self.batched_over.items() if name not in names},
+            fixed={**self.fixed, **{name: self.sizes[name] for name in names}},
+            frozen=(*self.frozen, *kept),
+        )
+
     def nested_in(self, name: str) -> list[str]:
         """Return the permutations inside the units of a permutation.
 
@@ -248,7 +275,8 @@ class PermutationSpec:
             The names of the permutations that are batched over it and over its own batch axes, and over nothing else.
 
         Examples:
-            >>> attention_spec.nested_in("heads")
+            >>> heads = mcomb.PermutationSpec({}, {"heads": 2, "dims": 4}, {"dims": ("heads",)})
+            >>> heads.nested_in("heads")
             ['dims']
         """
         outer = self.batched_over.get(name, ())
@@ -264,7 +292,7 @@ class PermutationSpec:
             The number of its entries.
 
         Examples:
-            >>> spec.length(Blocks((49, "P")))
+            >>> spec.length(mcomb.Blocks((49, "P")))
             196
         """
         if isinstance(layout, str):
@@ -288,7 +316,8 @@ class PermutationSpec:
             The layouts of a part and its entries, or None in place of the entries.
 
         Examples:
-            >>> [layouts for layouts, _ in spec.simple_parts((Segments(("P", 3)), Blocks((2, "P"))), None)]
+            >>> layouts = mcomb.Segments(("P", 3)), mcomb.Blocks((2, "P"))
+            >>> [labels for labels, _ in spec.simple_parts(layouts, None)]
             [('P', 2, 'P'), (3, 2, 'P')]
         """
         for axis, layout in enumerate(layouts):
@@ -328,24 +357,24 @@ class PermutationSpec:
             if isinstance(perms, Mapping):
                 names = list_some(perms) or "nothing"
                 raise UserError(
-                    f"permutations are given for {names}, and the spec has {wanted}: give one for each name"
+                    f"The permutations are {names}, but the spec has {wanted}: pass one for each of its names."
                 )
             kind, inside = type(perms).__name__, getattr(perms, "perms", None)
-            remedy = "give a dict with an index array for each"
+            remedy = "pass a dict with an index array for each"
             if hasattr(perms, "matching"):
-                remedy = "give its matching.perms"
+                remedy = "pass its matching.perms"
             elif inside is not None:
-                remedy = f"give its {'perms' if isinstance(inside, Mapping) else 'perms[i], those of network i'}"
-            raise UserError(f"the permutations {wanted} are given as an object of type {kind}: {remedy}")
+                remedy = f"pass its {'perms' if isinstance(inside, Mapping) else 'perms[i] for network i'}"
+            raise UserError(f"The permutations {wanted} are in an object of type {kind}: {remedy}.")
         for name, perm in perms.items():
             dtype = getattr(perm, "dtype", None)
             if np.shape(perm) != self.shape(name) or dtype is None or not jnp.issubdtype(dtype, jnp.integer):
                 raise UserError(
-                    f"permutation {name} has shape {np.shape(perm)} and dtype {dtype}: give an array of indices, of "
-                    f"shape {self.shape(name)}"
+                    f"Permutation {name} has shape {np.shape(perm)} and dtype {dtype}: pass indices of shape "
+                    f"{self.shape(name)}."
                 )
             if not isinstance(perm, jax.core.Tracer) and (np.sort(perm, -1) != np.arange(self.sizes[name])).any():
-                raise UserError(f"permutation {name} does not have each index from 0 to {self.sizes[name] - 1} once")
+                raise UserError(f"Permutation {name} must have each index below {self.sizes[name]} exactly once.")
 
     def apply(self, perms: Perms, params: Params) -> Params:
         """Permute the hidden units of a network without changing its function.
@@ -386,7 +415,7 @@ class PermutationSpec:
             UserError: The spec does not fit the parameters, or a permutation changes the output.
 
         Examples:
-            >>> spec.check(apply, b, x)
+            >>> aligned.spec.check(apply, a, x)  # no error: permutations keep the function
         """
         check_spec(self, apply, params, inputs, perms=perms, draws=draws)
 
@@ -465,6 +494,10 @@ class PermutationSpec:
             for name in self.sizes
         }
 
+    def __repr__(self) -> str:
+        shapes = [f"{name}: {' × '.join(map(str, self.shape(name)))}" for name in self.sizes]
+        return f"PermutationSpec({list_some(shapes) or 'no permutations'}; {len(self.frozen)} frozen axes)"
+
     def __str__(self) -> str:
         """Return a table of the permutations, and a table of the frozen axes with their reasons."""
         rows = []
@@ -483,7 +516,7 @@ class PermutationSpec:
             for reason, leaves in reasons.items()
         ]
         head = ("permutation", "size", "arrangements", "acts on")
-        tables = [_table(head, rows), _table(("frozen by", "axes"), frozen_rows)]
+        tables = [format_table(head, rows), format_table(("frozen by", "axes"), frozen_rows)]
         return "\n\n".join(tables if reasons else tables[:1])
 
     def _sketch(self, leaf: str, axis: int, name: str) -> str:
@@ -549,8 +582,8 @@ class PermutationSpec:
             that belong to one of its units. The indices and the mask broadcast to `shape`.
 
         Examples:
-            >>> for perm, index, is_unit in spec.units_of((None, "P"), (3, 4)):
-            ...     unit_values = is_unit * values[perm][index]
+            >>> [perm for perm, index, is_unit in spec.units_of((None, "P"), (3, 4))]
+            ['P']
         """
         positions = np.ogrid[tuple(slice(size) for size in shape)]
         coordinates = _overlay(map(self._coordinates, layouts, positions))
@@ -692,7 +725,7 @@ def _power_of_ten(exponent: float) -> str:
     return f"{round(10**exponent):,}" if exponent < 6 else f"10^{round(exponent)}"
 
 
-def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+def format_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     """Align the columns of a table and wrap the last one."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)][:-1]
     indent = sum(widths) + 2 * len(widths)

@@ -85,8 +85,10 @@ def test_repair_midpoint_units_have_mean_statistics(network):
     b = jax.tree.map(lambda leaf: np.random.default_rng(2).permutation(leaf.ravel()).reshape(leaf.shape), a)
     apply = lambda params, x: model.apply({"params": params}, x)  # noqa: E731
     layers = check_line(derive_spec(apply, a, images), apply, a, b, images)
-    # The stem, 18 convolutions and two shortcuts; eight convolutions; three hidden layers: never the logits.
-    assert len(layers) == {"ResNet20": 21, "Tiny10": 8, "MLP": 3}[type(model).__name__]
+    # The stem, 18 convolutions and two shortcuts; eight convolutions; three hidden layers; six in each of three blocks,
+    # and the patches: never the logits.
+    counts = {"ResNet20": 21, "Tiny10": 8, "MLP": 3, "ViT": 19, "Decoder": 18}
+    assert len(layers) == counts[type(model).__name__]
 
 
 @pytest.mark.parametrize(

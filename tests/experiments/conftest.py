@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,11 +10,11 @@ import pytest
 from mcomb.lab import cli
 from mcomb.lab.cache.store import Store
 from mcomb.lab.runs.pairs import pool
-from mcomb.lab.runs.results import SPLITS
+from mcomb.lab.runs.results import SPLITS, from_json
 from mcomb.lab.runs.run import run
 
-# Equally many images of both splits, so that one compilation serves both.
-SMALL = ["--setup", "mlp-digits", "--width", "2", "--epochs", "40", "--train-images", "397"]
+# Equally many examples of both splits, so that one compilation serves both.
+SMALL = ["--setup", "mlp-digits", "--width", "2", "--epochs", "40", "--train-examples", "397"]
 
 
 @pytest.fixture(scope="session")
@@ -43,14 +44,14 @@ def results(config_of):
         folder = Store(config).folder(name)
         assert (folder / f"{name}.png").stat().st_size > 5_000
         assert (folder / f"{name}.pdf").read_bytes().startswith(b"%PDF")
-        assert returned["finding"]
+        assert returned.finding
         combinations = module.EXPERIMENT.combinations(config)
         if combinations and config.pairs == 1:
             _, *rows = (folder / "samples.jsonl").read_text().splitlines()
             assert len(rows) == len(SPLITS) * combinations  # as planned
         stored = json.loads((folder / "results.json").read_text())
         assert stored["command"].startswith(f"python -m experiments.{name} --setup mlp-digits --width 2")
-        return stored | {"agrees": returned["agrees"], "finding": returned["finding"]}
+        return stored | {"agrees": returned.agrees, "finding": returned.finding}
 
     return of
 
@@ -61,7 +62,8 @@ def draws_pairs(tmp_path):
 
     def of(module, found):
         other = json.loads(json.dumps(found), parse_float=lambda text: 1.1 * float(text))
-        module.EXPERIMENT.draw(found | pool([found, other]), tmp_path)
+        pairs = [from_json(module.EXPERIMENT.results, values) for values in (found, other)]
+        module.EXPERIMENT.draw(replace(pool(pairs), title=found["title"]), tmp_path)
         return (tmp_path / f"{module.EXPERIMENT.name}.png").stat().st_size > 5_000
 
     return of
@@ -79,7 +81,7 @@ def curve():
 
 @pytest.fixture
 def is_score():
-    """Check that combinations have the scores of a network, up to the rounding of a mean over 397 images."""
+    """Check that combinations have the scores of a network, up to the rounding of a mean over 397 examples."""
 
     def of(values, network, metric, split="test"):
         expected = network[split][metric]

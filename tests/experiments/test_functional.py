@@ -17,7 +17,7 @@ def test_functional_counts_labels_of_five_sweeps(results, draws_pairs):
     a_only, b_only, both, neither = ends[0, 0].sum(1)
     assert b_only == neither == 0
     assert found["differing"] == a_only > 0
-    assert found["images"] == 397
+    assert found["labels"] == 397
     assert ends[2, 0].sum(1).tolist() == [0, a_only, both, 0]
     assert found["parts"].keys() == found["sweeps"].keys()
-    assert f"{a_only} of 397 test images" in found["finding"]
+    assert f"{a_only} of 397 test examples" in found["finding"]

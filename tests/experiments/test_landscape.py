@@ -3,12 +3,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from numerics import assert_close, assert_equal
+from results import results_of
 
 from experiments import landscape
 from mcomb.combination import blend, combine
 from mcomb.errors import UserError
 from mcomb.lab import cli
-from mcomb.lab.runs.results import METRICS, SPLITS
+from mcomb.lab.runs.results import METRICS, SPLITS, from_json
 
 FLAGS = ("--grid", "2", "--scatter", "3")
 
@@ -98,7 +99,8 @@ def test_landscape_rejects_one_share_per_network():
 def test_judge_together_counts_pairs_beaten_by_learned():
     def pair(loss, accuracy):
         models = {letter: {"test": {"loss": 0.1, "accuracy": 0.9}} for letter in "AB"}
-        return {"models": models, "found": {"learned": {"test": {"loss": loss, "accuracy": accuracy}}}}
+        found = {"learned": {"test": {"loss": loss, "accuracy": accuracy}}}
+        return results_of(landscape.LandscapeResults, {"models": models, "found": found})
 
     said = landscape.judge_together([pair(0.05, 0.9), pair(0.08, 0.95), pair(0.2, 0.8)])
     assert said.endswith("beat both networks in test loss for 2 of 3 pairs and in test accuracy for 1 of 3 pairs.")
@@ -106,7 +108,7 @@ def test_judge_together_counts_pairs_beaten_by_learned():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("per", ["weight", "layer"])
-def test_learned_shares_beat_midpoint_on_train_images(per, results, is_score, draws_pairs):
+def test_learned_shares_beat_midpoint_on_train_examples(per, results, is_score, draws_pairs):
     found = results(landscape, *FLAGS, "--per", per)
     assert draws_pairs(landscape, found)
     x, y = found["slice"]["x"], found["slice"]["y"]
@@ -127,5 +129,5 @@ def test_learned_shares_beat_midpoint_on_train_images(per, results, is_score, dr
         assert all(best[split][m] == sample[split][m][i] for split in SPLITS for m in METRICS)
     losses = found["held_out_losses"]["aligned"]
     assert min(losses) < losses[0]
-    rows = landscape.table(found).splitlines()
+    rows = landscape.table(from_json(landscape.LandscapeResults, found)).splitlines()
     assert [row.split("  ")[0].strip() for row in rows[1:]] == ["network A", "network B", *found["found"]]

@@ -94,9 +94,11 @@ def test_list_is_printed_if_all_reject_flags(tmp_path, capsys):
 
 
 def test_list_omits_flags_without_effect_from_commands(listed):
-    found = {name: listed("--seed-c", "9", "--test-images", "500")[name]["command"] for name in ("uniform", "triangle")}
+    found = {
+        name: listed("--seed-c", "9", "--test-examples", "500")[name]["command"] for name in ("uniform", "triangle")
+    }
     assert ["--seed-c 9" in found[name] for name in ("uniform", "triangle")] == [False, True]
-    assert not any("--test-images" in line for line in found.values())
+    assert not any("--test-examples" in line for line in found.values())
 
 
 def test_idle_flags_include_temperatures_without_curves(listed):

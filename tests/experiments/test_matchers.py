@@ -1,8 +1,10 @@
 import pytest
+from results import results_of
 
 from experiments import linear, matchers, uniform
 from mcomb.lab.cache import matchings
 from mcomb.lab.cache.store import Store
+from mcomb.lab.runs.results import from_json
 
 FLAGS = ("--points", "3", "--samples", "2")
 NAMES = ["naive", "weights", "weights best of 2", "activations", "ste"]
@@ -47,7 +49,7 @@ def test_matchers_cache_matchings_with_seconds(found, results, config_of, monkey
     for name in ("as_matcher", "match_weights"):
         monkeypatch.setattr(matchings, name, lambda *args, **options: pytest.fail("matched again"))
     again = results(
-        matchers, *FLAGS, "--restarts", "2", "--train-images", "50"
+        matchers, *FLAGS, "--restarts", "2", "--train-examples", "50"
     )  # evaluation flags do not change matchings
     assert again["barriers"] != found["barriers"]
     assert again["reached"] == found["reached"]
@@ -61,7 +63,9 @@ def test_matchers_finding_has_barriers_and_restarts():
         for sweep in ("linear", "uniform")
         for name, value in values.items()
     }
-    agrees, finding = matchers.EXPERIMENT.judge({"barriers": barriers, "tried": [99.0, 100.0]})
+    agrees, finding = matchers.EXPERIMENT.judge(
+        results_of(matchers.MatchersResults, {"barriers": barriers, "tried": [99.0, 100.0]})
+    )
     assert agrees
     assert finding.count("naive 0.600 / 60.0%, weights 0.020 / 2.0%, activations 0.030 / 3.0%, ste 0.050 / 5.0%") == 2
     assert "1.00% above the worst" in finding
@@ -69,7 +73,7 @@ def test_matchers_finding_has_barriers_and_restarts():
 
 @pytest.mark.slow
 def test_matchers_table_has_inner_products_and_seconds(found):
-    *_, head, naive, _, _, _, ste = matchers.tables(found).splitlines()
+    *_, head, naive, _, _, _, ste = matchers.tables(from_json(matchers.MatchersResults, found)).splitlines()
     assert head.split() == ["inner", "product", "seconds"]
     assert naive.split() == ["naive", f"{found['reached']['naive']['objective']:.2f}", "0"]
     assert ste.split()[0] == "ste"

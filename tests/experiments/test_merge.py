@@ -1,5 +1,3 @@
-import json
-
 import numpy as np
 import pytest
 
@@ -9,18 +7,19 @@ from mcomb.lab import cli
 from mcomb.lab.cache.store import Store
 from mcomb.lab.runs.experiment import reach_verdict
 from mcomb.lab.runs.pairs import over_pairs, pool
+from mcomb.lab.runs.results import from_json
 from mcomb.lab.runs.rows import Rows
 from mcomb.lab.runs.run import run
 
-SMALL = ("--pairs", "1", "--steps", "20", "--candidates", "4", "--test-images", "200")
+SMALL = ("--pairs", "1", "--steps", "20", "--candidates", "4", "--test-examples", "200")
 
 
 @pytest.fixture
 def pair(config_of, tmp_path):
     """A pair of small networks trained on split data."""
     store = Store(config_of(merge, *SMALL))
-    images = store.data.train
-    withheld = images.take(store.config.subset("withheld").rows(images.labels))
+    examples = store.data.train
+    withheld = examples.take(store.config.subset("withheld").rows(examples.labels))
     networks = store.networks.get("AB")
     a, b = (networks[letter].params for letter in "AB")
     this = merge.Run("merge", store, networks, {}, {}, Rows(tmp_path, {}))
@@ -40,9 +39,9 @@ def test_merge_measures_every_method_once(results, config_of, draws_pairs, monke
     assert test["learned per weight"]["loss"] < test["midpoint, aligned"]["loss"]
     assert test["A, bias corrected"]["loss"] < test["A"]["loss"]
     assert draws_pairs(merge, found)
-    assert merge.table(found).count("\n") == len(merge.METHODS)
+    assert merge.table(from_json(merge.MergeResults, found)).count("\n") == len(merge.METHODS)
     monkeypatch.setattr(merge, "score", lambda *args: pytest.fail("it is measured"))
-    assert run(merge.EXPERIMENT, config_of(merge, *SMALL))["methods"] == found["methods"]
+    assert run(merge.EXPERIMENT, config_of(merge, *SMALL)).methods == found["methods"]
 
 
 @pytest.mark.slow
@@ -62,25 +61,25 @@ def test_merge_resumes_after_kill(results, config_of, monkeypatch):
 @pytest.mark.slow
 def test_merge_with_itself_is_identity(pair):
     """Every merge of A with itself has A's logits."""
-    images = pair.withheld.images[:50]
-    logits = np.asarray(pair.apply(pair.a, images))
+    examples = pair.withheld.inputs[:50]
+    logits = np.asarray(pair.apply(pair.a, examples))
     for name in ("midpoint, aligned", "best sample", "learned per unit", "Fisher"):
         merged = merge.METHODS[name](pair)
-        assert np.allclose(merged.apply(merged.params, images), logits, atol=1e-4 * np.abs(logits).max()), name
+        assert np.allclose(merged.apply(merged.params, examples), logits, atol=1e-4 * np.abs(logits).max()), name
 
 
 def test_ensemble_has_mean_logits_of_parents(pair):
-    images = pair.withheld.images[:50]
+    examples = pair.withheld.inputs[:50]
     merged = merge.METHODS["ensemble"](pair)
-    each = [np.asarray(pair.apply(params, images)) for params in (pair.a, pair.b)]
-    assert np.allclose(merged.apply(merged.params, images), np.mean(each, axis=0), atol=1e-5 * np.abs(each).max())
+    each = [np.asarray(pair.apply(params, examples)) for params in (pair.a, pair.b)]
+    assert np.allclose(merged.apply(merged.params, examples), np.mean(each, axis=0), atol=1e-5 * np.abs(each).max())
 
 
 @pytest.mark.slow
 def test_correct_bias_shifts_logits_and_lowers_loss(pair):
     apply, (params, bias) = merge.correct_bias(pair, pair.a)
-    images = pair.withheld.images[:50]
-    change = np.asarray(apply((params, bias), images)) - np.asarray(pair.apply(pair.a, images))
+    examples = pair.withheld.inputs[:50]
+    change = np.asarray(apply((params, bias), examples)) - np.asarray(pair.apply(pair.a, examples))
     assert np.allclose(change, np.broadcast_to(bias, change.shape), atol=1e-4)
     before = merge.score(pair.apply, pair.a, *pair.withheld).loss
     after = merge.score(apply, (params, bias), *pair.withheld).loss
@@ -89,7 +88,7 @@ def test_correct_bias_shifts_logits_and_lowers_loss(pair):
 
 def test_parents_see_subsets_and_joint_network_sees_all(config_of):
     config = config_of(merge, *SMALL)
-    assert [config.training_of(letter).images for letter in "ABC"] == [config.subset("A"), config.subset("B"), None]
+    assert [config.training_of(letter).subset for letter in "ABC"] == [config.subset("A"), config.subset("B"), None]
     assert config.subset("A").skew == 0.95
     assert cli.parse(merge.MergeConfig, "", ["--setup", "mlp-cifar10"]).subset("A")[:3] == ("biased", 0.8, 10_000)
 
@@ -105,7 +104,7 @@ def test_parents_see_subsets_and_joint_network_sees_all(config_of):
         (["--withheld", "3"], r"--withheld: 3 is less than 20"),
         (
             ["--setup", "mlp-digits", "--withheld", "1400"],
-            r"--withheld 1400 leaves none of 1,400 train images: withhold fewer",
+            r"--withheld 1400 leaves none of 1,400 train examples: withhold fewer",
         ),
         (["--split", "odd"], r"--split: invalid choice: 'odd'"),
     ],
@@ -115,19 +114,19 @@ def test_merge_rejects_incompatible_flags(flags, problem):
         cli.parse(merge.MergeConfig, "", flags)
 
 
-def pair_of(**accuracies):
-    """Return results with equal methods, except for some accuracies; refit is best on withheld images."""
-    scored = {name: {s: {"loss": 0.2, "accuracy": 0.9} for s in merge.MEASURED} for name in merge.METHODS}
+def pair_of(less=0.0, models=None, **accuracies):
+    """Return results with equal methods, except for some accuracies; refit is best on withheld examples."""
+    scored = {name: {s: {"loss": 0.2 - less, "accuracy": 0.9 - less} for s in merge.MEASURED} for name in merge.METHODS}
     for name, accuracy in accuracies.items():
         scored[name]["test"]["accuracy"] = accuracy
     scored["refit"]["withheld"]["loss"] = 0.1
-    config = {"split": "biased", "candidates": 100, "seed": 0}
-    return {"methods": scored, "config": config, "guessing": {"test": {"images": 100, "accuracy": 0.1}}}
+    config = {"setup": "mlp-digits", "width": 2, "split": "biased", "candidates": 100, "seed": 0}
+    guess = {"test": {"examples": 100, "accuracy": 0.1}}
+    return merge.MergeResults(methods=scored, seen={}, config=config, guessing=guess, models=models or {})
 
 
 def test_merge_judges_and_tabulates_means_over_pairs():
-    one = pair_of()
-    two = json.loads(json.dumps(one), parse_float=lambda text: float(text) - 0.1)
+    one, two = pair_of(), pair_of(less=0.1)
     both = pool([one, two])
     assert "0.8500 (0.8000–0.9000)" in merge.table(both)
     assert "85.0%" in merge.EXPERIMENT.judge_together([one, two])
@@ -153,7 +152,7 @@ def test_finding_has_closed_gap_if_ensemble_is_better(midpoint, ensemble, said):
 
 def test_finding_quotes_pair_without_verdict():
     networks = {letter: {"test": {"accuracy": 0.9}} for letter in "AB"}
-    good, bad = (pair_of() | {"models": networks | {"B": {"test": {"accuracy": accuracy}}}} for accuracy in (0.9, 0.15))
+    good, bad = (pair_of(models=networks | {"B": {"test": {"accuracy": accuracy}}}) for accuracy in (0.9, 0.15))
     several = over_pairs(merge.EXPERIMENT, merge.MergeConfig(setup="mlp-digits", pairs=2))
     assert "On average: The best merge on the withheld" in reach_verdict(several, pool([good, good])).finding
     agrees, finding = reach_verdict(several, pool([bad, bad]))

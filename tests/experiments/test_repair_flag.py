@@ -21,7 +21,7 @@ from mcomb.lab.runs.run import run
 def curves(tmp_path_factory):
     """Results of the line without and with REPAIR, each from its own folder."""
     out = tmp_path_factory.mktemp("runs")
-    small = ["--setup", "mlp-digits", "--width", "8", "--epochs", "20", "--train-images", "397", "--points", "3"]
+    small = ["--setup", "mlp-digits", "--width", "8", "--epochs", "20", "--train-examples", "397", "--points", "3"]
 
     def run_line(*flags):
         config = cli.parse(line.EXPERIMENT.config, "", [*small, *flags, "--out", str(out)])
@@ -30,7 +30,7 @@ def curves(tmp_path_factory):
         return Store(config).folder("linear")
 
     plain, fixed = run_line(), run_line("--repair")
-    assert fixed.name == "linear,epochs=20,train-images=397,repair,points=3"
+    assert fixed.name == "linear,epochs=20,train-examples=397,repair,points=3"
     assert plain != fixed
     return [json.loads((folder / "results.json").read_text()) for folder in (plain, fixed)]
 

@@ -35,7 +35,7 @@ def test_report_collects_existing_results(page, tmp_path):
     said, text = page()
     assert "1 experiments in" in said
     assert "ow combinations mix weights" in text
-    assert text.count("data:image/png;base64,") == 2  # the figure and its thumbnail
+    assert text.count("data:image/png;base64,") == 1
     commands = re.findall(r"python -m experiments\.(\w+) ", re.sub("<[^>]+>", "", text))
     assert {*commands} == {job.experiment.name for job in report.plan(cli.parse(report.ReportConfig, "", []))}
 

@@ -101,15 +101,13 @@ def test_links_have_unique_targets():
     ids = [attributes["id"] for _, attributes, _ in page.elements if "id" in attributes]
     links = [attributes["href"].removeprefix("#") for attributes in page.all("a")]
     assert len(set(ids)) == len(ids)
-    assert {*ids} - {*links} == {"figures", "summary", "background"}
+    assert {*ids} - {*links} == {"summary", "background"}
     assert {*links} <= {*ids}
     assert not any(re.search(r"[^\w-]", name) for name in ids)
 
 
 def test_figures_have_bytes_alt_text_and_size():
-    small, image = Page(FULL).all("img")[::3]
-    assert small["alt"] == ""  # the link has a label
-    assert base64.b64decode(small["src"].partition(",")[2]).startswith(b"\x89PNG")
+    image = Page(FULL).all("img")[0]
     assert base64.b64decode(image["src"].partition(",")[2]) == png()
     assert image["alt"] == "loss and accuracy over s"
     assert (image["width"], image["height"]) == ("7", "5")
@@ -142,8 +140,8 @@ def test_results_are_escaped():
     page = Page(text)
     assert "<b>" not in text
     assert not page.all("b")
-    assert page.all("img")[2]["alt"] == HOSTILE
-    for place in ("h1", "title", "h2", "h3", "dd", "figcaption", "caption", "th", "a", "code", "li"):
+    assert page.all("img")[0]["alt"] == HOSTILE
+    for place in ("h1", "title", "h2", "dd", "figcaption", "caption", "th", "a", "code", "li"):
         assert HOSTILE in page.text(place), place
 
 
@@ -158,9 +156,9 @@ def test_header_counts_effects_of_other_networks():
     entries = [entry(is_papers=False), entry(experiment="bernoulli", is_papers=False, agrees=False)]
     text = render("Others", entries, [])
     assert "Of 2 experiments, 1 shows the paper’s effect, 1 does not, 0 have no verdict." in Page(text).text("header")
-    assert [row[:2] for row in rows(text) if row[0] in {"uniform", "bernoulli"}][:2] == [
-        ["uniform", "✓shows"],
-        ["bernoulli", "✗does not show"],
+    assert [row[0] for row in rows(text) if row[0][:7] in {"uniform", "bernoul"}][:2] == [
+        "uniform✓shows",
+        "bernoulli✗does not show",
     ]
     assert 'class="verdict differs"' not in text
     both = Page(render("Both", [*entries, entry()], [])).text("header")
@@ -168,19 +166,16 @@ def test_header_counts_effects_of_other_networks():
 
 
 def test_verdicts_have_words_and_marks():
-    cells = [row[:2] for row in rows(FULL) if row[0] in {"uniform", "bernoulli", "three_models"}]
-    assert cells[:3] == [
-        ["uniform", "✓agrees"],
-        ["bernoulli", "✗does not agree"],
-        ["three_models", "○no verdict"],
-    ]
+    cells = [row[0] for row in rows(FULL) if set(row[0]) & set("✓✗○")]
+    assert cells == ["uniform✓agrees", "bernoulli✗does not agree", "three_models○no verdict"]
     assert [Page(FULL).text("dd").count(words) for words in ("does not agree", "no verdict")] == [1, 1]
 
 
 def test_summary_has_barriers_of_run_and_paper():
     found = rows(FULL)
-    assert ["uniform", "✓agrees", "0.052", "1.457", "0.044", "0.011", "0.447", "0.012"] in found
-    assert ["three_models", "○no verdict", *("–",) * 6] in found
+    at = found.index(["uniform✓agrees", "0.052", "1.457", "0.011", "0.447"])
+    assert found[at + 1] == ["paper, aligned", "0.044", "–", "0.012", "–"]
+    assert ["three_models○no verdict", *("–",) * 4] in found
 
 
 def test_summary_compares_several_networks():
@@ -193,9 +188,8 @@ def test_summary_compares_several_networks():
         ["uniform", "✓agrees0.011 / 0.447", "✓agrees0.011 / 0.447"],
         ["linear", "○no verdict", "not run"],
     ]
-    assert [f"Barriers on the test set, {place}" in page for place in places] == [True, True]
+    assert [f"barriers on the test set, {place}" in page for place in places] == [True, True]
     assert ["uniform, MLP on digits, width 4", "1 min 12 s"] in found
-    assert re.findall("<h3>(.*?)</h3>", page)[:2] == places
 
 
 def test_section_has_barriers_of_curves_and_paper():
@@ -211,15 +205,12 @@ def test_section_has_barriers_of_curves_and_paper():
 def test_section_without_barriers_has_no_table(barriers):
     text = render("None", [entry(barriers=barriers, paper=None, agrees=None)], [])
     assert "Barriers of" not in text
-    absent = entry()
-    del absent.results["barriers"], absent.results["paper"]
-    assert "Barriers of" not in render("Absent", [absent], [])
 
 
 def test_barriers_may_lack_splits_and_metrics():
     found = rows(render("Part", [entry(barriers={"linear": {"test": {"accuracy": 0.5}}}, paper=None)], []))
     assert ["linear", "–", "–", "–", "0.500"] in found
-    assert ["uniform", "✓agrees", *("–",) * 6] in found
+    assert ["uniform✓agrees", *("–",) * 4] in found
 
 
 def test_section_has_claim_finding_settings_and_command():
@@ -242,13 +233,13 @@ def test_environments_are_listed_once_with_experiments():
     assert same.count("2 × cpu:cpu") == 1
     assert "jax 0.10.2, scipy not installed" in same
     assert "0123abcd" in same
-    other = {**entry().results["environment"], "devices": ["tpu:TPU v3"] * 8, "revision": None}
+    other = {**entry().results.environment, "devices": ["tpu:TPU v3"] * 8, "revision": None}
     mixed = Page(render("Two", [entry(), entry(experiment="width", environment=other)], [])).text("dd")
     assert re.search(r"uniform ?0123abcd.*2 × cpu:cpu.*width ?unknown.*8 × tpu:TPU v3", mixed)
 
 
 def test_environment_may_be_incomplete():
-    bare = {**entry().results["environment"], "packages": {}, "devices": [], "revision": None}
+    bare = {**entry().results.environment, "packages": {}, "devices": [], "revision": None}
     page = Page(render("Bare", [entry(environment=bare)], []))
     assert "Revision unknown Platform Linux-6.1 Python 3.11.2 Durations" in page.text()
 

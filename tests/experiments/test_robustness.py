@@ -4,13 +4,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from results import results_of
 
 from experiments import robustness
 from mcomb.errors import UserError
 from mcomb.lab import cli
 from mcomb.lab.cache.store import Store
 from mcomb.lab.runs.pairs import pool
-from mcomb.lab.runs.results import METRICS, SPLITS
+from mcomb.lab.runs.results import METRICS, SPLITS, from_json
 
 
 @pytest.mark.slow
@@ -56,7 +57,7 @@ def test_robustness_compares_measures_on_same_lines(results, draws_pairs):
     assert found["finding"].startswith(own)
     assert found["finding"].endswith(of_paper)
     assert all(f"{measure} 0." in found["finding"] for measure in robustness.MEASURES)
-    *_, head, _, norm, _, _, _ = robustness.table(found).splitlines()
+    *_, head, _, norm, _, _, _ = robustness.table(from_json(robustness.RobustnessResults, found)).splitlines()
     assert head.startswith("barrier increase by")
     assert norm.split() == ["norm", *(f"{found['extra']['norm'][s][m]:.4f}" for m in METRICS for s in SPLITS)]
 
@@ -114,7 +115,8 @@ def test_measures_reject_unknown_and_drop_duplicates():
 
 def test_rank_names_measure_with_lowest_increase():
     def of(**added):
-        return {"extra": {name: {"test": {"loss": loss, "accuracy": loss / 2}} for name, loss in added.items()}}
+        extra = {name: {"test": {"loss": loss, "accuracy": loss / 2}} for name, loss in added.items()}
+        return results_of(robustness.RobustnessResults, {"extra": extra})
 
     pairs = [of(correlation=0.2, norm=0.1, random=0.3), of(correlation=0.1, norm=0.4, random=0.5)]
     assert "The measure norm predicts" in robustness.rank(pairs[0])
@@ -129,12 +131,12 @@ def test_compare_uses_magnitude_and_distribution():
     rng = np.random.default_rng(0)
     x, y = (rng.normal(size=20_000) for _ in range(2))
     same, wider, shifted = (robustness.compare(x, other) for other in (y, 2 * y, y + 0.5))
-    assert same["alike"]
-    assert abs(same["magnitude"] - 1) < 5 / np.sqrt(len(x))
-    assert not wider["alike"]
-    assert abs(wider["magnitude"] - 2) < 10 / np.sqrt(len(x))
-    assert not shifted["alike"]
-    assert robustness.compare(x, rng.permutation(x)) == {"magnitude": 1.0, "distance": 0.0, "alike": True}
+    assert same.alike
+    assert abs(same.magnitude - 1) < 5 / np.sqrt(len(x))
+    assert not wider.alike
+    assert abs(wider.magnitude - 2) < 10 / np.sqrt(len(x))
+    assert not shifted.alike
+    assert robustness.compare(x, rng.permutation(x)) == robustness.Comparison(magnitude=1.0, distance=0.0, alike=True)
 
 
 def test_derangement_is_uniform_without_fixed_points():
@@ -147,6 +149,25 @@ def test_derangement_is_uniform_without_fixed_points():
     chi_square = sum((seen[p] - expected) ** 2 / expected for p in all_of_them)
     assert chi_square < 30  # 8 degrees of freedom: probability 1 / 5,000
     assert robustness.derangement(rng, 2).tolist() == [1, 0]
+
+
+def test_rematch_moves_lowest_pairs_of_each_head():
+    scores = np.random.default_rng(1).random((3, 9))
+    order = robustness.rematch(scores, 4, np.random.default_rng(0))
+    assert order.shape == scores.shape
+    for row, moved in zip(scores, order != np.arange(9), strict=True):
+        assert {*np.flatnonzero(moved)} == {*np.argsort(row)[:4]}
+
+
+@pytest.mark.parametrize("measure", robustness.MEASURES)
+def test_measures_score_heads_and_their_dimensions(measure):
+    store = Store(cli.parse(robustness.RobustnessConfig, "", ["--setup", "vit-digits", "--width", "4"]))
+    run = SimpleNamespace(store=store, config=store.config, splits={"train": store.data.train.first(8)})
+    scores = robustness.MEASURES[measure](run, *(store.setup.init(4, seed) for seed in (0, 1)))
+    assert {perm: np.shape(values) for perm, values in scores.items()} == {
+        perm: store.spec.shape(perm) for perm in store.spec.sizes
+    }
+    assert (2, 32) in {np.shape(values) for values in scores.values()}
 
 
 def test_rematch_moves_only_lowest_pairs():

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from results import results_of
 
 from experiments import bernoulli, centered, hyperplane, linear, minmax, stitching, subcube, uniform
 from mcomb.errors import UserError
@@ -111,11 +112,11 @@ def test_sweep_finding_has_barriers_of_both_curves(module):
         "config": {"setup": "mlp-digits", "width": 32},
         "ends": ["A", "B"],
         "models": {"A": level, "B": level},
-        "guessing": {split: {"loss": 2.3, "accuracy": 0.1, "images": 10_000} for split in ("train", "test")},
+        "guessing": {split: {"loss": 2.3, "accuracy": 0.1, "examples": 10_000} for split in ("train", "test")},
         "barriers": {name: {"test": barrier} for name, barrier in barriers.items()},
-        "parameter": {"values": [0, 0.5, 1]},
+        "parameter": {"name": "s", "label": "s", "values": [0, 0.5, 1]},
     }
-    agrees, finding = module.EXPERIMENT.judge(made_up)
+    agrees, finding = module.EXPERIMENT.judge(results_of(module.EXPERIMENT.results, made_up))
     assert agrees
     for number in ("0.033", "2.0%", "1.500", "60.0%"):
         assert number in finding

@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from results import results_of
 
 from experiments import triangle
 from mcomb.lab.runs.results import METRICS
@@ -32,7 +33,10 @@ def test_triangle_extends_beyond_edges(results):
 
 
 def test_triangle_counts_locations_of_best_networks():
-    found = [{"best": {"place": place}} for place in ("on an edge", "in the interior", "on an edge")]
+    places = ("on an edge", "in the interior", "on an edge")
+    found = [
+        results_of(triangle.TriangleResults, {"best": {"shares": [], "index": 0, "place": place}}) for place in places
+    ]
     assert triangle.judge_together(found) == "The best network lies 1 times in the interior, 2 times on an edge."
 
 

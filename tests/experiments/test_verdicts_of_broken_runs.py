@@ -8,6 +8,7 @@ import shutil
 
 import numpy as np
 import pytest
+from results import results_of
 
 from experiments import (
     bernoulli,
@@ -32,12 +33,13 @@ from experiments import (
 from mcomb.io.fingerprints import fingerprint
 from mcomb.lab import cli
 from mcomb.lab.cache.store import Store
+from mcomb.lab.runs.results import Results
 from mcomb.lab.runs.run import add_verdict, run
 from mcomb.lab.runs.verdicts import why_no_verdict
 from mcomb.matching.matchers import MATCHERS
 
 SPLITS, METRICS = ("train", "test"), ("loss", "accuracy")
-IMAGES = 10_000
+EXAMPLES = 10_000
 
 
 def both(loss, accuracy):
@@ -48,7 +50,7 @@ GOOD, SMALL, LARGE = both(0.1, 0.95), both(0.05, 0.01), both(1.5, 0.5)
 BASE = {
     "config": {"setup": "mlp-digits", "width": 32},
     "models": {"A": GOOD, "B": GOOD},
-    "guessing": {split: {"loss": 2.3, "accuracy": 0.1, "images": IMAGES} for split in SPLITS},
+    "guessing": {split: {"loss": 2.3, "accuracy": 0.1, "examples": EXAMPLES} for split in SPLITS},
     "inner_products": {"B to A": {"naive": 1.0, "aligned": 50.0}},
     "ends": ["A", "B"],
     "paper": None,
@@ -64,6 +66,10 @@ def line(values, losses, accuracies):
     return {split: {"loss": [[x] for x in losses], "accuracy": [[x] for x in accuracies]} for split in SPLITS}
 
 
+def parameter(values):
+    return {"name": "s", "label": "s", "values": values}
+
+
 def sweep_run():
     return BASE | {"barriers": {"naive": LARGE, "aligned": SMALL}}
 
@@ -72,13 +78,13 @@ def beyond_run():
     values = [-1.0, -0.5, -0.25, 0.0, 0.5, 1.0, 1.25, 1.5, 2.0]
     aligned = line(values, [0.6, 0.3, 0.12, 0.1, 0.1, 0.1, 0.12, 0.3, 0.6], [0.8, 0.9, 0.95, 0.95, 0.9] + [0.93] * 4)
     naive = line(values, [3.0, 2.0, 0.5, 0.1, 2.3, 0.1, 0.5, 2.0, 3.0], [0.2, 0.3, 0.8, 0.95, 0.1, 0.95, 0.8, 0.3, 0.2])
-    return sweep_run() | {"parameter": {"values": values}, "curves": {"naive": naive, "aligned": aligned}}
+    return sweep_run() | {"parameter": parameter(values), "curves": {"naive": naive, "aligned": aligned}}
 
 
 def centered_run():
     values = [0.0, 0.25, 0.5]
     curve = line(values, [0.1, 0.12, 3.0], [0.95, 0.94, 0.3])
-    return sweep_run() | {"parameter": {"values": values}, "curves": {"naive": curve, "aligned": curve}}
+    return sweep_run() | {"parameter": parameter(values), "curves": {"naive": curve, "aligned": curve}}
 
 
 def minmax_run():
@@ -118,7 +124,7 @@ def robustness_run():
     def layer(losses, accuracies):
         barriers = {split: {"loss": losses, "accuracy": accuracies} for split in SPLITS}
         barriers = {"barriers": barriers, "by": {"correlation": barriers}}
-        return {"units": 100, "k": [2, 50, 100], **barriers, "activations": same, "weights": same}
+        return {"units": 100, "k": [2, 50, 100], "correlation": [], **barriers, "activations": same, "weights": same}
 
     layers = {
         "dense1": layer([0.05, 0.1, 1.5], [0.01, 0.02, 0.5]),
@@ -136,18 +142,19 @@ def landscape_run():
 
 
 def functional_run(differing=600):
-    both_right = IMAGES - differing
+    both_right = EXAMPLES - differing
     counts = [
         [[[round(differing * (1 - t)), 0], [round(differing * t), 0], [both_right, 0], [0, 0]]]
         for t in np.linspace(0, 1, 11)
     ]
-    sweeps = {name: {"counts": counts} for name in functional.SWEEPS}
-    return BASE | {"differing": differing, "images": IMAGES, "sweeps": sweeps}
+    sweeps = {name: {"parameter": parameter([]), "counts": counts} for name in functional.SWEEPS}
+    return BASE | {"differing": differing, "labels": EXAMPLES, "sweeps": sweeps}
 
 
 def width_run():
     by_width = [{"aligned": both(loss, accuracy)} for loss, accuracy in ((3.0, 0.6), (0.4, 0.1), (0.05, 0.01))]
     return {
+        "config": BASE["config"],
         "models": {f"{letter}, width {w}": GOOD for letter in "AB" for w in (1, 4, 16)},
         "guessing": BASE["guessing"],
         "widths": [1, 4, 16],
@@ -272,7 +279,7 @@ CASES = {
 def judge(tmp_path):
     def of(module, results):
         undrawn = dataclasses.replace(module.EXPERIMENT, draw=lambda results, folder: None)
-        return add_verdict(undrawn, results, tmp_path)["agrees"]
+        return add_verdict(undrawn, results_of(module.EXPERIMENT.results, results), tmp_path).agrees
 
     return of
 
@@ -312,7 +319,7 @@ def test_cases_cover_every_experiment_with_claim():
 
 
 def test_verdict_of_illustration_is_none(judge):
-    assert judge(schematic, {"experiment": "schematic"}) is None
+    assert judge(schematic, {"experiment": "schematic", "config": BASE["config"]}) is None
 
 
 @pytest.mark.parametrize(("factor", "agrees"), [(1.0, True), (1.4, True), (1.6, False)])
@@ -349,13 +356,14 @@ def test_robustness_verdict_requires_correlation_order(judge):
     assert judge(robustness, results | {"extra": {"norm": SMALL}}) is None
 
 
-@pytest.mark.parametrize("images", range(-4, 5))
+@pytest.mark.parametrize("examples", range(-4, 5))
 @pytest.mark.parametrize(("count", "total"), [(4, 397), (1, 397), (600, 10_000), (30, 397), (20, 10_000)])
-def test_functional_verdict_is_stable_to_four_images(count, total, images, judge):
+def test_functional_verdict_is_stable_to_four_examples(count, total, examples, judge):
     def run_of(differing):
-        return functional_run(max(0, differing)) | {"images": total}
+        guess = BASE["guessing"]["test"] | {"examples": total}
+        return functional_run(max(0, differing)) | {"labels": total, "guessing": {"test": guess}}
 
-    assert judge(functional, run_of(count + images)) is judge(functional, run_of(count))
+    assert judge(functional, run_of(count + examples)) is judge(functional, run_of(count))
 
 
 def test_functional_verdict_rejects_jump_of_labels(judge):
@@ -363,67 +371,82 @@ def test_functional_verdict_rejects_jump_of_labels(judge):
     for name in functional.FROM_A_TO_B:
         counts = copy.deepcopy(results["sweeps"][name]["counts"])
         jump = [*[counts[0]] * 5, *[counts[-1]] * 6]
-        broken = results | {"sweeps": results["sweeps"] | {name: {"counts": jump}}}
+        broken = results | {"sweeps": results["sweeps"] | {name: {"parameter": parameter([]), "counts": jump}}}
         assert judge(functional, broken) is False
     # Both ends of this sweep are mixtures, so it does not show how labels change from A to B.
-    assert judge(functional, results | {"sweeps": results["sweeps"] | {"uniform": {"counts": jump}}}) is True
+    assert (
+        judge(
+            functional,
+            results | {"sweeps": results["sweeps"] | {"uniform": {"parameter": parameter([]), "counts": jump}}},
+        )
+        is True
+    )
 
 
-def test_verdict_requires_enough_images(judge):
-    few = {split: guess | {"images": 8} for split, guess in BASE["guessing"].items()}
+def test_verdict_requires_enough_examples(judge):
+    few = {split: guess | {"examples": 8} for split, guess in BASE["guessing"].items()}
     results = sweep_run() | {"guessing": few, "models": {"A": both(0.5, 0.6), "B": both(0.5, 0.6)}}
     assert judge(uniform, results) is None
     assert judge(uniform, results | {"guessing": BASE["guessing"]}) is True
 
 
 @pytest.mark.parametrize(
-    ("reached", "images", "end"),
+    ("reached", "examples", "end"),
     [
-        (0.15, 397, "on 397 images, and guessing the most common label has 11.8%: train longer."),
-        (0.15, 1, "on 1 image, and guessing the most common label has 11.8%: train longer."),
-        (0.6, 8, "on 8 images, and guessing the most common label has 11.8%: measure on more images."),
+        (0.15, 397, "on 397 examples, and guessing the most common label has 11.8%: train longer."),
+        (0.15, 1, "on 1 example, and guessing the most common label has 11.8%: train longer."),
+        (0.6, 8, "on 8 examples, and guessing the most common label has 11.8%: measure on more examples."),
         (0.6, 397, None),
     ],
 )
-def test_why_no_verdict_names_weak_network_and_remedy(reached, images, end):
-    guess = {"images": images, "accuracy": 0.118}
-    found = why_no_verdict({"models": {"B": {"test": {"accuracy": reached}}}, "guessing": {"test": guess}})
+def test_why_no_verdict_names_weak_network_and_remedy(reached, examples, end):
+    guess = {"examples": examples, "accuracy": 0.118}
+    found = why_no_verdict(Results(models={"B": {"test": {"accuracy": reached}}}, guessing={"test": guess}))
     said = f"No verdict: network B hardly beats guessing. It has a test accuracy of {reached:.1%} {end}"
     assert found == (said if end else None)
 
 
-FLAGS = ["--setup", "mlp-digits", "--width", "1", "--train-images", "60", "--test-images", "60"]
+FLAGS = ["--width", "1", "--train-examples", "20", "--test-examples", "20"]
 SHORT = {
     triangle: ["--grid", "2"],
     landscape: ["--grid", "2", "--scatter", "2"],
     robustness: ["--counts", "2", "--line-points", "3"],
     width: ["--widths", "1"],
+    merge: ["--pairs", "1", "--steps", "2", "--candidates", "2"],
 }
 
 
 # One sampled sweep represents all, because they differ only in the distribution. Matchers take long. The default
 # tests use one sweep and one other experiment.
 LIKE_UNIFORM = (bernoulli, hyperplane, subcube)
-OF_EVERY_DAY = (uniform,)
+OF_EVERY_DAY = ((uniform, "mlp-digits"), (stitching, "decoder-text"), (functional, "decoder-text"))
+SETUPS_OF_TASKS = ("mlp-digits", "decoder-text", "vit-digits")
 
 
 @pytest.mark.parametrize(
-    "module",
+    ("module", "setup"),
     [
-        pytest.param(module, marks=() if module in OF_EVERY_DAY else pytest.mark.slow, id=module.EXPERIMENT.name)
+        pytest.param(
+            module,
+            setup,
+            marks=() if (module, setup) in OF_EVERY_DAY else pytest.mark.slow,
+            id=f"{module.EXPERIMENT.name}-{setup}",
+        )
         for module in CASES
         if module not in (matchers, *LIKE_UNIFORM)
+        for setup in SETUPS_OF_TASKS
     ],
 )
-def test_verdict_of_untrained_networks_is_none(module, tmp_path_factory):
+def test_verdict_of_untrained_networks_is_none(module, setup, tmp_path_factory):
     out = tmp_path_factory.getbasetemp() / "untrained"  # shared, so that networks are initialized once
     config = module.EXPERIMENT.config
-    flags = [*FLAGS, "--epochs", "0", "--out", str(out), *SHORT.get(module, [])]
+    flags = ["--setup", setup, *FLAGS, "--epochs", "0", "--out", str(out), *SHORT.get(module, [])]
     flags += ["--points", "3"] if "points" in cli.flags(config) else []
     flags += ["--samples", "1"] if "samples" in cli.flags(config) else []
     results = run(module.EXPERIMENT, cli.parse(config, "", flags))
-    assert results["agrees"] is None
-    assert "hardly beats guessing" in results["finding"]
+    assert results.agrees is None
+    assert "hardly beats guessing" in results.finding
+    assert (Store(cli.parse(config, "", flags)).folder(module.EXPERIMENT.name) / "results.json").is_file()
 
 
 @pytest.mark.slow
@@ -433,15 +456,15 @@ def test_verdict_of_identity_matching_is_none(results, config_of, tmp_path):
     shutil.copytree(Store(config).folders.home / "networks", tmp_path / "mlp-digits" / "width-2" / "networks")
     config = dataclasses.replace(config, out=tmp_path)
     before = run(edges.EXPERIMENT, config)
-    assert "No verdict" not in before["finding"]
+    assert "No verdict" not in before.finding
     (path,) = Store(config).folders.home.glob("matchings/*.npz")
     with np.load(path) as file:
         kept = dict(file)
     perms = {name: np.arange(len(value)) for name, value in kept.items() if name.startswith("perms/")}
     np.savez(path, **kept | perms)
     after = run(edges.EXPERIMENT, config)
-    assert after["agrees"] is None
-    assert "does not bring their weights closer" in after["finding"]
-    assert after["mean"]["aligned"] == after["mean"]["naive"] == before["mean"]["naive"]
+    assert after.agrees is None
+    assert "does not bring their weights closer" in after.finding
+    assert after.mean["aligned"] == after.mean["naive"] == before.mean["naive"]
     stored = json.loads((Store(config).folder("edges") / "results.json").read_text())
     assert stored["matchings"] == {"B to A": fingerprint({n.removeprefix("perms/"): p for n, p in perms.items()})}

@@ -6,6 +6,7 @@ import pytest
 
 from experiments import linear, width
 from mcomb.errors import UserError
+from mcomb.lab.runs.results import Curves
 
 FEW = ("--points", "3", "--samples", "2")
 
@@ -38,22 +39,20 @@ def test_width_compares_barriers_over_widths(config_of, tmp_path):
     def part(w, name):
         score = {split: {"loss": 0.1 * w, "accuracy": 0.9} for split in ("train", "test")}
         lost = {split: {"loss": 1 / w, "accuracy": len(name) / 100 / w} for split in ("train", "test")}
-        return {
-            "models": {"A": score, "B": score},
-            "guessing": {"test": {"accuracy": 0.1, "images": 100}},
-            "barriers": {"naive": lost, "aligned": lost},
-        }
+        models, guess = {"A": score, "B": score}, {"test": {"accuracy": 0.1, "examples": 100}}
+        barriers = {"naive": lost, "aligned": lost}
+        return Curves(models=models, guessing=guess, barriers=barriers, ends=["A", "B"], curves={})
 
     parts = {f"{name}, width {w}": part(w, name) for w in (1, 2, 4) for name in width.SWEEPS}
     found = width.measure(SimpleNamespace(config=config, parts=parts))
-    assert found["widths"] == [1, 2, 4]
-    assert [at["aligned"]["test"]["loss"] for at in found["by_width"]["uniform"]] == [1, 0.5, 0.25]
-    assert found["models"]["B, width 4"]["test"]["loss"] == 0.4
-    assert len(found["models"]) == 6
+    assert found.widths == [1, 2, 4]
+    assert [at["aligned"]["test"]["loss"] for at in found.by_width["uniform"]] == [1, 0.5, 0.25]
+    assert found.models["B, width 4"]["test"]["loss"] == 0.4
+    assert len(found.models) == 6
     verdict = width.judge(found)
     assert verdict.agrees
     assert "1.000 in loss and 10.0% in accuracy at width 1, and 0.250 and 2.5% at width 4" in verdict.finding
-    width.draw(found | {"title": "Widths", "experiment": "width"}, tmp_path)
+    width.draw(dataclasses.replace(found, title="Widths", experiment="width"), tmp_path)
     assert (tmp_path / "width.png").stat().st_size > 5_000
 
 

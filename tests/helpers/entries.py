@@ -3,7 +3,10 @@
 import struct
 import zlib
 
+from results import results_of
+
 from experiments.report_page import Entry
+from mcomb.lab.runs.results import Curves, Results
 
 
 def png(width=7, height=5):
@@ -44,5 +47,6 @@ def entry(name=None, place="MLP on digits, width 32", picture=None, **changes):
         },
         "seconds": 72.3,
     }
-    results |= changes
-    return Entry(results, picture or png(), name or results["experiment"], place)
+    results = {name: value for name, value in (results | changes).items() if value is not None or name == "agrees"}
+    kind = Curves if "barriers" in results else Results
+    return Entry(results_of(kind, results), picture or png(), name or results["experiment"], place)

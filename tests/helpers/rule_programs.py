@@ -65,7 +65,7 @@ def check_freedom(program: Program) -> None:
 
 def unused_rules(module: ModuleType, programs: Mapping[str, Program], monkeypatch: Any) -> set[str]:
     """Return one primitive for each of the module's rules that no program uses."""
-    tables = (rules.RULES, rules.FACT_RULES)
+    tables = (rules.CONTROL, rules.RULES, rules.FACT_RULES)
     unused = {rule: name for table in tables for name, rule in table.items() if rule.__module__ == module.__name__}
 
     def spy(rule):

@@ -45,6 +45,15 @@ def test_checkpoint_reads_plain_orbax_folders(tmp_path):
     assert_same(read_checkpoint(tmp_path / "manager" / "1"), PARAMS)
 
 
+WRITTEN = {"dense": {"kernel": np.arange(6).reshape(2, 3), "bias": np.ones(3)}, "steps": [7]}
+
+
+@pytest.mark.parametrize("name", ["v0-0.11.24", "v1-0.12.8"])
+def test_checkpoint_reads_folders_of_other_versions(name):
+    """Folders that this library wrote with orbax 0.11.24, and that orbax's V1 API wrote."""
+    assert_same(read_checkpoint(Path(__file__).parent / "orbax" / name), WRITTEN)
+
+
 def test_checkpoint_of_several_devices_is_read_by_one(tmp_path):
     mesh = Mesh(np.array(jax.devices()), "d")
     values = jnp.arange(4.0 * mesh.size)

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -56,8 +55,8 @@ def test_lock_second_process_waits_and_says_so_once(end, holder):
     time.sleep(0.3)  # it looks several times, and says no more
     ended = time.monotonic()
     if end == "killed":
-        first.send_signal(signal.SIGKILL)
-        assert first.wait(LIMIT) == -signal.SIGKILL
+        first.kill()
+        assert first.wait(LIMIT) not in (0, None)
     else:
         first.stdin.close()
         assert first.wait(LIMIT) == 0
@@ -85,7 +84,7 @@ def test_lock_warns_on_file_system_without_locks(number, tmp_path, monkeypatch, 
     def refuse(*args):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("fcntl.flock", refuse)  # as some network drives do
+    monkeypatch.setattr(pytest.importorskip("fcntl"), "flock", refuse)  # as some network drives do
     for _ in range(2):
         with lock(tmp_path / "lock", "testing"):
             pass

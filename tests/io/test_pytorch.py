@@ -186,3 +186,29 @@ def test_pytorch_embeddings_and_batch_norms_round_trip(tmp_path, monkeypatch):
     # Loaders refuse files that do not say what they are for.
     assert read_metadata("aligned.safetensors") == {"format": "pt", "who": "b"}
     assert read_metadata("middle.safetensors") == {"format": "pt"}
+
+
+def test_pytorch_transposed_convolutions_and_attention_have_names(tmp_path):
+    """Transposed convolutions are Flax's with `transpose_kernel`; attention has one kernel for all projections."""
+    import flax.linen as nn
+
+    torch.manual_seed(0)
+    up, attention = torch.nn.ConvTranspose2d(4, 6, 3, stride=2), torch.nn.MultiheadAttention(8, 2, batch_first=True)
+    state = {f"up.{name}": tensor for name, tensor in up.state_dict().items()}
+    state |= {f"attention.{name}": tensor for name, tensor in attention.state_dict().items()}
+    safetensors.save_file(state, tmp_path / "a.safetensors")
+    params = read_checkpoint(tmp_path / "a.safetensors", names=TABLES["pytorch"])
+
+    images = torch.randn(2, 4, 5, 5)
+    flax_up = nn.ConvTranspose(6, (3, 3), (2, 2), padding="VALID", transpose_kernel=True)
+    found = flax_up.apply({"params": params["up"]}, images.permute(0, 2, 3, 1).numpy())
+    wanted = up(images).detach().permute(0, 2, 3, 1).numpy()
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+
+    x = torch.randn(3, 5, 8)
+    fused = x.numpy() @ params["attention"]["in_proj"]["kernel"] + params["attention"]["in_proj"]["bias"]
+    query, key, value = (part.reshape(3, 5, 2, 4) for part in np.split(fused, 3, -1))
+    mixed = nn.dot_product_attention(query, key, value).reshape(3, 5, 8)
+    found = np.asarray(mixed) @ params["attention"]["out_proj"]["kernel"] + params["attention"]["out_proj"]["bias"]
+    wanted = attention(x, x, x)[0].detach().numpy()
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())

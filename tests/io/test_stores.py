@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(find_spec("gcsfs") is None, reason="gs:// needs 
 ROOT = Path(__file__).parents[2]
 RUNS = "gs://bucket/runs"
 FLAGS = "--setup mlp-digits --width 1 --epochs 3 --checkpoint-every 1 --points 3 --samples 1"
-FLAGS += " --train-images 60 --test-images 60"
+FLAGS += " --train-examples 60 --test-examples 60"
 HOME = "runs/mlp-digits/width-1"
 OWN = ("seconds", "durations", "command", "environment", "digest")  # what each run has of its own
 
@@ -132,8 +132,8 @@ def test_store_killed_experiment_equals_one_on_disk(bucket, tmp_path):
         assert not [name for name in bucket.objects if name.endswith("results.json")]
     bucket.before_writing = lambda name: None
     config = uniform.EXPERIMENT.config(
-        setup="mlp-digits", width=1, epochs=3, checkpoint_every=1, points=3, samples=1, train_images=60, test_images=60,
-        out=as_path(RUNS),
+        setup="mlp-digits", width=1, epochs=3, checkpoint_every=1, points=3, samples=1, train_examples=60,
+        test_examples=60, out=as_path(RUNS),
     )  # fmt: skip
     as_path("gs://bucket")._backend.fs("gs://bucket").invalidate_cache()
     assert read_state(uniform.EXPERIMENT, config).said == "begun: 12 of 12 rows"

@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import gc
-import os
 import signal
 import sys
 import time
@@ -180,7 +179,7 @@ def patient(monkeypatch):
 def test_run_treats_sigterm_like_interrupt(capsys):
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as stopped:
-        cli.run(lambda: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(30)))
+        cli.run(lambda: (signal.raise_signal(signal.SIGTERM), time.sleep(30)))
     assert stopped.value.code == 128 + signal.SIGTERM
     assert capsys.readouterr().err == "Interrupted; run the same command to resume.\n"
     assert signal.getsignal(signal.SIGTERM) is before
@@ -202,7 +201,7 @@ def test_run_detects_interrupt_behind_other_error(number, tmp_path, capsys):
 
     def read():
         try:
-            os.kill(os.getpid(), number)
+            signal.raise_signal(number)
             time.sleep(30)
         except KeyboardInterrupt:
             raise ValueError("the data are damaged") from None
@@ -264,7 +263,7 @@ def test_run_resends_interrupt_that_python_drops(number, too_soon, capsys, monke
 
     def callback(phase, info):
         if once:
-            os.kill(os.getpid(), once.pop())
+            signal.raise_signal(once.pop())
             time.sleep(1)
 
     gc.callbacks.append(callback)

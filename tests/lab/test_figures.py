@@ -4,9 +4,11 @@ import matplotlib
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from results import results_of
 
 from mcomb.lab import figures
 from mcomb.lab.figures import STYLE, draw_sweep, save, wrap
+from mcomb.lab.runs.results import SweepResults
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -14,19 +16,20 @@ def small_figures():
     """Draw real figures in these tests."""
 
 
-def results(samples=2):
+def results(samples=2, **others):
     level = {split: {"loss": 0.1, "accuracy": 0.9} for split in ("train", "test")}
     rng = np.random.default_rng(0)
     curve = {split: {m: rng.random((3, samples)).tolist() for m in ("loss", "accuracy")} for split in level}
     curves = {"naive": curve, "aligned": curve, "through A": curve, "direct": curve}
-    return {
+    values = {
         "experiment": "uniform",
         "title": "A title",
         "ends": ["B", "C"],
         "models": {"A": level, "B": level, "C": level},
-        "parameter": {"values": [0.0, 0.25, 0.5], "label": "s: " + "long " * 30},
+        "parameter": {"name": "s", "values": [0.0, 0.25, 0.5], "label": "s: " + "long " * 30},
         "curves": curves,
     }
+    return results_of(SweepResults, values | others)
 
 
 @pytest.mark.slow
@@ -48,11 +51,12 @@ def test_sweep_figure_is_deterministic(tmp_path):
 def test_sweep_draws_best_temperatures_only_if_measured(flagged, tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(figures, "save", lambda figure, folder, name: drawn.append(figure))
-    found = results()
-    draw_sweep(found | ({"at_best_temperature": {"curves": found["curves"]}} if flagged else {}), tmp_path)
+    curves = results().curves
+    tempered = {"at_best_temperature": {"models": {}, "curves": curves, "barriers": {}}} if flagged else {}
+    draw_sweep(results(**tempered), tmp_path)
     labels = {panel.get_title(): panel.get_legend_handles_labels()[1] for panel in drawn[0].axes[:2]}
-    tempered = [f"{variant}, best temperature" for variant in found["curves"]]
-    assert [label for label in labels["test"] if "temperature" in label] == (tempered if flagged else [])
+    expected = [f"{variant}, best temperature" for variant in curves]
+    assert [label for label in labels["test"] if "temperature" in label] == (expected if flagged else [])
     assert not any("temperature" in label for label in labels["train"])
 
 

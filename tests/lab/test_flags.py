@@ -8,12 +8,25 @@ from hypothesis import strategies as st
 
 from experiments import __main__ as listing
 from experiments import linear, matchers, triangle, width
+from experiments.landscape import LandscapeConfig
+from experiments.report import ReportConfig
 from mcomb.errors import UserError
 from mcomb.lab import cli
-from mcomb.lab.flags import Config, SweepConfig, command, convert_config, identity_flags, recipe, recipe_dict
+from mcomb.lab.cache.store import Store
+from mcomb.lab.flags import (
+    Config,
+    SweepConfig,
+    command,
+    convert_config,
+    identity_flags,
+    parse_flags,
+    recipe,
+    recipe_dict,
+)
+from mcomb.lab.runs.identity import flags_identity
 from mcomb.lab.runs.plan import list_jobs
 from mcomb.lab.runs.run import run
-from mcomb.lab.setups import SETUPS
+from mcomb.lab.setups import SETUPS, residual_stream
 
 CONFIGS = [SweepConfig]
 CONFIGS += [module.EXPERIMENT.config for module in (linear, matchers, triangle, width)]
@@ -22,7 +35,7 @@ CONFIGS += [module.EXPERIMENT.config for module in (linear, matchers, triangle, 
 def parsed(kind, line):
     words = shlex.split(line)
     assert words[:3] == ["python", "-m", "experiments.name"]
-    return cli.parse(kind, "", words[3:])
+    return parse_flags(kind, "", words[3:])
 
 
 def test_command_lists_only_changed_flags():
@@ -46,7 +59,7 @@ def test_config_has_every_flag_that_the_lab_reads():
 VALUES = {
     "setup": st.sampled_from(list(SETUPS)),
     "matcher": st.sampled_from(["weights", "activations", "ste"]),
-    "train_images": st.none() | st.integers(1, 10**6),
+    "train_examples": st.none() | st.integers(1, 10**6),
     "seed": st.integers(0, 10**9),
     "seed_b": st.none() | st.integers(0, 10**9),
     "checkpoint_a": st.none() | st.sampled_from([Path("a b/c"), Path("it's/x,y=1"), Path("ü")]),
@@ -150,7 +163,10 @@ def test_recipe_dict_omits_checkpoint_interval():
     often, seldom = (recipe_dict(Config(setup="mlp-digits", checkpoint_every=epochs)) for epochs in (1, 50))
     assert often == seldom
     assert often != recipe_dict(Config(setup="mlp-digits", epochs=3))
-    assert often.keys() | {"checkpoint_every"} == {field.name for field in dataclasses.fields(recipe(Config()))}
+    later = {"algorithm", "stages"}  # only if they differ from the defaults
+    assert often.keys() | {"checkpoint_every"} | later == {field.name for field in dataclasses.fields(recipe(Config()))}
+    assert "algorithm" in recipe_dict(Config(setup="vit-digits"))
+    assert "stages" in recipe_dict(Config(setup="tiny10-cifar10-short"))
 
 
 @pytest.mark.parametrize("ends", ["0.25 1", "0 0.5", "0.25 0.5"])
@@ -172,3 +188,62 @@ def test_command_omits_process_flags():
     by_hand = Config(width=2, coordinator="localhost:9911", processes=2, process=0)
     for config in (by_hand, Config(width=2, distributed=True)):
         assert command("uniform", config) == "python -m experiments.uniform --width 2"
+
+
+def test_flags_accept_old_names_of_examples(capsys):
+    found = cli.parse(Config, "", ["--setup", "mlp-digits", "--train-images", "50", "--test-images", "60"])
+    assert (found.train_examples, found.test_examples) == (50, 60)
+    assert found == cli.parse(Config, "", ["--setup", "mlp-digits", "--train-examples", "50", "--test-examples", "60"])
+    with pytest.raises(SystemExit):
+        cli.parse(Config, "", ["--help"])
+    assert "images" not in capsys.readouterr().out
+
+
+def test_all_examples_can_be_asked_for():
+    few = parse_flags(Config, "", ["--setup", "decoder-text"])
+    every = parse_flags(Config, "", ["--setup", "decoder-text", "--train-examples", "all"])
+    assert (few.train_examples, every.train_examples) == (200, None)
+    assert command("linear", every).endswith("--train-examples all")
+
+
+def test_setup_flag_accepts_variants():
+    found = parse_flags(Config, "", ["--setup", "decoder-text+rotary+tied"])
+    assert found.setup == "decoder-text+rotary+tied"
+    assert found.width == dict(SETUPS["decoder-text"].flags)["width"]
+    with pytest.raises(UserError, match="invalid choice: 'decoder-text\\+round'"):
+        parse_flags(Config, "", ["--setup", "decoder-text+round"])
+
+
+@pytest.mark.parametrize("name", [name for name, setup in SETUPS.items() if setup.flags])
+def test_setups_change_defaults_of_flags(name):
+    own = dict(SETUPS[name].flags)
+    assert SETUPS["mlp-digits"].flags == ()
+    found = parse_flags(LandscapeConfig, "", ["--setup", name])
+    changed = {flag: value for flag, value in own.items() if flag in cli.flags(LandscapeConfig)}
+    assert {flag: getattr(found, flag) for flag in changed} == changed
+    assert command("landscape", found) == f"python -m experiments.landscape --setup {name}"
+    assert Store(found).folder("landscape").name == "landscape"
+    usual = parse_flags(LandscapeConfig, "", ["--setup", name, "--width", "32"])
+    assert command("landscape", usual) == f"python -m experiments.landscape --setup {name} --width 32"
+    assert convert_config(found, SweepConfig).width == own["width"]
+    assert convert_config(Config(setup="mlp-digits"), LandscapeConfig, setup=name, width=5).width == 5
+    report_config = parse_flags(ReportConfig, "", ["--setup", name])
+    assert report_config.width == (own["width"],)
+    assert parse_flags(ReportConfig, "", ["--setup", name, "mlp-digits"]).width == (32,)
+
+
+def test_frozen_permutations_are_part_of_every_identity():
+    plain = parse_flags(SweepConfig, "", ["--setup", "decoder-text", "--width", "2"])
+    kept = parse_flags(SweepConfig, "", ["--setup", "decoder-text", "--width", "2", "--frozen", "stream"])
+    spec, without = (Store(config).spec for config in (plain, kept))
+    assert {*spec.sizes} - {*without.sizes} == {residual_stream(spec)} == {"embedding"}
+    folders = [Store(config).folder("uniform") for config in (plain, kept)]
+    assert folders[1].name == "uniform,frozen=stream"
+    assert "frozen" not in flags_identity("uniform", plain)["config"]
+    assert flags_identity("uniform", kept)["config"]["frozen"] == ["stream"]
+    files = [Store(c).folders.matching("a", "b", "weights", frozen=c.frozen) for c in (plain, kept)]
+    assert files[0] != files[1]
+    assert "--frozen stream" in command("uniform", kept)
+    wrong = parse_flags(SweepConfig, "", ["--setup", "decoder-text", "--width", "2", "--frozen", "nothing"])
+    with pytest.raises(UserError, match="There is no permutation nothing: use one of"):
+        _ = Store(wrong).spec

@@ -1,5 +1,6 @@
 """Pretrained networks and their model cards."""
 
+import platform
 import re
 
 import pytest
@@ -34,11 +35,32 @@ def test_pretrained_card_has_fingerprint(folder):
     assert [network.fingerprint for network in Store(config).networks.get("ABC").values()] == found
 
 
+def score_of_file(file, data_dir):
+    """Return the score of a network on all test examples, the stated accuracy and loss, and the number of labels."""
+    setup, width = SETUPS[file.parents[1].name], int(file.parent.name.removeprefix("width-"))
+    test = setup.dataset.load(data_dir).test
+    found = score(setup.apply(width), read_checkpoint(file, setup.shapes(width)), *test)
+    (stated,) = re.findall(r"Test accuracy ([\d.]+)% and test loss ([\d.]+)", file.with_suffix(".md").read_text())
+    return found, float(stated[0]) / 100, float(stated[1]), test.labels.size
+
+
 @pytest.mark.slow
 def test_pretrained_network_has_accuracy_of_card(cifar_archive):
-    file = PRETRAINED / "mlp-cifar10" / "width-32" / "seed-0.safetensors"
-    setup = SETUPS["mlp-cifar10"]
-    found = score(setup.apply(32), read_checkpoint(file, setup.shapes(32)), *setup.dataset.load(cifar_archive).test)
-    (stated,) = re.findall(r"Test accuracy ([\d.]+)%", file.with_suffix(".md").read_text())
+    found, accuracy, _, _ = score_of_file(PRETRAINED / "mlp-cifar10" / "width-32" / "seed-0.safetensors", cifar_archive)
     # Rounding on another CPU may change a few of the 10,000 predictions.
-    assert found.accuracy == pytest.approx(float(stated) / 100, abs=5e-4)
+    assert found.accuracy == pytest.approx(accuracy, abs=5e-4)
+
+
+EMBEDDED = [folder for folder in FOLDERS if folder.parent.name.endswith(("-digits", "-text"))]
+
+
+@pytest.mark.parametrize("folder", EMBEDDED, ids=lambda folder: folder.parent.name)
+def test_pretrained_network_on_embedded_data_has_score_of_card(folder):
+    file = folder / "seed-0.safetensors"
+    found, accuracy, loss, labels = score_of_file(file, None)
+    python = re.findall(r"those of Python ([\d.]+);", file.with_suffix(".md").read_text())
+    if python and python != [platform.python_version()]:  # another text, of the same kind
+        assert found.loss < 1.5 * loss
+    else:
+        assert found.accuracy == pytest.approx(accuracy, abs=5e-5 + 2 / labels)
+        assert found.loss == pytest.approx(loss, abs=1e-3)

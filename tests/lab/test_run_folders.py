@@ -16,8 +16,8 @@ CONFIG = Config(setup="mlp-digits", width=1, epochs=4)
     [
         (Config(), "uniform"),
         (
-            SweepConfig(train_images=50, epochs=60, points=3, samples=2),
-            "uniform,epochs=60,train-images=50,points=3,samples=2",
+            SweepConfig(train_examples=50, epochs=60, points=3, samples=2),
+            "uniform,epochs=60,train-examples=50,points=3,samples=2",
         ),
         (SweepConfig(batch_size=100, learning_rate=0.1), "uniform"),  # equal to the recipe
         (SweepConfig(learning_rate=0.05, weight_decay=0.0), "uniform,learning-rate=0.05,weight-decay=0"),

@@ -148,10 +148,9 @@ def test_align_repr_counts_moved_units(pair):
     spec = derive_spec(mlp, a, inputs)
     (name,) = spec.sizes
     swapped = spec.apply({name: np.array([1, 0, 2, 3, 4, 5])}, a)
-    before, after = inner_product(a, swapped), inner_product(a, a)
-    assert repr(align(mlp, a, swapped, inputs)) == (
-        f"Alignment(2 of 6 units moved, inner product with A from {before:.4g} to {after:.4g})"
-    )
+    found = align(mlp, a, swapped, inputs)
+    assert repr(found) == f"Alignment(2 of 6 units moved, inner product with A {inner_product(a, a):.4g})"
+    assert repr(found.matching) == f"Matching({name}: inner product with A {inner_product(a, a):.4g})"
     assert repr(align(mlp, a, a, inputs)).startswith("Alignment(0 of 6 units moved")
 
 
@@ -183,15 +182,16 @@ def test_matcher_names_missing_data(pair, matcher, given, words):
         as_matcher(matcher).match(derive_spec(mlp, a, inputs), a, b, **given)
 
 
-def test_align_names_missing_labels(pair):
+@pytest.mark.parametrize("matcher", ["ste", "straight_through", mcomb.straight_through()])
+def test_align_names_missing_labels(pair, matcher):
     a, b, inputs, _ = pair
     with pytest.raises(UserError, match="Cannot match by straight_through without labels: pass them, or match by"):
-        align(mlp, a, b, inputs, matcher="ste")
+        align(mlp, a, b, inputs, matcher=matcher)
 
 
-@pytest.mark.parametrize("matcher", ["wieghts", "straight_through", ""])
+@pytest.mark.parametrize("matcher", ["wieghts", "straight", ""])
 def test_align_rejects_unknown_matcher(pair, matcher):
-    words = f"Unknown matcher '{matcher}': choose from weights, activations, ste, or configure one"
+    words = f"Unknown matcher '{matcher}': choose from weights, activations, straight_through, or"
     with pytest.raises(UserError, match=words):
         align(mlp, *pair, matcher=matcher)
 

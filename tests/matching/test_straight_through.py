@@ -49,7 +49,7 @@ def train(seed, data, epochs):
 def pair(digits):
     """Return the matcher's arguments: spec, two networks that are not fully trained, function, inputs, labels."""
     a, b = (train(seed, digits.train, epochs=10) for seed in (0, 1))
-    return derive_spec(mlp, a, digits.train.images[:1]), a, b, mlp, *digits.train
+    return derive_spec(mlp, a, digits.train.inputs[:1]), a, b, mlp, *digits.train
 
 
 @pytest.fixture(scope="module")

@@ -31,18 +31,18 @@ def add_noise(params, amount, seed=5):
 
 
 @cache
-def cached_spec(model, shapes, image):
+def cached_spec(model, shapes, inputs):
     """Derive a spec once for all tests of a model, because it takes longer than most of them."""
-    return spec_of(model, jax.tree.unflatten(*shapes), jax.ShapeDtypeStruct(image, np.float32))
+    return spec_of(model, jax.tree.unflatten(*shapes), inputs)
 
 
 @pytest.fixture
 def problem(network):
     """Return the spec and the weights of a network."""
-    _, model, params, images = network
+    _, model, params, inputs = network
     leaves, tree = jax.tree.flatten(params)
     shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
-    return cached_spec(model, (tree, shapes), images.shape), params
+    return cached_spec(model, (tree, shapes), jax.ShapeDtypeStruct(inputs.shape, inputs.dtype)), params
 
 
 def check_objective(objective, a, b):
@@ -321,3 +321,38 @@ def test_weights_show_progress_of_long_descents(monkeypatch, capsys):
     shown = capsys.readouterr().err
     assert f"{matching.solved} visits" in shown
     assert f"sweep {len(matching.trace) - 1}, done, objective {matching.objective:.6g}" in shown
+
+
+@pytest.mark.parametrize("name", ["dense", "attention"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_weight_matching_of_half_precision_equals_float32(monkeypatch, dtype, name):
+    """Products are computed in float32, in blocks that are sums in another order."""
+    monkeypatch.setattr(weights, "BLOCK_SIZE", 16)
+    rng = np.random.default_rng(0)
+    half = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
+    if name == "dense":
+        draw = lambda: {"up": np.asarray(half(50, 40)), "bias": np.asarray(half(40)), "down": np.asarray(half(40, 3))}  # noqa: E731
+        spec = PermutationSpec.from_axes(draw(), {"up": (None, "P"), "bias": ("P",), "down": ("P", None)})
+    else:
+        draw = lambda: {"query": np.asarray(half(9, 4, 6)), "out": np.asarray(half(4, 6, 5))}  # noqa: E731
+        axes = {"query": (None, "heads", "dims"), "out": ("heads", "dims", None)}
+        spec = PermutationSpec(axes, {"heads": 4, "dims": 6}, {"dims": ("heads",)})
+    a, b = draw(), draw()
+    found = weights.match_weights(spec, a, b)
+    wide = [jax.tree.map(lambda leaf: leaf.astype(np.float32), own) for own in (a, b)]
+    wanted = weights.match_weights(spec, *wide)
+    assert_equal(found.perms, wanted.perms)
+    assert found.objective == pytest.approx(wanted.objective, rel=1e-5)
+
+
+def test_weight_matching_without_cached_scores_is_the_same(monkeypatch):
+    rng = np.random.default_rng(0)
+    draw = lambda: {f"w{i}": rng.normal(size=(30, 30)).astype(np.float32) for i in range(4)}  # noqa: E731
+    a, b = draw(), draw()
+    axes = {f"w{i}": (f"P{i - 1}" if i else None, f"P{i}" if i < 3 else None) for i in range(4)}
+    spec = PermutationSpec.from_axes(a, axes)
+    wanted = weights.match_weights(spec, a, b)
+    monkeypatch.setattr(weights, "CACHED_SCORES", 1000)  # room for one of three
+    found = weights.match_weights(spec, a, b)
+    assert found.solved > 3
+    assert_equal(found.perms, wanted.perms)

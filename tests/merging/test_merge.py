@@ -232,8 +232,15 @@ def test_add_units_sums_values_of_connected_units():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"method": "magic"}, "Unknown method 'magic': choose from average, fisher, refit, learned, or configure one"),
+        (
+            {"method": "magic"},
+            "Unknown method 'magic': choose from average, slerp, fisher, refit, learned, or configure one",
+        ),
         ({"method": "partial"}, r"Method \"partial\" has no default budget: pass mcomb.partial\(budget=1.5\)"),
+        ({"method": "ties"}, r"Method \"ties\" needs the networks' base: pass mcomb.ties\(base\)"),
+        ({"method": mcomb.ties({"first": A["first"]})}, "The networks and their base differ"),
+        ({"method": mcomb.ties(jax.tree.map(lambda x: x * np.inf, A))}, "in the base are not finite"),
+        ({"method": "slerp", "networks": (A, B, C)}, "slerp merges two networks, and 3 are given"),
         (
             {"method": mcomb.learned(per="neuron")},
             "Cannot learn shares per 'neuron': choose from network, layer, leaf, unit, weight",

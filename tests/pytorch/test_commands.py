@@ -106,19 +106,19 @@ def test_wrong_state_dicts_are_named(mine, tmp_path):
     refuses({name: tensor for name, tensor in state.items() if name != "up.bias"}, r"b\.pt lacks up\.bias: ")
     refuses({**state, "odd": state["up.bias"]}, r"Tied has no odd, but .*b\.pt does: ")
     refuses({**state, "up.bias": torch.zeros(3)}, r"up\.bias is \(3,\) in .*b\.pt and \(10,\) in Tied: ")
-    refuses({"epoch": 3, "model": state}, "holds more than tensors by name: ")
-    refuses(module, "is no state dict")  # a pickled object is not loaded
+    refuses({"epoch": 3, "model": state}, "contains more than named tensors: ")
+    refuses(module, "is not a state dict")  # a pickled object is not loaded
     torch.save(state, bad)
     for function, words in {
-        "nope": "names no function",
-        "mine_in_torch:nothing": "returns no module",
+        "nope": "does not name a function",
+        "mine_in_torch:nothing": "does not return a module",
         "mine_in_torch:broken": "KeyError: 'nope'",
     }.items():
         with pytest.raises(UserError, match=words):
             main(["align", good, bad, out, "--torch", function])
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="already exists"):
         main(["align", good, bad, good, *flag])
-    with pytest.raises(UserError, match="is no state dict: give a file that ends in"):
+    with pytest.raises(UserError, match="is not a state dict: pass a file that ends in"):
         main(["align", good, bad, f"{out}.txt", *flag])
 
 
@@ -160,7 +160,7 @@ def test_merge_of_folders_uses_data(folders):
     with pytest.raises(UserError, match="by activations needs data"):
         main(["align", *words, "--matcher", "activations"])
     np.savez(place / "wrong.npz", tokens=np.zeros((4, 6), np.int32))
-    with pytest.raises(UserError, match="has tokens, which is no input of GPT2LMHeadModel"):
+    with pytest.raises(UserError, match="has tokens, but GPT2LMHeadModel has no such input"):
         main(["align", *words, "--data", str(place / "wrong.npz")])
     np.savez(place / "data.npz", input_ids=np.random.default_rng(0).integers(0, 60, (4, 6)))
     main(["merge", *words, "--method", "refit", "--data", str(place / "data.npz")])
@@ -178,7 +178,7 @@ def test_wrong_folders_are_named(folders):
             main(["align", str(a), str(b), str(out)])
         assert not out.exists()
 
-    refuses(r"differ in n_head \(4 and 2\): give models of one configuration", n_head=2)
+    refuses(r"differ in n_head \(4 and 2\): use models of one configuration", n_head=2)
     refuses(r"needs the class OwnModel, which transformers lacks", architectures=["OwnModel"])
     (b / "config.json").write_text(json.dumps(config))
     for path in [path for path in b.iterdir() if "safetensors" in path.name]:
@@ -188,14 +188,20 @@ def test_wrong_folders_are_named(folders):
     with pytest.raises(UserError, match=r"b lacks transformer\."):
         main(["align", str(a), str(b), str(out)])
     shutil.rmtree(b)
-    with pytest.raises(UserError, match=r"b is no folder of Hugging Face"):
+    with pytest.raises(UserError, match=r"b is not a Hugging Face folder"):
         main(["align", str(a), str(b), str(out)])
 
 
 def test_merge_without_networks_is_the_experiment(capsys):
     with pytest.raises(SystemExit):
+        main(["merge", "--split", "nothing"])
+    assert "biased" in capsys.readouterr().err
+
+
+def test_merge_help_is_about_files(capsys):
+    with pytest.raises(SystemExit):
         main(["merge", "--help"])
-    assert "--setup" in capsys.readouterr().out
+    assert "Hugging Face folders" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", FAMILIES)

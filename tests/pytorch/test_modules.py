@@ -330,7 +330,7 @@ def test_different_modules_are_refused():
     constants.scale += 1
     with pytest.raises(mcomb.UserError, match="compute different functions"):
         align(build("keywords"), constants, CASES["keywords"][1], output="hidden")
-    with pytest.raises(mcomb.UserError, match="no PyTorch module"):
+    with pytest.raises(mcomb.UserError, match="not a PyTorch module"):
         align({}, {}, VECTORS)
 
 

@@ -24,7 +24,9 @@ from mcomb.runtime import processes
 ROOT = Path(__file__).parents[2]
 TRAIN = "train --setup mlp-digits --width 1 --seeds 0 --epochs 12 --checkpoint-every 1 --json"
 TRAINED = Path("mlp-digits", "width-1", "networks", "seed-0,epochs=12")
-UNIFORM = "uniform --setup mlp-digits --width 2 --epochs 6 --checkpoint-every 1 --points 3 --samples 2 --test-images 50"
+UNIFORM = (
+    "uniform --setup mlp-digits --width 2 --epochs 6 --checkpoint-every 1 --points 3 --samples 2 --test-examples 50"
+)
 
 
 def start(command, out, devices, *flags, cwd=ROOT):
@@ -35,11 +37,11 @@ def start(command, out, devices, *flags, cwd=ROOT):
     return subprocess.Popen([*words, "--out", str(out), *flags], cwd=cwd, env=environment, **pipes)
 
 
-def start_two(commands, out, folders=(ROOT, ROOT)):
-    """Start two connected processes with two devices each, each with the code of its folder."""
+def start_two(commands, out, folders=(ROOT, ROOT), devices=(2, 2)):
+    """Start two connected processes, each with its number of devices and the code of its folder."""
     together = ["--coordinator", f"localhost:{free_port()}", "--processes", "2", "--process"]
-    pairs = enumerate(zip(commands, folders, strict=True))
-    return [start(command, out, 2, *together, str(i), cwd=folder) for i, (command, folder) in pairs]
+    each = enumerate(zip(commands, folders, devices, strict=True))
+    return [start(command, out, own, *together, str(i), cwd=folder) for i, (command, folder, own) in each]
 
 
 def free_port():
@@ -111,8 +113,26 @@ def test_processes_resume_after_kill_and_equal_one_process(tmp_path):
         alone = results_in(out)
         for part in ("config", "networks", "matchings", *(["devices"] if devices == 4 else [])):
             assert together[part] == alone[part]
-        for part in ("models", "curves", "barriers"):
-            np.testing.assert_allclose(flat(together[part]), flat(alone[part]), rtol=1e-5, atol=1e-6)
+        assert_same_numbers(two, out)
+
+
+def assert_same_numbers(out, alone):
+    for part in ("models", "curves", "barriers"):
+        found, expected = flat(results_in(out)[part]), flat(results_in(alone)[part])
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [(2, 2), (3, 3)], ids=["even", "uneven"])
+@pytest.mark.parametrize("setup", ["decoder-text", "vit-digits"])
+def test_processes_with_transformers_equal_one_process(setup, devices, tmp_path):
+    """Neither the examples, nor the combinations, nor a minibatch are multiples of six devices."""
+    command = f"uniform --setup {setup} --width 1 --epochs 0 --points 2 --samples 2"
+    command += " --train-examples 20 --test-examples 25"
+    alone = start(command, tmp_path / "one", sum(devices))
+    end_well(alone)
+    end_well(*start_two([command] * 2, tmp_path / "two", devices=devices))
+    assert_same_numbers(tmp_path / "two", tmp_path / "one")
 
 
 @pytest.mark.slow
@@ -207,7 +227,9 @@ def test_processes_name_missing_process():
 
 
 def test_processes_name_port_in_use(capsys):
-    with socket.create_server(("localhost", 0)) as taken:
+    both = socket.has_dualstack_ipv6()  # the same address as ours, because macOS lets two differ
+    family = socket.AF_INET6 if both else socket.AF_INET
+    with socket.create_server(("", 0), family=family, dualstack_ipv6=both) as taken:
         port = taken.getsockname()[1]
         flags = f"--coordinator localhost:{port} --processes 2 --process 0"
         with pytest.raises(SystemExit) as stopped:

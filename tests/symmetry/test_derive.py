@@ -15,7 +15,8 @@ from numerics import assert_close
 from zoo import CASES, FEATURES, Shape, random_arrays
 
 from mcomb import PermutationSpec, combine, derive_spec
-from mcomb.lab.models import MLP, ResNet20, Tiny10, classifier
+from mcomb.lab.data.cifar10 import CIFAR10
+from mcomb.lab.models import MLP, ResNet20, Tiny10, network_function
 from mcomb.matching.weights import match_weights
 from mcomb.symmetry.derive import spec_of_trace
 
@@ -34,14 +35,14 @@ def up_to_names(spec: PermutationSpec) -> dict[str, tuple[int | None, ...]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_architecture_has_the_permutations_a_person_would_count(name):
+def test_derived_spec_has_counted_permutations(name):
     with jax.numpy_rank_promotion("allow"):
         case = CASES[name]()
         spec = derive_spec(case.fn, case.params, case.input)
         assert index_shapes(spec) == sorted(case.perm_shapes)
 
 
-def test_every_architecture_is_in_the_documents_table():
+def test_symmetries_page_lists_every_architecture():
     page = (Path(__file__).parents[2] / "docs" / "symmetries.md").read_text()
     rows = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| ")]
     assert not [name for name in CASES if not any(name in row for row in rows)]
@@ -51,18 +52,18 @@ def test_every_architecture_is_in_the_documents_table():
     ("model", "handwritten", "count"),
     [(MLP, mlp_spec, 3), (Tiny10, tiny10_spec, 8), (ResNet20, resnet20_spec, 12)],
 )
-def test_derived_specs_are_the_handwritten_ones(model, handwritten, count):
+def test_derived_spec_equals_handwritten_spec(model, handwritten, count):
     images = Shape((1, 32, 32, 3), jnp.float32)
     params = jax.eval_shape(model(1, 10).init, jax.random.key(0), images)["params"]
-    spec = derive_spec(classifier(model(1, 10), (0.1, 0.2, 0.3), (1.0, 2.0, 3.0)), params, images)
+    spec = derive_spec(network_function(model(1, 10), CIFAR10), params, images)
     assert len(spec.sizes) == count
     assert up_to_names(spec) == up_to_names(handwritten(params))
 
 
-def test_a_spec_is_derived_from_shapes_alone():
+def test_derive_spec_needs_only_shapes():
     images = Shape((1, 32, 32, 3), jnp.float32)
     params = jax.eval_shape(ResNet20(32, 10).init, jax.random.key(0), images)["params"]
-    fn = classifier(ResNet20(32, 10), (0.1, 0.2, 0.3), (1.0, 2.0, 3.0))
+    fn = network_function(ResNet20(32, 10), CIFAR10)
     arrays = len(jax.live_arrays())
     spec = derive_spec(fn, params, images)
     assert len(jax.live_arrays()) - arrays <= 2  # the mean and the deviation of the pixels
@@ -89,7 +90,7 @@ POSITIONAL = {
 
 
 @pytest.mark.parametrize("primitive", POSITIONAL)
-def test_operations_that_tell_units_apart_freeze_them_and_say_so(primitive):
+def test_derive_spec_freezes_distinguished_units_with_reason(primitive):
     def fn(params, x):
         hidden = POSITIONAL[primitive](jnp.tanh(x @ params["up"]), params)
         return hidden @ params["down"]
@@ -109,7 +110,7 @@ SIGNED = np.array([0.0, -0.0, 0.0, -0.0, 0.0, -0.0], np.float32).reshape(1, 1, 6
     "constant", [SIGNED, SIGNED.astype(jnp.bfloat16), 1j * SIGNED, np.copysign(np.float32(np.nan), SIGNED)]
 )
 @pytest.mark.parametrize("equal", [True, False])
-def test_units_that_a_constants_signs_tell_apart_are_not_exchanged(constant, equal):
+def test_derive_spec_keeps_units_of_other_signs_apart(constant, equal):
     """Zero and minus zero are equal, but copysign, arctan2 and division tell them apart."""
     constant = np.full_like(constant, constant[0, 0, 1]) if equal else constant
 
@@ -121,7 +122,7 @@ def test_units_that_a_constants_signs_tell_apart_are_not_exchanged(constant, equ
     assert [spec.shape(name) for name in spec.sizes] == [(6,) if equal else (2, 3)]
 
 
-def test_what_is_written_to_a_mutable_array_is_frozen():
+def test_derive_spec_freezes_values_in_mutable_arrays():
     def fn(params, x):
         written = jax.new_ref(jnp.zeros((2, 5, 6)))
         written[...] = jnp.tanh(x @ params["up"])
@@ -133,7 +134,7 @@ def test_what_is_written_to_a_mutable_array_is_frozen():
     assert {frozen.reason.split()[0] for frozen in spec.frozen if frozen.axis == 1} >= {"swap"}
 
 
-def test_printing_freezes_nothing():
+def test_debug_print_freezes_nothing():
     def fn(params, x):
         hidden = x @ params
         jax.debug.print("{}", hidden)
@@ -142,7 +143,7 @@ def test_printing_freezes_nothing():
     assert len(derive_spec(fn, Shape((8, 6), jnp.float32), FEATURES).sizes) == 1
 
 
-def test_frozen_axes_name_the_module_they_were_frozen_in():
+def test_frozen_axes_name_their_module():
     case = CASES["VGG"]()
     spec = derive_spec(case.fn, case.params, case.input)
     reasons = {(frozen.leaf, frozen.axis): frozen.reason for frozen in spec.frozen}
@@ -151,18 +152,18 @@ def test_frozen_axes_name_the_module_they_were_frozen_in():
     assert reasons["params/head/bias", 0] == "the output"
 
 
-def test_an_operation_outside_of_modules_is_named_by_its_line():
+def test_frozen_axes_outside_modules_name_their_line():
     spec = derive_spec(lambda p, x: jnp.fft.fft(x @ p).real.sum(), Shape((8, 6), jnp.float32), FEATURES)
     assert "test_derive.py" in {frozen.reason for frozen in spec.frozen if frozen.axis == 1}.pop()
 
 
-def test_unused_parameters_are_frozen():
+def test_derive_spec_freezes_unused_parameters():
     params = {"used": Shape((8, 6), jnp.float32), "unused": Shape((6, 7), jnp.float32)}
     spec = derive_spec(lambda p, x: jnp.tanh(x @ p["used"]).sum(-1), params, FEATURES)
     assert spec.axes == {"unused": (None, None), "used": (None, "used")}
 
 
-def test_units_inside_heads_are_shared_where_a_parameter_is():
+def test_units_of_heads_share_order_where_parameters_do():
     def fn(params, x):
         q, k = (jnp.einsum("btc,chd->bthd", x, params[name]) * params["scale"][None, None, None] for name in "qk")
         return jnp.einsum("bqhd,bkhd,h->bqk", q, k, params["mix"])
@@ -174,7 +175,7 @@ def test_units_inside_heads_are_shared_where_a_parameter_is():
     spec.check(fn, random_arrays(params), random_arrays(FEATURES))
 
 
-def test_heads_that_are_multiplied_with_all_heads_share_the_order_of_their_units():
+def test_heads_multiplied_with_all_heads_share_unit_order():
     def fn(params, x):
         q = jnp.einsum("btc,chd->bthd", x, params)
         return jnp.exp(jnp.einsum("bthd,btgd->bthg", q, q)).sum((-2, -1))
@@ -184,7 +185,7 @@ def test_heads_that_are_multiplied_with_all_heads_share_the_order_of_their_units
     spec.check(fn, random_arrays(Shape((8, 2, 4), jnp.float32)), random_arrays(FEATURES))
 
 
-def test_what_a_scan_carries_is_in_one_order_at_all_steps():
+def test_scan_carry_has_one_order_at_all_steps():
     def fn(params, x):
         def step(carry, layer):
             carry = jnp.tanh(x.sum((0, 1)) @ layer + carry)
@@ -198,7 +199,7 @@ def test_what_a_scan_carries_is_in_one_order_at_all_steps():
     spec.check(fn, random_arrays(params), random_arrays(FEATURES))
 
 
-def test_what_all_steps_of_a_scan_share_is_in_one_order_at_all_steps():
+def test_scan_constants_have_one_order_at_all_steps():
     def fn(params, x):
         def step(carry, scale):
             return carry + jnp.tanh(carry * scale @ params["up"]) @ params["down"], None
@@ -212,7 +213,7 @@ def test_what_all_steps_of_a_scan_share_is_in_one_order_at_all_steps():
     spec.check(fn, random_arrays(params), random_arrays(FEATURES))
 
 
-def test_layers_mapped_one_by_one_may_themselves_be_in_any_order():
+def test_mapped_layers_may_be_reordered():
     def fn(params, x):
         hidden = jax.lax.map(lambda layer: jnp.tanh(x @ layer).sum(-1), params)
         return hidden.sum(0)
@@ -222,7 +223,7 @@ def test_layers_mapped_one_by_one_may_themselves_be_in_any_order():
     spec.check(fn, random_arrays(Shape((3, 8, 4), jnp.float32)), random_arrays(FEATURES))
 
 
-def test_a_permutation_is_not_batched_over_a_segment_that_does_not_cover_it():
+def test_batch_axes_cover_their_permutation():
     def fn(params, x):
         return (jnp.tanh(jnp.einsum("btc,chd->bthd", x, params)[:, :, :2]).sum(-1) ** 3).sum(-1)
 
@@ -251,7 +252,7 @@ doubled.defvjp(lambda x: (2 * x, None), lambda _, g: (2 * g,))
         lambda layer: lambda p, x: doubled(jax.nn.relu(jax.nn.softplus(layer(p, x)))),
     ],
 )
-def test_the_jaxprs_inside_equations_are_interpreted(transform):
+def test_nested_jaxprs_are_interpreted(transform):
     @transform
     def layer(params, x):
         return doubled(jax.nn.relu(x @ params["up"])) @ params["down"]
@@ -267,7 +268,7 @@ def test_the_jaxprs_inside_equations_are_interpreted(transform):
     spec.check(fn, random_arrays(params), random_arrays(FEATURES))
 
 
-def test_a_network_of_ones_own_is_aligned_and_combined():
+def test_custom_network_is_aligned_and_combined():
     case = CASES["transformer encoder"]()
     a = random_arrays(case.params)
     spec = derive_spec(case.fn, a, case.input)
@@ -276,7 +277,7 @@ def test_a_network_of_ones_own_is_aligned_and_combined():
     assert_close(combine(a, aligned, 0.5), a, roundings=1)
 
 
-def test_an_outer_axis_that_a_leaf_has_in_a_segment_too_is_none_that_others_are_batched_over():
+def test_batch_axes_occur_once_in_a_leaf():
     def fn(params, x):
         hidden = jnp.tanh(jnp.einsum("bc,chd->bhd", x[:, 0], params["in"]))
         scores = jnp.concatenate([hidden.sum(-1), jnp.ones((2, 1))], 1)

@@ -106,7 +106,7 @@ def test_group_norm_of_several_parts_frees_cells():
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_groups_that_share_weights_share_one_order(whole):
+def test_group_norm_groups_with_shared_weights_share_order(whole):
     """Each group is multiplied by the same weights, so that no group may have an order of its own."""
 
     def fn(params, x):
@@ -120,7 +120,7 @@ def test_groups_that_share_weights_share_one_order(whole):
     assert sorted(map(spec.shape, spec.sizes)) == ([(2,), (4,)] if whole else [(2,), (2,)])
 
 
-def test_arrangements_are_counted_over_batch_axes():
+def test_group_norm_arrangements_count_batch_axes():
     params = {"w": Shape((3, 2, 4), jnp.float32), "v": Shape((2, 4), jnp.float32)}
     spec = derive_spec(
         lambda p, x: (jnp.einsum("ni,ihd->nhd", x, p["w"]) * p["v"][None]).max(-1).sum(-1),
@@ -132,7 +132,7 @@ def test_arrangements_are_counted_over_batch_axes():
     assert "1,152" in str(spec)
 
 
-def test_groups_that_meet_one_of_their_parts_share_one_order():
+def test_group_norm_groups_that_meet_a_part_share_order():
     """Attention to neighbouring blocks concatenates blocks and multiplies the result with each of them (BigBird)."""
 
     def fn(params, x):
@@ -145,7 +145,7 @@ def test_groups_that_meet_one_of_their_parts_share_one_order():
     assert sorted(map(spec.shape, spec.sizes)) == [(6,)]
 
 
-def test_square_cut_into_segments_is_frozen():
+def test_group_norm_square_cut_into_segments_is_frozen():
     """Rows and columns of a symmetric matrix are one axis, which cannot have cells of its own groups."""
 
     def fn(params, x):
@@ -157,7 +157,7 @@ def test_square_cut_into_segments_is_frozen():
     assert not derive_spec(fn, params, Shape((2,), jnp.float32)).sizes
 
 
-def test_normed_parts_may_be_concatenated_again():
+def test_group_norm_parts_may_be_concatenated_again():
     """A dense block of group norms: cells keep their freedom inside of another concatenation."""
 
     def fn(params, x):

@@ -61,7 +61,7 @@ OF_EVERY_DAY = ("query, key and value in one", "DenseNet", "grouped convolution"
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in OF_EVERY_DAY else pytest.mark.slow) for name in CASES]
 )
-def test_permuted_networks_of_every_architecture_compute_the_same(name):
+def test_intermediates_of_permuted_networks_are_permuted(name):
     with jax.numpy_rank_promotion("allow"):
         case = CASES[name]()
         spec = derive_spec(case.fn, case.params, case.input)
@@ -73,15 +73,18 @@ def test_permuted_networks_of_every_architecture_compute_the_same(name):
 @pytest.mark.slow
 @settings(deadline=None, max_examples=6, derandomize=True)
 @given(st.integers(0, 2**32), st.integers(3, 9))
-def test_permuted_random_programs_compute_the_same(seed, steps):
+def test_intermediates_of_random_programs_are_permuted(seed, steps):
     program = Program(seed, steps)
     spec = derive_spec(program, program.params(), program.input)
     check(program, spec, program.params(), random_arrays(program.input, seed))
 
 
-def test_a_spec_written_by_hand_gets_the_arrays_of_the_derived_one_under_its_own_names(network):
+def test_intermediates_of_handwritten_spec_keep_its_names(network):
     _, model, params, images = network
-    written = {"MLP": mlp_spec, "Tiny10": tiny10_spec, "ResNet20": resnet20_spec}[type(model).__name__](params)
+    handwritten = {"MLP": mlp_spec, "Tiny10": tiny10_spec, "ResNet20": resnet20_spec}
+    if type(model).__name__ not in handwritten:
+        pytest.skip("There is no handwritten spec of this model.")
+    written = handwritten[type(model).__name__](params)
     derived = spec_of(model, params, images)
     names = {
         name: own_name
@@ -97,7 +100,7 @@ def test_a_spec_written_by_hand_gets_the_arrays_of_the_derived_one_under_its_own
         assert [array.id for array in own[names[name]]] == [array.id for array in arrays]
 
 
-def test_the_streams_of_a_residual_network_are_active_after_every_block():
+def test_residual_stream_is_active_after_every_block():
     images = Shape((1, 32, 32, 3), jnp.float32)
     model = ResNet20(1, 10)
     params = jax.eval_shape(model.init, jax.random.key(0), images)["params"]
@@ -118,7 +121,7 @@ MLP_PARAMS |= {"w2": Shape((4, 4), jnp.float32), "w3": Shape((4, 2), jnp.float32
 MLP_INPUT = Shape((6, 5), jnp.float32)
 
 
-def test_a_coarser_spec_may_unite_permutations_and_leave_some_out():
+def test_intermediates_allow_coarser_specs():
     axes = {"w1": (None, "P"), "b1": ("P",), "w2": ("P", "P"), "w3": ("P", None)}
     tied = PermutationSpec.from_axes(MLP_PARAMS, axes)
     assert len(activations(tied, mlp, MLP_PARAMS, MLP_INPUT)["P"]) == 2
@@ -126,7 +129,7 @@ def test_a_coarser_spec_may_unite_permutations_and_leave_some_out():
     assert len(activations(one, mlp, MLP_PARAMS, MLP_INPUT)["P"]) == 1
 
 
-def test_the_activations_of_an_mlp_are_what_its_weights_see():
+def test_intermediates_of_mlp_are_inputs_of_its_weights():
     params, x = random_arrays(MLP_PARAMS), random_arrays(MLP_INPUT)
     spec = derive_spec(mlp, params, x)
     first, second = (evaluate(spec, mlp, arrays, params, x)[1] for arrays in activations(spec, mlp, params, x).values())
@@ -135,7 +138,7 @@ def test_the_activations_of_an_mlp_are_what_its_weights_see():
     assert_close(second, [np.maximum(hidden @ params["w2"], 0)], roundings=8)
 
 
-def test_arrays_say_what_they_depend_on():
+def test_intermediates_list_their_dependencies():
     spec = derive_spec(mlp, MLP_PARAMS, MLP_INPUT)
     depends = {
         equation.eqn.primitive.name: (result.depends_on_inputs, result.depends_on_params)
@@ -147,7 +150,7 @@ def test_arrays_say_what_they_depend_on():
     assert "reshape" in depends
 
 
-def test_units_between_parameters_or_in_branches_are_active_nowhere():
+def test_intermediates_omit_units_in_branches():
     def low_rank(params, x):
         x = x @ (params["u"] @ params["v"])
         return jax.lax.cond(x.sum() > 0, lambda x: jnp.tanh(x @ params["w"]).sum(-1), lambda x: x.sum(-1), x)
@@ -160,7 +163,7 @@ def test_units_between_parameters_or_in_branches_are_active_nowhere():
     check(low_rank, spec, random_arrays(params), random_arrays(FEATURES))
 
 
-def test_units_that_are_only_summed_are_found_before_the_sum():
+def test_intermediates_include_units_before_their_sum():
     def summed(params, x):
         return jnp.tanh(x @ params).sum(-1)
 
@@ -171,7 +174,7 @@ def test_units_that_are_only_summed_are_found_before_the_sum():
     assert_close(hidden, np.tanh(random_arrays(FEATURES) @ random_arrays(params)), roundings=8)
 
 
-def test_arrays_inside_scans_come_with_all_their_steps():
+def test_intermediates_of_scans_have_all_steps():
     def nested(params, x):
         def outer(carry, kernels):
             def inner(carry, _):
@@ -196,7 +199,7 @@ def test_arrays_inside_scans_come_with_all_their_steps():
     assert_close(result, x, roundings=512)
 
 
-def test_edits_are_seen_by_everything_after_them():
+def test_intermediates_edits_affect_later_operations():
     params, x = random_arrays(MLP_PARAMS), random_arrays(MLP_INPUT)
     intermediates = list_intermediates(derive_spec(mlp, params, x), mlp, params, x)
     (biased,) = (e.results[0].id for e in intermediates.equations if e.eqn.primitive.name == "add")
@@ -209,7 +212,7 @@ def test_edits_are_seen_by_everything_after_them():
     assert_close(doubled, 2 * mlp(params, x), roundings=8)
 
 
-def test_a_function_with_intermediates_can_be_mapped_sharded_and_differentiated():
+def test_intermediates_work_under_jax_transformations():
     mesh = Mesh(np.array(jax.local_devices()), "device")
     params, x = random_arrays(MLP_PARAMS), random_arrays(Shape((2 * mesh.size, 6, 5), jnp.float32))
     spec = derive_spec(mlp, params, x[0])
@@ -231,9 +234,9 @@ def test_a_function_with_intermediates_can_be_mapped_sharded_and_differentiated(
     assert_close(gradient, expected, roundings=8)
 
 
-def test_arguments_of_another_shape_or_dtype_than_those_traced_are_refused():
+def test_intermediates_reject_other_shapes_and_dtypes():
     params, x = random_arrays(MLP_PARAMS), random_arrays(MLP_INPUT)
     tapped = list_intermediates(derive_spec(mlp, params, x), mlp, params, x).tap(())
     for other in (x[:3], x.astype(np.float16)):
-        with pytest.raises(ValueError, match=r"where f(loat)?32\[6,5\] was traced"):
+        with pytest.raises(ValueError, match=r"but f(loat)?32\[6,5\] was traced"):
             tapped(params, other)

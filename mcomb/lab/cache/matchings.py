@@ -26,7 +26,7 @@ from mcomb.runtime.processes import from_first
 from mcomb.runtime.progress import say, warn
 from mcomb.symmetry.spec import PermutationSpec
 
-MATCHING_IMAGES = 10_000  # train images for matchers: more would cost much and change little
+MATCHING_EXAMPLES = 10_000  # train examples for matchers: more would cost much and change little
 MATCHING_FIELDS = tuple(field.name for field in fields(Matching) if field.name != "perms")
 
 
@@ -79,18 +79,19 @@ class MatchingCache:
     def get(self, networks: Mapping[str, Network], key: MatchingKey = B_TO_A, make: bool = True) -> KeptMatching:
         """Return the matching of one network to another, and compute it if it is not cached.
 
-        A matching depends only on the networks, the matcher and the dataset. Matchers always use the same images, even
-        if a run evaluates fewer. With several restarts, weight matching keeps the best.
+        A matching depends only on the networks, the matcher and the dataset. Matchers always use the same examples,
+        even if a run evaluates fewer. With several restarts, weight matching keeps the best.
 
         Raises:
             NotKeptError: The matching is not cached and `make` is False.
         """
         a, b, matcher = networks[key.reference], networks[key.moved], key.matcher or self.config.matcher
-        path, spec = self.folders.matching(a.name, b.name, matcher, key.restarts), self._spec
+        path, spec = self.folders.matching(a.name, b.name, matcher, key.restarts, self.config.frozen), self._spec
         name = path.name.removesuffix(".npz")
         made_from = [a.fingerprint, b.fingerprint, f"version {versions.MATCHING}"]
         if matcher != "weights":
             made_from += [load_data(self.config.setup, self.config.data_dir).fingerprint, *self.folders.other_dtype]
+        made_from += [f"without {name}" for name in self.config.frozen]
         kept = from_first(read_matching, path, made_from, spec)
         if kept is None:
             if not make:
@@ -104,7 +105,7 @@ class MatchingCache:
 
     @property
     def _spec(self) -> PermutationSpec:
-        return self.setup.spec(self.config.width, self.config.dtype)
+        return self.setup.spec(self.config.width, self.config.dtype, self.config.frozen)
 
     def _find(self, a: Network, b: Network, matcher: str, restarts: int) -> KeptMatching:
         how = matcher if restarts == 1 else f"{matcher}, best of {restarts} restarts"
@@ -116,8 +117,8 @@ class MatchingCache:
             if matcher == "weights":
                 matching = from_first(match_weights, spec, a.params, b.params, restarts=restarts)
             else:
-                images = load_data(self.config.setup, self.config.data_dir).splits.train.first(MATCHING_IMAGES)
-                data: Any = dict(zip(("inputs", "labels"), images, strict=True))
+                examples = load_data(self.config.setup, self.config.data_dir).splits.train.first(MATCHING_EXAMPLES)
+                data: Any = dict(zip(("inputs", "labels"), examples, strict=True))
                 apply = self.setup.apply(self.config.width, self.config.dtype)
                 matching = as_matcher(matcher).match(spec, a.params, b.params, apply=apply, **data)
         seconds = time.monotonic() - start - (compilation_seconds() - compiled)
@@ -137,7 +138,7 @@ def read_matching(path: AnyPath, made_from: list[str], spec: PermutationSpec, te
     """Return a cached matching if it is intact and has the same inputs; otherwise None, with a warning if `tell`."""
     if not path.is_file():
         return None
-    perms = {name: f"perms/{name}" for name in spec.sizes}
+    perms = {name: f"perms/{name}" for name in spec.identity()}
     try:
         with np.load(io.BytesIO(path.read_bytes())) as file:  # np.load would leak the handle of a damaged file
             kept: dict[str, Any] = dict(file)

@@ -87,10 +87,10 @@ class NetworkCache:
         return path
 
     def trainings(self, letters: str) -> dict[str, Training]:
-        """Return the seed and images of each network that is not given, by letter.
+        """Return the seed and examples of each network that is not given, by letter.
 
         Raises:
-            UserError: Two networks have the same seed and images.
+            UserError: Two networks have the same seed and examples.
         """
         seeded = {x: self.config.training_of(x) for x in letters if self.config.checkpoint_of(x) is None}
         for one, other in itertools.combinations(seeded, 2):
@@ -105,6 +105,7 @@ class NetworkCache:
 
     def epochs_trained(self, training: Training) -> int:
         """Return the number of epochs that a network has been trained for."""
+        self._agree_on_data()
         return from_first(lambda: self._checkpoints(training).epoch or 0)
 
     def train(self, trainings: Sequence[Training], make: bool = True) -> dict[Training, Network]:
@@ -141,13 +142,19 @@ class NetworkCache:
     def _trainer(self) -> Trainer:
         config, data = self.config, load_data(self.config.setup, self.config.data_dir).splits
         apply, init = self.setup.apply(config.width, config.dtype), partial(self.setup.init, config.width)
-        return Trainer(apply, init, data.train, self.recipe, config.steps_per_call)
+        return Trainer(apply, init, data.train, self.setup.dataset.groups, self.recipe, config.steps_per_call)
 
     def _unfinished(self, trainings: Sequence[Training]) -> list[Training]:
+        self._agree_on_data()
         return from_first(lambda: [training for training in trainings if self._read(training) is None])
 
+    def _agree_on_data(self) -> None:
+        """Load data that `cache_key` needs in all processes, because the first one alone would wait for the others."""
+        if not self.setup.dataset.is_fixed:
+            load_data(self.config.setup, self.config.data_dir)
+
     def _read_finished(self, training: Training) -> Network:
-        """Return a network that has just been trained."""
+        """Read a network that this run has trained."""
         network = self._read(training)
         if network is None:
             raise UserError(f"{self.folders.network(training)} changed during the run: run it again.")
@@ -171,7 +178,9 @@ class NetworkCache:
         """Return all values that determine a network; checkpoints record them and require the same values."""
         key = {"setup": self.config.setup, "width": self.config.width, "seed": training.seed}
         key |= recipe_dict(self.config)
-        key |= {"images": training.images._asdict()} if training.images else {}
+        key |= {"images": training.subset._asdict()} if training.subset else {}
+        if not self.setup.dataset.is_fixed:
+            key["data"] = load_data(self.config.setup, self.config.data_dir).fingerprint
         return key | ({"dtype": self.config.dtype} if self.folders.other_dtype else {})
 
 

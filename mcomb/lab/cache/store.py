@@ -43,18 +43,18 @@ class Store:
 
     @property
     def data_fingerprint(self) -> str:
-        """The fingerprint of the images, independent of their location."""
+        """The fingerprint of the examples, independent of their location."""
         return load_data(self.config.setup, self.config.data_dir).fingerprint
 
     @property
     def apply(self) -> Apply:
-        """The function from parameters and raw pixels to logits."""
+        """The function from parameters and raw inputs to logits."""
         return self.setup.apply(self.config.width, self.config.dtype)
 
     @property
     def spec(self) -> PermutationSpec:
         """The permutation symmetries of the networks."""
-        return self.setup.spec(self.config.width, self.config.dtype)
+        return self.setup.spec(self.config.width, self.config.dtype, self.config.frozen)
 
     def folder(self, experiment: str) -> AnyPath:
         """Return the folder of an experiment's results."""
@@ -64,6 +64,6 @@ class Store:
 
     def permute(self, network: Network, matching: Matching) -> Params:
         """Return the parameters with permuted units, and check that the network's outputs do not change."""
-        images = jnp.asarray(self.data.test.images[:64])
-        self.spec.check(self.apply, network.params, images, perms=matching.perms)
+        inputs = jnp.asarray(self.data.test.inputs[:64])
+        self.spec.check(self.apply, network.params, inputs, perms=matching.perms)
         return self.spec.apply(matching.perms, network.params)

@@ -1,4 +1,4 @@
-"""Augment train images with random affine maps, on the device and within the compiled step."""
+"""Augment train images with random affine maps, and shrink them, on the device and within the compiled step."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +24,13 @@ class Augmentation:
 def augment(key: PRNGKeyArray, images: Shaped[Array, "n h w c"], how: Augmentation) -> Float32[Array, "n h w c"]:
     """Apply a random map to each image: resize, crop, flip, rotate and shift in one bilinear resampling."""
     return jax.vmap(partial(_augment_one, how=how))(jax.random.split(unrolled(key), len(images)), images)
+
+
+def shrink(images: Shaped[Array, "n h w c"], factor: int) -> Float32[Array, "n h2 w2 c"]:
+    """Average squares of factor × factor pixels."""
+    n, height, width, channels = images.shape
+    squares = images.reshape(n, height // factor, factor, width // factor, factor, channels)
+    return squares.astype(jnp.float32).mean(axis=(2, 4))
 
 
 def _augment_one(key: PRNGKeyArray, image: Shaped[Array, "h w c"], how: Augmentation) -> Float32[Array, "h w c"]:

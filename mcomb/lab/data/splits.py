@@ -1,25 +1,27 @@
-"""Split train images between two networks to merge, so that each sees different images."""
+"""Split train examples between two networks to merge, so that each sees different examples."""
 
 import zlib
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int32, Int64
+from jaxtyping import Int64, Integer
 
 PARTITIONS = ("biased", "dirichlet", "none")
 
 
 class Subset(NamedTuple):
-    """The train images of network A or B of a pair, or the images withheld from both.
+    """The train examples of network A or B of a pair, or the examples withheld from both.
 
-    The split assigns the images that are not withheld:
+    The split assigns the examples that are not withheld:
 
-    - `biased`: A sees the fraction `skew` of one half of the classes, and the fraction 1 − `skew` of the other half.
-    - `dirichlet`: A sees a random fraction of each class. The fraction follows the beta distribution with both
+    Each example has a group: its class, or its part of a text.
+
+    - `biased`: A sees the fraction `skew` of one half of the groups, and the fraction 1 − `skew` of the other half.
+    - `dirichlet`: A sees a random fraction of each group. The fraction follows the beta distribution with both
       parameters `skew`, which is the Dirichlet distribution for two networks.
-    - `none`: both networks see all images.
+    - `none`: both networks see all examples.
 
-    For the first two, B sees the remaining images. The pair's seed determines all random choices.
+    For the first two, B sees the remaining examples. The pair's seed determines all random choices.
     """
 
     split: str
@@ -33,25 +35,25 @@ class Subset(NamedTuple):
         """The part of a network's name for this subset."""
         return f"split={self.split}-{self.skew:g},withheld={self.withheld},images={self.who}{self.seed}"
 
-    def expected_count(self, images: int) -> int:
-        """Return the expected size of this subset, out of `images` train images."""
+    def expected_count(self, examples: int) -> int:
+        """Return the expected size of this subset, out of `examples` train examples."""
         if self.who == "withheld":
             return self.withheld
-        return (images - self.withheld) // (1 if self.split == "none" else 2)
+        return (examples - self.withheld) // (1 if self.split == "none" else 2)
 
-    def rows(self, labels: Int32[np.ndarray, "n"]) -> Int64[np.ndarray, "m"]:
-        """Return the indices of its images in random order."""
-        classes = int(labels.max()) + 1
+    def rows(self, groups: Integer[np.ndarray, "n"]) -> Int64[np.ndarray, "m"]:
+        """Return the indices of its examples in random order, given the group of each example."""
+        count = int(groups.max()) + 1
         rng = np.random.default_rng([self.seed, zlib.crc32(b"split")])
-        order = rng.permutation(len(labels))
+        order = rng.permutation(len(groups))
         withheld, seen = np.split(order, [self.withheld])
-        favoured = np.isin(np.arange(classes), rng.permutation(classes)[: classes // 2])
+        favoured = np.isin(np.arange(count), rng.permutation(count)[: count // 2])
         of_a = np.where(favoured, self.skew, 1 - self.skew)
         if self.split == "dirichlet":
-            of_a = rng.beta(self.skew, self.skew, classes)
+            of_a = rng.beta(self.skew, self.skew, count)
         parts: dict[str, list[np.ndarray]] = {"A": [], "B": [], "withheld": [withheld]}
-        for label, part in enumerate(of_a):
-            mine = seen[labels[seen] == label]
+        for group, part in enumerate(of_a):
+            mine = seen[groups[seen] == group]
             cut = round(part * len(mine))
             for who, rows in (("A", mine[:cut]), ("B", mine[cut:])):
                 parts[who].append(mine if self.split == "none" else rows)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from mcomb.lab.runs.results import METRICS, SPLITS, Results
+from mcomb.lab.runs.results import METRICS, SPLITS, Scores
 
 
 def barrier(metric: str, values: Any, a: float, b: float) -> float:
@@ -13,7 +13,7 @@ def barrier(metric: str, values: Any, a: float, b: float) -> float:
     return float(np.max(values)) - (a + b) / 2 if metric == "loss" else (a + b) / 2 - float(np.min(values))
 
 
-def barriers(ends: Iterable[Mapping[str, Any]], curves: Mapping[str, Any], between: Any = ...) -> Results:
+def barriers(ends: Iterable[Scores], curves: Mapping[str, Scores], between: Any = ...) -> dict[str, Scores]:
     """Return the barriers of every curve between two networks' scores, for each split and metric.
 
     Args:
@@ -23,7 +23,7 @@ def barriers(ends: Iterable[Mapping[str, Any]], curves: Mapping[str, Any], betwe
     """
     first, last = ends
 
-    def of_curve(curve: Mapping[str, Any], split: str, metric: str) -> float:
+    def of_curve(curve: Scores, split: str, metric: str) -> float:
         return barrier(metric, np.array(curve[split][metric])[between], first[split][metric], last[split][metric])
 
     return {

@@ -1,5 +1,6 @@
 """The command line of an experiment: parse the flags, join other processes, then plan or run."""
 
+import textwrap
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +14,11 @@ from mcomb.errors import UserError
 from mcomb.io.fingerprints import code_fingerprint, fingerprint
 from mcomb.lab import cli
 from mcomb.lab.cache.store import Store
-from mcomb.lab.flags import TrainingConfig, command, flag_words
+from mcomb.lab.flags import TrainingConfig, command, flag_words, parse_flags
 from mcomb.lab.runs import plan
 from mcomb.lab.runs.experiment import Experiment, idle_flags
 from mcomb.lab.runs.plan import Job, list_jobs
+from mcomb.lab.runs.results import to_json
 from mcomb.lab.runs.run import figure_path, run
 from mcomb.lab.setups import SETUPS
 from mcomb.runtime.processes import join, require_agreement
@@ -41,17 +43,17 @@ def main(experiment: Experiment, description: str | None, argv: list[str] | None
             results = run(experiment, config, store)
             figure = figure_path(experiment.name, store)
             figures = [str(figure), str(figure.with_suffix(".pdf"))]
-            show_json(results | {"folder": str(figure.parent), "figures": figures})
+            show_json(to_json(results) | {"folder": str(figure.parent), "figures": figures})
 
     cli.run(plan_or_run)
 
 
 def parse_and_join(config: type[T], description: str | None, argv: list[str] | None) -> T:
     """Parse the command line, and join the processes that it names."""
-    parsed = cli.parse(config, description or "", argv, setups_help())
+    parsed = parse_flags(config, description or "", argv, setups_help())
     if parsed.distributed or parsed.coordinator or parsed.processes or parsed.process is not None:
         join(parsed.coordinator, parsed.processes, parsed.process)
-        # Images may be in different places: they are compared once they are read.
+        # Data may be in different places: they are compared once they are read.
         require_agreement("flags", command("…", replace(parsed, data_dir=None)))
         files = {path.name: np.frombuffer(path.read_bytes(), np.uint8) for path in EXPERIMENTS.glob("*.py")}
         require_agreement("code", f"{code_fingerprint()}-{fingerprint(files)}")
@@ -68,12 +70,15 @@ def print_plan(jobs: Iterable[Job]) -> None:
 
 def setups_help() -> str:
     """Return the recipes of the setups, for the end of a program's help."""
-    lines = []
+    lines, width = [], max(map(len, SETUPS)) + 2
     for name, setup in SETUPS.items():
         recipe = setup.recipe
-        lines.append(
-            f"  {name:18}{recipe.epochs} epochs, batch {recipe.batch_size}, "
-            f"learning rate {recipe.learning_rate:g}, weight decay {recipe.weight_decay:g}"
-        )
-        lines += [f"{'':20}{setup.expect}"] if setup.expect else []
+        flags = " ".join(f"--{flag.replace('_', '-')} {value}" for flag, value in setup.flags)
+        about = [
+            f"{recipe.epochs} epochs, batch {recipe.batch_size}, learning rate {recipe.learning_rate:g}, "
+            f"weight decay {recipe.weight_decay:g}",
+            *([setup.expect] if setup.expect else []),
+            *(textwrap.wrap(f"defaults: {flags}", 77, break_on_hyphens=False) if flags else []),
+        ]
+        lines += [f"  {name if i == 0 else '':{width}}{line}" for i, line in enumerate(about)]
     return "\n".join(["setups:", *lines])

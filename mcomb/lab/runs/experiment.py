@@ -13,7 +13,7 @@ from mcomb.lab import cli, figures
 from mcomb.lab.cache.matchings import B_TO_A, MatchingKey
 from mcomb.lab.flags import Config, LineConfig, SweepConfig, convert_config
 from mcomb.lab.runs.measure import Run
-from mcomb.lab.runs.results import SPLITS, VARIANTS, Results, table
+from mcomb.lab.runs.results import SPLITS, VARIANTS, Paper, Results, SweepResults, table
 from mcomb.lab.runs.verdicts import Verdict, judge_sweep, why_no_verdict
 from mcomb.lab.setups import SETUPS
 
@@ -22,17 +22,6 @@ Parts = Mapping[str, tuple["Experiment", Config]]
 
 MOST = 10**7  # combinations of one experiment: more would take years, and all memory at once
 COUNT_FLAGS = ("points", "samples", "grid", "beyond", "scatter", "counts", "line_points")  # these give the number
-
-VERDICT = ("claim", "alt", "agrees", "finding", "is_open", "is_papers")  # fields that `add_verdict` adds to results
-
-
-@dataclass(frozen=True)
-class Paper:
-    """The paper's barriers for a setup, and the width of its networks."""
-
-    loss: float
-    accuracy: float
-    width: int = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +33,9 @@ class Experiment:
     claim: str  # the paper's finding or open question
     alt: str  # alternative text of the figure
     measure: Callable[[Run], Results]
-    draw: Callable[[Results, AnyPath], None]
-    judge: Callable[[Results], Verdict]  # takes results of trained and matched networks
+    draw: Callable[[Any, AnyPath], None]
+    judge: Callable[[Any], Verdict]  # takes results of trained and matched networks
+    results: type[Results]
     config: type[Config] = Config
     networks: str = "AB"
     is_open: bool = False  # whether the claim is an open question of the paper
@@ -53,12 +43,12 @@ class Experiment:
     combinations: Callable[[Any], int] = lambda config: 0  # number of evaluations on each split
     matchings: Callable[[Any], Sequence[MatchingKey]] = lambda config: (B_TO_A,)
     parts: Callable[[Any], Parts] = lambda config: {}
-    table: Callable[[Results], str] = table
+    table: Callable[[Any], str] = table
     paper: Mapping[str, Paper] | None = None  # by setup
     in_paper: Mapping[str, tuple[int, ...]] = field(  # the widths of the paper's networks, by setup
         default_factory=lambda: {"resnet20-cifar10": (32,), "tiny10-cifar10": (32,)}
     )
-    judge_together: Callable[[list[Results]], str] = lambda pairs: ""  # a sentence about several pairs
+    judge_together: Callable[[list[Any]], str] = lambda pairs: ""  # a sentence about several pairs
 
 
 def sweep_experiment(
@@ -67,8 +57,8 @@ def sweep_experiment(
     label: str,
     values: tuple[float, float],
     combine: Distribution | Draw,
-    draw: Callable[[Results, AnyPath], None] = figures.draw_sweep,
-    judge: Callable[[Results], Verdict] = judge_sweep,
+    draw: Callable[[Any, AnyPath], None] = figures.draw_sweep,
+    judge: Callable[[Any], Verdict] = judge_sweep,
     config: type[LineConfig] = SweepConfig,
     **rest: Any,
 ) -> Experiment:
@@ -77,14 +67,14 @@ def sweep_experiment(
     def combinations(config: LineConfig) -> int:
         return len(VARIANTS) * config.points * config.samples
 
-    def measure(run: Run) -> Results:
+    def measure(run: Run) -> SweepResults:
         first, last = run.config.range or values
         points = np.linspace(first, last, run.config.points)
         between = (points >= values[0]) & (points <= values[1])  # beyond these there is no barrier to speak of
         return run.measure_pair(combine, parameter, label, points, between)
 
     how: Any = {"measure": measure, "combinations": combinations, "draw": draw, "judge": judge, "config": config}
-    return Experiment(**how, **rest)
+    return Experiment(results=SweepResults, **how, **rest)
 
 
 def count_combinations(experiment: Experiment, config: Config) -> int:
@@ -102,9 +92,9 @@ def idle_flags(experiment: Experiment, config: Config) -> dict[str, str]:
     if not any("C" in part.networks for part in (experiment, *(part for part, _ in experiment.parts(config).values()))):
         why = f"has no effect because {experiment.name} uses no network C: remove it"
         found |= {name: why for name in ("seed_c", "checkpoint_c") if getattr(config, name) is not None}
-    for split, count in zip(SPLITS, SETUPS[config.setup].dataset.images, strict=True):
-        if (config.evaluation_images[split] or 0) > count:
-            found[f"{split}_images"] = f"exceeds the {count:,} {split} images: use fewer"
+    for split, count in zip(SPLITS, SETUPS[config.setup].dataset.count(), strict=True):
+        if (config.evaluation_examples[split] or 0) > count:
+            found[f"{split}_examples"] = f"exceeds the {count:,} {split} examples: use fewer"
     if config.temperatures and experiment.parts(config):
         found["temperatures"] = f"has no effect because {experiment.name} measures no curves: remove it"
     return found
@@ -119,15 +109,13 @@ def config_of(experiment: Experiment, config: Config, **changes: Any) -> Any:
 
 def reach_verdict(experiment: Experiment, results: Results) -> Verdict:
     """Return whether results show what the paper found, and why."""
-    reason = None if "pairs" in results else why_no_verdict(results)
+    reason = None if results.pairs else why_no_verdict(results)
     return Verdict(None, reason) if reason else experiment.judge(results)
 
 
 def is_of_paper(experiment: Experiment, results: Results) -> bool:
     """Return whether results have the paper's setup and width, without which they cannot agree with the paper."""
-    config = results.get("config", {})
-    widths = results.get("widths") or [config.get("width")]
-    return {*widths} <= {*experiment.in_paper.get(config.get("setup"), ())}
+    return {*results.measured_widths} <= {*experiment.in_paper.get(results.config["setup"], ())}
 
 
 def papers_networks(experiment: Experiment) -> str:

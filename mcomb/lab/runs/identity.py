@@ -7,13 +7,13 @@ alone, and `find_other_runs` lists finished runs with other flags.
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from operator import itemgetter
-from typing import Any, Literal, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from mcomb.errors import UserError
-from mcomb.io.paths import AnyPath, modified, read_json, read_text, unseal
+from mcomb.io.paths import AnyPath, modified, read_text, unseal
 from mcomb.lab import versions
 from mcomb.lab.cache.matchings import KeptMatching, MatchingKey
 from mcomb.lab.cache.networks import Network, NotKeptError
@@ -30,7 +30,7 @@ from mcomb.lab.flags import (
 from mcomb.lab.run_folders import RESULTS
 from mcomb.lab.runs.experiment import Experiment, is_of_paper, reach_verdict
 from mcomb.lab.runs.pairs import over_pairs
-from mcomb.lab.runs.results import SPLITS, Results
+from mcomb.lab.runs.results import SPLITS, Identity, LayoutError, Results, read_results
 from mcomb.lab.runs.rows import row_files
 from mcomb.lab.runs.temperatures import HALVES
 from mcomb.lab.runs.verdicts import verdict_words
@@ -38,6 +38,8 @@ from mcomb.lab.setups import SETUPS
 from mcomb.runtime.devices import describe_devices
 from mcomb.runtime.processes import from_first
 from mcomb.runtime.progress import warn
+
+R = TypeVar("R", bound=Results)
 
 
 class RunState(NamedTuple):
@@ -58,18 +60,21 @@ class OtherRun(NamedTuple):
     flags: str
 
 
-class Finished(NamedTuple):
+@dataclass(frozen=True)
+class Finished(Generic[R]):
     """The results in a folder: reused if they are `current`, and otherwise why not."""
 
     kind: Literal["current", "outdated", "missing"]
-    results: Results | None = None
+    results: R | None = None
     why_not: str = ""
 
 
-def flags_identity(experiment: str, config: Config) -> Results:
+def flags_identity(experiment: str, config: Config) -> Identity:
     """Return the part of the identity that follows from the flags and the version: no network is read for it."""
-    skipped = [*RECIPE_FLAGS, *CHECKPOINT_FLAGS, *(name for name in YOUNGER_FLAGS if not getattr(config, name))]
-    chosen = {name: getattr(config, name) for name in identity_flags(config) if name not in skipped}
+    chosen = {name: getattr(config, name) for name in identity_flags(config)}
+    for name in (*RECIPE_FLAGS, *CHECKPOINT_FLAGS, *(name for name in YOUNGER_FLAGS if name in chosen)):
+        if chosen[name] == YOUNGER_FLAGS.get(name, chosen[name]):
+            del chosen[name]
     identity = {
         "experiment": experiment,
         "config": chosen | {"recipe": recipe_dict(config)},
@@ -84,7 +89,7 @@ def result_identity(
     networks: Mapping[str, Network],
     matchings: Mapping[MatchingKey, KeptMatching],
     parts: Mapping[str, Results],
-) -> Results:
+) -> Identity:
     """Return everything that a result is made from: with the same identity it would come out the same."""
     identity = flags_identity(experiment, store.config) | {
         "networks": {letter: network.fingerprint for letter, network in networks.items()},
@@ -100,7 +105,7 @@ def result_identity(
 def identity_hash(results: Results) -> str:
     """Return a short hash of what results were made from."""
     names = ("experiment", "config", "version", "networks", "matchings", "parts", "data", "devices")
-    text = json.dumps({name: results.get(name) for name in names}, sort_keys=True)
+    text = json.dumps({name: getattr(results, name) for name in names}, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
@@ -114,25 +119,28 @@ def make_inputs(
     return networks, {key: store.matchings.get(networks, key, make) for key in experiment.matchings(store.config)}
 
 
-def examine(folder: AnyPath, identity: Mapping[str, Any]) -> Finished:
+def examine(folder: AnyPath, identity: Identity, kind: type[R]) -> Finished[R]:
     """Compare the results in a folder with an identity."""
     path = folder / RESULTS
     if not path.is_file():
         return Finished("missing")
-    results = read_json(path)
+    try:
+        results = read_results(path, kind)
+    except LayoutError as error:
+        return Finished("outdated", None, f"has an older layout ({error})")
     if results is None:
         return Finished("outdated", None, "is damaged or has no digest")
-    if changed := [name for name, value in identity.items() if results.get(name) != value]:
+    if changed := [name for name, value in identity.items() if getattr(results, name) != value]:
         return Finished("outdated", results, f"was made from other {', '.join(changed)}")
     return Finished("current", results)
 
 
-def read_finished(folder: AnyPath, identity: Mapping[str, Any], tell: bool = True) -> Results | None:
+def read_finished(folder: AnyPath, identity: Identity, kind: type[R], tell: bool = True) -> R | None:
     """Return the results in a folder if everything that made them is the same; otherwise say what has changed."""
-    kind, results, why_not = examine(folder, identity)
-    if kind == "outdated" and tell:
-        warn(f"{folder / RESULTS} {why_not}: measuring again")
-    return results if kind == "current" else None
+    found = examine(folder, identity, kind)
+    if found.kind == "outdated" and tell:
+        warn(f"{folder / RESULTS} {found.why_not}: measuring again")
+    return found.results if found.kind == "current" else None
 
 
 def find_results(experiment: Experiment, config: Config, store: Store | None = None) -> Results | None:
@@ -152,7 +160,7 @@ def find_results(experiment: Experiment, config: Config, store: Store | None = N
     except NotKeptError:
         return None
     identity = result_identity(experiment.name, store, networks, matchings, parts)
-    return from_first(read_finished, folder, identity, tell=False)
+    return from_first(read_finished, folder, identity, experiment.results, tell=False)
 
 
 def read_state(experiment: Experiment, config: Config) -> RunState:
@@ -161,10 +169,10 @@ def read_state(experiment: Experiment, config: Config) -> RunState:
     Networks, data and devices are not compared: if they changed, the experiment says so and measures again.
     """
     folder, identity = Store(config).folder(experiment.name), flags_identity(experiment.name, config)
-    kind, results, _ = examine(folder, identity)
-    if kind == "outdated":
-        return RunState("outdated", "results of another version" if results else "damaged results")
-    if kind == "current" and results:
+    found = examine(folder, identity, experiment.results)
+    if found.kind == "outdated":
+        return RunState("outdated", "results of another version" if found.results else "old or damaged results")
+    if results := found.results:
         agrees, finding = reach_verdict(over_pairs(experiment, config), results)
         is_papers = is_of_paper(experiment, results)
         when = datetime.fromtimestamp(modified(folder / RESULTS)).astimezone()
@@ -179,7 +187,7 @@ def read_state(experiment: Experiment, config: Config) -> RunState:
     return RunState("not run", "not run")
 
 
-def _count_rows(folder: AnyPath, identity: Results) -> int:
+def _count_rows(folder: AnyPath, identity: Identity) -> int:
     """Count the rows in a folder that were measured with these flags."""
     count = 0
     for rows in row_files(folder):
@@ -199,23 +207,25 @@ def find_other_runs(experiment: Experiment, config: Config) -> list[OtherRun]:
     folder = store.folder(experiment.name)
     for pattern in (experiment.name, f"{experiment.name},*"):
         for path in store.folders.home.glob(f"{pattern}/{RESULTS}"):
-            results = read_json(path) if path.parent != folder else None
-            own = results and _config_of(results, config)
+            own = _config_of(path, experiment.results, config) if path.parent != folder else None
             if own and Store(own).folder(experiment.name) == path.parent:
                 flags = differing_flags(own, config)
                 found.append((len(flags), -modified(path), OtherRun(own, " ".join(flags))))
     return [other for *_, other in sorted(found, key=itemgetter(0, 1))]
 
 
-def _config_of(results: Results, config: Config) -> Config | None:
-    """Return the config that results were made with, the rest as in `config`; None if they are of another version."""
-    reset = dict.fromkeys((*RECIPE_FLAGS, *CHECKPOINT_FLAGS))
-    reset |= {name: False for name in YOUNGER_FLAGS if name in identity_flags(config)}
+def _config_of(path: AnyPath, kind: type[Results], config: Config) -> Config | None:
+    """Return the config that results were made with, the rest as in `config`; None if they are damaged or old."""
+    reset: dict[str, Any] = dict.fromkeys((*RECIPE_FLAGS, *CHECKPOINT_FLAGS))
+    reset |= {name: value for name, value in YOUNGER_FLAGS.items() if name in identity_flags(config)}
     try:
-        recipe, own = results["config"]["recipe"], SETUPS[config.setup].recipe
+        results = read_results(path, kind)
+        if results is None:
+            return None
+        recipe, own = results.config["recipe"], SETUPS[config.setup].recipe
         changed = {name: recipe[name] for name in RECIPE_FLAGS if recipe[name] != getattr(own, name)}
-        flags = {name: value for name, value in results["config"].items() if name != "recipe"}
+        flags = {name: value for name, value in results.config.items() if name != "recipe"}
         lists = {name: tuple(value) for name, value in flags.items() if isinstance(value, list)}
         return replace(config, **reset | flags | lists | changed)
-    except (KeyError, TypeError, UserError):
+    except (LayoutError, KeyError, TypeError, UserError):
         return None

@@ -21,7 +21,7 @@ from mcomb.lab.cache.store import Store
 from mcomb.lab.data.datasets import Split
 from mcomb.lab.runs import temperatures
 from mcomb.lab.runs.barriers import barriers
-from mcomb.lab.runs.results import METRICS, VARIANTS, Results
+from mcomb.lab.runs.results import METRICS, VARIANTS, Calibrated, Parameter, SweepResults
 from mcomb.lab.runs.rows import Rows
 from mcomb.matching.matching import objective
 from mcomb.runtime.batching import BATCH
@@ -29,8 +29,8 @@ from mcomb.runtime.devices import replicate
 from mcomb.runtime.progress import progress_bar
 from mcomb.trees import Apply, Array, Params
 
-# Train images whose statistics --repair takes; each combination pays for them. On digits more change nothing.
-REPAIR_IMAGES = 2 * BATCH
+# Train examples whose statistics --repair takes; each combination pays for them. On digits more change nothing.
+REPAIR_EXAMPLES = 2 * BATCH
 
 
 class Task(NamedTuple):
@@ -57,7 +57,7 @@ class Run:
     store: Store
     networks: Mapping[str, Network]
     matchings: Mapping[MatchingKey, KeptMatching]
-    parts: Mapping[str, Results]
+    parts: Mapping[str, Any]  # results
     rows: Rows
     _aligned: dict[MatchingKey, Params] = field(default_factory=dict)
 
@@ -74,14 +74,14 @@ class Run:
 
     @cached_property
     def splits(self) -> dict[str, Split]:
-        """The images to evaluate on, on every device."""
-        counts, data = self.config.evaluation_images, self.store.data._asdict()
+        """The examples to evaluate on, on every device."""
+        counts, data = self.config.evaluation_examples, self.store.data._asdict()
         return {name: replicate(data[name].first(count)) for name, count in counts.items()}
 
     @cached_property
     def halves(self) -> dict[str, Split]:
-        """The test images in two halves, on every device."""
-        test = self.store.data.test.first(self.config.test_images)
+        """The test examples in two halves, on every device."""
+        test = self.store.data.test.first(self.config.test_examples)
         return {name: replicate(half) for name, half in temperatures.split_in_halves(test).items()}
 
     @cached_property
@@ -94,8 +94,8 @@ class Run:
             }
 
     @cached_property
-    def basics(self) -> Results:
-        """The scores of networks, guessing and matchings that every verdict needs."""
+    def basics(self) -> dict[str, Any]:
+        """The fields of `Results` that every verdict needs: scores of the networks, of guessing, and of matchings."""
         networks = {
             letter: {split: {m: getattr(score, m) for m in METRICS} for split, score in by_split.items()}
             for letter, by_split in self.scores.items()
@@ -118,12 +118,12 @@ class Run:
         Agreement counts how often predictions equal those of the two networks `ends`.
         """
         sets = {
-            name: (data.images, {"label": data.labels, "predicted": self._predictions(data, ends)})
+            name: (data.inputs, {"label": data.labels, "predicted": self._predictions(data, ends)})
             for name, data in self.splits.items()
         }
         metrics = {"accuracy": on_label(accuracy), "agreement": agreement}
         measured = self._evaluate_on(sets, tasks, {"loss": on_label(cross_entropy), "metrics": metrics})
-        counts = {name: len(data.labels) for name, data in self.splits.items()}
+        counts = {name: data.labels.size for name, data in self.splits.items()}
 
         def count_agreement(metrics: Metrics, split: str) -> Metrics:
             return Metrics({**metrics.values, "agreement": np.rint(metrics.agreement * counts[split]).astype(int)})
@@ -133,7 +133,7 @@ class Run:
             for name, by_split in measured.items()
         }
 
-    def _predictions(self, data: Split, ends: str) -> Int[np.ndarray, "n 2"]:
+    def _predictions(self, data: Split, ends: str) -> Int[np.ndarray, "n 2 *positions"]:
         """Return the labels that two networks predict."""
         only = (("predicted", predicted),)
         networks = [self.networks[letter].params for letter in ends]
@@ -197,13 +197,13 @@ class Run:
         networks = replicate(task.networks)
         if not self.config.repair:
             return self.store.apply, task.draw, networks
-        images = self.store.data.train.first(REPAIR_IMAGES).images
-        return repaired(self.store.apply, networks, images, task.draw, spec=self.store.spec, ends=task.ends)
+        inputs = self.store.data.train.first(REPAIR_EXAMPLES).inputs
+        return repaired(self.store.apply, networks, inputs, task.draw, spec=self.store.spec, ends=task.ends)
 
     def measure_curves(
         self, tasks: Mapping[str, Task], shape: tuple[int, ...], ends: str = "AB", between: Any = ...
-    ) -> Results:
-        """Measure curves between two networks, and their barriers over the points that `between` selects.
+    ) -> dict[str, Any]:
+        """Return the fields of `Curves`: curves between two networks, and barriers over the points `between`.
 
         With `--temperatures`, also measure test losses at the best temperature of each network and combination.
         """
@@ -213,14 +213,14 @@ class Run:
             for name, by_split in measured.items()
         }
         scores = [self.basics["models"][letter] for letter in ends]
-        found = {"ends": list(ends), "curves": curves, "barriers": barriers(scores, curves, between)}
+        found: dict[str, Any] = {"ends": list(ends), "curves": curves, "barriers": barriers(scores, curves, between)}
         if self.config.temperatures:
             found["at_best_temperature"] = self._measure_at_best_temperature(tasks, shape, ends, between)
-        return found
+        return self.basics | found
 
     def _measure_at_best_temperature(
         self, tasks: Mapping[str, Task], shape: tuple[int, ...], ends: str, between: Any
-    ) -> Results:
+    ) -> Calibrated:
         """Return test losses of the networks and on the curves, and barriers, each at its own best temperature."""
         apply, halves, objectives = self.store.apply, self.halves, temperatures.objectives()
         with self.store.durations.timed("evaluation"):
@@ -237,7 +237,7 @@ class Run:
 
     def measure_pair(
         self, draw: Distribution | Draw, name: str, label: str, values: Any, between: Any = ...
-    ) -> Results:
+    ) -> SweepResults:
         """Measure the curves of A combined with B, naive and aligned, over the values of a parameter."""
         samples = self.config.samples
         parameters = np.repeat(np.asarray(values, np.float32), samples)
@@ -245,21 +245,24 @@ class Run:
         pairs = {"naive": (a, b), "aligned": (a, self.align())}
         tasks = {variant: Task(draw, pairs[variant], parameters) for variant in VARIANTS}
         curves = self.measure_curves(tasks, (len(values), samples), between=between)
-        return {"parameter": {"name": name, "label": label, "values": np.asarray(values).tolist()}, **curves}
+        return SweepResults(parameter=Parameter(name, label, np.asarray(values).tolist()), **curves)
 
 
-def guessing(labels: np.ndarray) -> Results:
-    """Return the loss and accuracy of the best constant prediction, and the number of images."""
-    counts = np.bincount(labels)
-    frequencies = counts[counts > 0] / len(labels)
+def guessing(labels: np.ndarray) -> dict[str, float]:
+    """Return the loss and accuracy of the best constant prediction, and the number of examples.
+
+    For tokens, the best constant prediction is the unigram distribution.
+    """
+    counts = np.bincount(labels.ravel())
+    frequencies = counts[counts > 0] / labels.size
     return {
         "loss": float(-(frequencies * np.log(frequencies)).sum()),
         "accuracy": float(frequencies.max()),
-        "images": len(labels),
+        "examples": len(labels),
     }
 
 
-def as_lists(metrics: Metrics, shape: tuple[int, ...]) -> Results:
+def as_lists(metrics: Metrics, shape: tuple[int, ...]) -> dict[str, Any]:
     """Return loss, accuracy and agreement as nested lists, with the axis of combinations in the given shape."""
     kept = {"loss": metrics.loss, "accuracy": metrics.accuracy, "agreement": metrics.agreement}
     return {name: values.reshape(*shape, *values.shape[1:]).tolist() for name, values in kept.items()}

@@ -1,16 +1,18 @@
 """Run an experiment on several independent pairs of networks (`--pairs`): means, and the range over the pairs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
 from mcomb.errors import UserError
 from mcomb.lab.flags import CHECKPOINT_FLAGS, Config, flag_words
-from mcomb.lab.runs.experiment import VERDICT, Experiment, Parts, is_of_paper, reach_verdict
-from mcomb.lab.runs.results import METRICS, Results, spread
+from mcomb.lab.runs.experiment import Experiment, Parts, is_of_paper, reach_verdict
+from mcomb.lab.runs.results import METRICS, Results, barriers_of, fold, spread, without_origin
 from mcomb.lab.runs.verdicts import Verdict, why_no_verdict
+
+R = TypeVar("R", bound=Results)
 
 
 def over_pairs(experiment: Experiment, config: Config) -> Experiment:
@@ -28,9 +30,9 @@ def over_pairs(experiment: Experiment, config: Config) -> Experiment:
         return {f"seed {seed}": (experiment, replace(config, seed=seed, pairs=1)) for seed in seeds}
 
     def judge_pairs(results: Results) -> Verdict:
-        verdicts = [reach_verdict(experiment, pair) for pair in results["pairs"]]
-        fit = not any(map(why_no_verdict, results["pairs"]))
-        more = experiment.judge_together(results["pairs"]) if fit else ""
+        verdicts = [reach_verdict(experiment, pair) for pair in results.pairs]
+        fit = not any(map(why_no_verdict, results.pairs))
+        more = experiment.judge_together(results.pairs) if fit else ""
         return judge_all(verdicts, results, more, experiment.is_open, is_of_paper(experiment, results))
 
     return replace(
@@ -39,40 +41,15 @@ def over_pairs(experiment: Experiment, config: Config) -> Experiment:
         matchings=lambda config: (),
         combinations=lambda config: 0,
         parts=each_pair,
-        measure=lambda run: pool([_measured(results) for results in run.parts.values()]),
+        measure=lambda run: pool(list(run.parts.values())),
         judge=judge_pairs,
     )
 
 
-def _measured(results: Results) -> Results:
-    """Return results without what each run has of its own: when, by which command and for how long it was run."""
-    others = ("title", "version", "networks", "matchings", "parts", "environment", "command", "durations", "seconds")
-    older = ("recalibrated",)  # at temperatures that were fitted on train images: nobody reads it any more
-    return {name: value for name, value in results.items() if name not in (*others, *older, *VERDICT)}
-
-
-def pool(pairs: Sequence[Results]) -> Results:
-    """Return the means of all numbers, their range in the same form as `least` and `largest`, and each pair's own."""
-    return {
-        **_fold(pairs, np.mean),
-        "least": _fold(pairs, np.min),
-        "largest": _fold(pairs, np.max),
-        "pairs": list(pairs),
-    }
-
-
-def _fold(values: Sequence[Any], by: Callable[[Any], Any]) -> Any:
-    """Fold several values of the same form into one: numbers by `by`, and other values that differ into a list."""
-    first = values[0]
-    if all(isinstance(value, dict) and value.keys() == first.keys() for value in values):
-        return {key: _fold([value[key] for value in values], by) for key in first}
-    if all(isinstance(value, list) and len(value) == len(first) for value in values):
-        return [_fold(items, by) for items in zip(*values, strict=True)]
-    if all(value == first for value in values):
-        return first
-    if all(isinstance(value, int | float) for value in values):
-        return by(values).item()
-    return list(values)
+def pool(pairs: Sequence[R]) -> R:
+    """Return the means of all numbers, their range as `least` and `largest`, and the results of each pair."""
+    own = [without_origin(results) for results in pairs]
+    return replace(fold(own, np.mean), least=fold(own, np.min), largest=fold(own, np.max), pairs=own)
 
 
 def judge_all(
@@ -92,10 +69,10 @@ def judge_all(
     words = "answer yes" if is_open else "agree with the paper" if is_papers else "show the paper's effect"
     sentences = [f"{outcomes.count(True)} of {len(outcomes)} pairs {words}."] if {True, False} & {*outcomes} else []
     sentences += [more] if more else []
-    for variant in results.get("barriers", {}):
-        mean, least, largest = (part["barriers"][variant]["test"] for part in (results, *spread(results)))
+    for variant in barriers_of(results):
+        mean, least, largest = (barriers_of(part)[variant]["test"] for part in (results, *spread(results)))
         ranges = [f"{mean[m]:.3f} ({least[m]:.3f} to {largest[m]:.3f}) in {m}" for m in METRICS]
         sentences.append(f"{variant[0].upper()}{variant[1:]} test barriers are {' and '.join(ranges)}.")
     shown = outcomes.index(agrees)
-    seed = results["pairs"][shown]["config"]["seed"]
+    seed = results.pairs[shown].config["seed"]
     return Verdict(agrees, " ".join([*sentences, f"With --seed {seed}: {verdicts[shown].finding}"]))

@@ -1,7 +1,7 @@
 """Plan a run (`--plan`): its steps, and the operations, memory and disk that each will take.
 
 A plan depends only on shapes and on the cache: planning compiles, times and trains nothing. XLA counts the
-floating-point operations of the network on one image; a gradient takes three times as many. A plan contains no times;
+floating-point operations of the network on one example; a gradient takes three times as many. A plan contains no times;
 long training runs print an estimate when they start.
 """
 
@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from mcomb.io.paths import AnyPath
-from mcomb.lab.cache.matchings import MATCHING_IMAGES, MatchingKey
+from mcomb.lab.cache.matchings import MATCHING_EXAMPLES, MatchingKey
 from mcomb.lab.cache.store import Store
 from mcomb.lab.flags import Config
 from mcomb.lab.runs.experiment import Experiment, count_combinations
 from mcomb.lab.runs.identity import find_results
-from mcomb.lab.runs.measure import REPAIR_IMAGES
+from mcomb.lab.runs.measure import REPAIR_EXAMPLES
 from mcomb.lab.runs.pairs import over_pairs
 from mcomb.lab.tables import columns, readable_bytes
 from mcomb.lab.training.side_by_side import device_share
@@ -85,8 +85,8 @@ class Work(NamedTuple):
     """Costs of a setup's network at one width, derived from shapes."""
 
     parameters: int
-    flop: float  # of the network on one image
-    activations: float  # bytes of all arrays inside the network on one image
+    flop: float  # of the network on one example
+    activations: float  # bytes of all arrays inside the network on one example
     largest: float  # bytes of the largest array
     matching_flop: float  # of one sweep of weight matching
 
@@ -94,11 +94,11 @@ class Work(NamedTuple):
 def work_of(store: Store) -> Work:
     """Return the cost of a network of the store, from its shapes."""
     shapes, apply = store.setup.shapes(store.config.width), store.apply
-    image = jax.ShapeDtypeStruct((1, *store.setup.dataset.image), jnp.uint8)
+    example = jax.ShapeDtypeStruct((1, *store.setup.dataset.shape), jnp.uint8)
     sizes = {name: leaf.size for name, leaf in named_leaves(shapes).items()}
-    equations = jax.make_jaxpr(apply)(shapes, image).jaxpr.eqns
+    equations = jax.make_jaxpr(apply)(shapes, example).jaxpr.eqns
     inside = [out.aval.size * out.aval.dtype.itemsize for eqn in equations for out in eqn.outvars]
-    cost: Any = jax.jit(apply).lower(shapes, image).cost_analysis()
+    cost: Any = jax.jit(apply).lower(shapes, example).cost_analysis()
     return Work(
         parameters=sum(sizes.values()),
         flop=float(cost["flops"]),
@@ -138,18 +138,18 @@ def _training(job: Job, work: Work) -> Iterator[Step]:
         yield Step(f"read {name}", "given")
     for training in job.trainings:
         name, done = store.folders.network_name(training), store.networks.epochs_trained(training)
-        there = store.setup.dataset.images[0]
-        there = training.images.expected_count(there) if training.images else there
-        images = (recipe.epochs - done) * (there // recipe.batch_size) * recipe.batch_size
-        if not images:
+        there = store.setup.dataset.count()[0]
+        there = training.subset.expected_count(there) if training.subset else there
+        examples = recipe.work_after(done) * (there // recipe.batch_size) * recipe.batch_size
+        if not examples:
             yield Step(f"train {name}", "kept")
             continue
         state = f"from epoch {done} of {recipe.epochs}" if done else f"{recipe.epochs} epochs"
         devices = device_share(len(job.trainings))
         # Weights, momentum and gradient, plus the initial state. The disk stores two checkpoints.
         each = 3 * size + recipe.batch_size / devices * KEPT * work.activations
-        memory = _copies(devices) * each + 2 * size + there * math.prod(store.setup.dataset.image)
-        yield Step(f"train {name}", state, GRADIENT * work.flop * images, memory, 4 * size)
+        memory = _copies(devices) * each + 2 * size + there * math.prod(store.setup.dataset.shape)
+        yield Step(f"train {name}", state, GRADIENT * work.flop * examples, memory, 4 * size)
 
 
 def _matching(job: Job, work: Work) -> Iterator[Step]:
@@ -158,12 +158,12 @@ def _matching(job: Job, work: Work) -> Iterator[Step]:
         b, a = (store.networks.name(letter) for letter in (key.moved, key.reference))
         matcher, restarts = key.matcher or store.config.matcher, key.restarts
         what = f"match {b} to {a} by {matcher}" + (f", {restarts} restarts" if restarts > 1 else "")
-        if store.folders.matching(a, b, matcher, restarts).is_file():
+        if store.folders.matching(a, b, matcher, restarts, store.config.frozen).is_file():
             yield Step(what, "kept")
             continue
         flop, memory = SWEEPS * work.matching_flop * restarts, 4 * size
         if matcher == "activations":
-            flop = 2 * work.flop * min(MATCHING_IMAGES, store.setup.dataset.images[0])
+            flop = 2 * work.flop * min(MATCHING_EXAMPLES, store.setup.dataset.count()[0])
             memory = 2 * size + _copies(devices) * 2 * BATCH * COMPARED * work.largest
         elif matcher == "ste":
             flop = STEPS * (flop + BATCH_SIZE * GRADIENT * work.flop)
@@ -179,12 +179,12 @@ def _evaluation(job: Job, work: Work) -> Iterator[Step]:
     if job.kept:
         yield Step(what, "kept")
         return
-    counts = zip(config.evaluation_images.values(), job.store.setup.dataset.images, strict=True)
-    images = sum(min(asked or there, there) + (REPAIR_IMAGES if config.repair else 0) for asked, there in counts)
+    counts = zip(config.evaluation_examples.values(), job.store.setup.dataset.count(), strict=True)
+    examples = sum(min(asked or there, there) + (REPAIR_EXAMPLES if config.repair else 0) for asked, there in counts)
     size = DTYPE_BYTES * work.parameters
-    each = size + min(BATCH, images) * LIVE * work.largest  # a combination and its activations
+    each = size + min(BATCH, examples) * LIVE * work.largest  # a combination and its activations
     memory = (len(job.trainings) + len(job.given) + 1) * size + _copies(len(jax.devices())) * each
-    yield Step(what, f"{images:,} images each", work.flop * images * job.combinations, memory)
+    yield Step(what, f"{examples:,} examples each", work.flop * examples * job.combinations, memory)
 
 
 def table(steps: list[Step]) -> str:

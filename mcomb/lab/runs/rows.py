@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mcomb.io.paths import AnyPath, atomic, in_store, read_text, seal, unseal
+from mcomb.io.paths import AnyPath, atomic, in_store, read_text, seal, unseal, write_text
 from mcomb.lab.run_folders import ROW_OBJECTS, ROWS
 from mcomb.runtime.processes import from_first, is_first
 from mcomb.runtime.progress import warn
@@ -46,7 +46,7 @@ class Rows:
 
     def _write(self, path: AnyPath, lines: Iterable[str]) -> None:
         with atomic(path) as temporary:
-            temporary.write_text("\n".join([self.header, *lines]) + "\n")
+            write_text(temporary, "\n".join([self.header, *lines]) + "\n")
 
     def _line(self, row: Mapping[str, Any]) -> str:
         return json.dumps(seal(row, row["name"]))
@@ -65,7 +65,7 @@ class Rows:
             self._write(self._path(self._objects), lines)
             self._objects += 1
         elif is_first():
-            with self._path().open("a") as file:
+            with self._path().open("a", encoding="utf-8", newline="\n") as file:
                 file.writelines(f"{line}\n" for line in lines)
                 file.flush()
                 os.fsync(file.fileno())

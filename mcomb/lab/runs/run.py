@@ -2,6 +2,7 @@
 
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 from mcomb.io.fingerprints import file_fingerprint
@@ -13,7 +14,6 @@ from mcomb.lab.environment import environment
 from mcomb.lab.flags import Config, command
 from mcomb.lab.run_folders import FIGURE_RECORD, LOCK, figure_files
 from mcomb.lab.runs.experiment import (
-    VERDICT,
     Experiment,
     count_combinations,
     is_of_paper,
@@ -55,26 +55,24 @@ def run(experiment: Experiment, config: Config, store: Store | None = None) -> R
     networks, matchings = make_inputs(experiment, store)
     identity = result_identity(experiment.name, store, networks, matchings, parts)
     with lock(folder / LOCK, f"running {experiment.name} in {folder}"):
-        results = from_first(read_finished, folder, identity)
+        results = from_first(read_finished, folder, identity, experiment.results)
         if results is None:
             this = Run(experiment.name, store, networks, matchings, parts, Rows(folder, identity))
-            measured = (this.basics if networks else {}) | experiment.measure(this)
-            paper = (experiment.paper or {}).get(config.setup)
-            results = {
-                "title": _title(experiment, config, letters, bool(planned)),
-                **measured,
+            results = replace(
+                experiment.measure(this),
+                title=_title(experiment, config, letters, bool(planned)),
+                environment=environment(),
+                paper=(experiment.paper or {}).get(config.setup),
+                command=command(experiment.name, config),
+                durations=store.durations.seconds,
+                seconds=time.monotonic() - start,
                 **identity,
-                "environment": environment(),
-                "paper": paper and vars(paper),
-                "command": command(experiment.name, config),
-                "durations": store.durations.seconds,
-                "seconds": time.monotonic() - start,
-            }
+            )
             from_first(_draw_and_write, experiment, results, folder)
         results = from_first(add_verdict, experiment, results, folder)
-    numbers = [experiment.table(results)] if "models" in results else []
+    numbers = [experiment.table(results)] if results.models else []
     last = (said_verdict(results), f"figure: {figure_path(experiment.name, store)}")
-    show("\n".join([results["title"], *numbers, *last]))
+    show("\n".join([results.title, *numbers, *last]))
     return results
 
 
@@ -116,18 +114,24 @@ def add_verdict(experiment: Experiment, results: Results, folder: AnyPath) -> Re
     is_papers = is_of_paper(experiment, results)
     if agrees is not None and not is_papers and not experiment.is_open and experiment.in_paper:
         finding = f"{finding} {papers_networks(experiment)}"
-    verdict = (experiment.claim, experiment.alt, agrees, finding, experiment.is_open, is_papers)
-    return results | dict(zip(VERDICT, verdict, strict=True))
+    return replace(
+        results,
+        claim=experiment.claim,
+        alt=experiment.alt,
+        agrees=agrees,
+        finding=finding,
+        is_open=experiment.is_open,
+        is_papers=is_papers,
+    )
 
 
 def said_verdict(results: Results) -> str:
     """Write the verdict and the finding of results for a person."""
-    agrees, finding = results["agrees"], results["finding"]
-    if agrees is None:
-        return finding  # it says so itself
-    words = verdict_words(agrees, results["is_open"], results["is_papers"])
-    words = f"{results['claim']} {words.capitalize()}" if results["is_open"] else words
-    return f"{coloured(words, verdict_colour(agrees, results['is_papers']), sys.stdout)}: {finding}"
+    if results.agrees is None:
+        return results.finding  # it says so itself
+    words = verdict_words(results.agrees, results.is_open, results.is_papers)
+    words = f"{results.claim} {words.capitalize()}" if results.is_open else words
+    return f"{coloured(words, verdict_colour(results.agrees, results.is_papers), sys.stdout)}: {results.finding}"
 
 
 def _title(experiment: Experiment, config: Config, letters: str, with_parts: bool) -> str:
@@ -136,6 +140,7 @@ def _title(experiment: Experiment, config: Config, letters: str, with_parts: boo
     by = f", matched by {config.matcher}" if with_networks and config.matcher not in ("", "weights") else ""
     how = by + (", repaired" if config.repair else "")
     how += f", split {config.split}" if config.split else ""
+    how += f", {' and '.join(config.frozen)} in place" if config.frozen else ""
     how += f", in {config.dtype}" if with_networks and config.dtype != "float32" else ""
     how += f", {config.pairs} {'triples' if 'C' in letters else 'pairs'}" if config.pairs > 1 else ""
     return f"{SETUPS[config.setup].title}{width}{how}: {experiment.title}"

@@ -1,6 +1,6 @@
 """Calibrate networks by temperature: their test losses, each at its own best softmax temperature.
 
-A temperature is fitted on one half of the test images and measured on the other half.
+A temperature is fitted on one half of the test examples and measured on the other half.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,10 +13,10 @@ from mcomb.evaluation.evaluate import Metrics
 from mcomb.evaluation.objectives import cross_entropy, tempered_cross_entropy
 from mcomb.lab.data.datasets import Split
 from mcomb.lab.runs.barriers import barrier
-from mcomb.lab.runs.results import Results
+from mcomb.lab.runs.results import Calibrated
 
 TEMPERATURES = tuple(2.0 ** (i / 4) for i in range(-16, 17))  # from a sixteenth to sixteen
-HALVES = ("test, even images", "test, odd images")
+HALVES = ("test, even examples", "test, odd examples")
 
 Halves = Mapping[str, Metrics]
 """The metrics on each of the HALVES."""
@@ -28,7 +28,7 @@ def objectives() -> dict[str, Any]:
 
 
 def split_in_halves(test: Split) -> dict[str, Split]:
-    """Return the test images in two halves."""
+    """Return the test examples in two halves."""
     return {name: test.take(slice(i, None, 2)) for i, name in enumerate(HALVES)}
 
 
@@ -38,13 +38,13 @@ def calibrate(
     counts: Sequence[int],
     shape: tuple[int, ...],
     between: Any,
-) -> Results:
+) -> Calibrated:
     """Return test losses at the best temperatures: of networks, on curves, and as barriers.
 
     Args:
         networks: The metrics of the two ends of the curves, by letter.
         combinations: The metrics of the combinations of each curve, by name.
-        counts: How many images each half has.
+        counts: How many examples each half has.
         shape: The shape of a curve.
         between: The points of a curve that count for its barrier.
     """
@@ -55,11 +55,11 @@ def calibrate(
     levels = {letter: float(best(halves)) for letter, halves in networks.items()}
     curves = {name: best(halves).reshape(shape) for name, halves in combinations.items()}
     lost = {name: barrier("loss", curve[between], *levels.values()) for name, curve in curves.items()}
-    return {
-        "models": {letter: {"test": {"loss": loss}} for letter, loss in levels.items()},
-        "curves": {name: {"test": {"loss": curve.tolist()}} for name, curve in curves.items()},
-        "barriers": {name: {"test": {"loss": loss}} for name, loss in lost.items()},
-    }
+    return Calibrated(
+        models={letter: {"test": {"loss": loss}} for letter, loss in levels.items()},
+        curves={name: {"test": {"loss": curve.tolist()}} for name, curve in curves.items()},
+        barriers={name: {"test": {"loss": loss}} for name, loss in lost.items()},
+    )
 
 
 def cross_fit(tempered: Sequence[Float[np.ndarray, "*k t"]], counts: Sequence[int]) -> Float[np.ndarray, "*k"]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import scipy  # loads `stats` on first use, because its import is slow
 
-from mcomb.lab.runs.results import METRICS, Results
+from mcomb.lab.runs.results import METRICS, Curves, Results
 
 LossAndAccuracy = Mapping[str, float]
 
@@ -58,17 +58,17 @@ def verdict_colour(agrees: bool | None, is_papers: bool) -> str:
 
 def why_no_verdict(results: Results) -> str | None:
     """Return why the networks allow no verdict: hardly trained, or not matched. None if all is well."""
-    for name, by_split in results.get("models", {}).items():
-        guess, reached = results["guessing"]["test"], by_split["test"]["accuracy"]
+    for name, by_split in results.models.items():
+        guess, reached = results.guessing["test"], by_split["test"]["accuracy"]
         if not reached >= trained_accuracy(guess):
-            images = "1 image" if guess["images"] == 1 else f"{guess['images']:,} images"
-            is_few = reached >= trained_accuracy({**guess, "images": math.inf})
+            count = "1 example" if guess["examples"] == 1 else f"{guess['examples']:,} examples"
+            is_few = reached >= trained_accuracy({**guess, "examples": math.inf})
             return (
                 f"No verdict: network {name} hardly beats guessing. It has a test accuracy of {reached:.1%} on "
-                f"{images}, and guessing the most common label has {guess['accuracy']:.1%}: "
-                f"{'measure on more images' if is_few else 'train longer'}."
+                f"{count}, and guessing the most common label has {guess['accuracy']:.1%}: "
+                f"{'measure on more examples' if is_few else 'train longer'}."
             )
-    for name, product in results.get("inner_products", {}).items():
+    for name, product in results.inner_products.items():
         if not product["aligned"] > product["naive"]:
             return f"No verdict: the matching of {name} does not bring their weights closer."
     return None
@@ -77,16 +77,17 @@ def why_no_verdict(results: Results) -> str | None:
 def trained_accuracy(guess: Mapping[str, int | float]) -> float:
     """Return the accuracy from which on a network clearly beats guessing.
 
-    It is a tenth of the way from guessing to perfect accuracy, plus five standard errors.
+    It is a tenth of the way from guessing to perfect accuracy, plus five standard errors. Each example counts as one
+    observation, because the tokens of one text are not independent.
     """
     chance = guess["accuracy"]
-    return chance + 0.1 * (1 - chance) + 5 * math.sqrt(chance * (1 - chance) / guess["images"])
+    return chance + 0.1 * (1 - chance) + 5 * math.sqrt(chance * (1 - chance) / guess["examples"])
 
 
 def cost(results: Results, barrier: LossAndAccuracy, split: str = "test") -> dict[str, float]:
     """Return the part of the networks' mean advantage over guessing that a barrier costs, for each metric."""
-    guess = results["guessing"][split]
-    level = {m: np.mean([by_split[split][m] for by_split in results["models"].values()]) for m in METRICS}
+    guess = results.guessing[split]
+    level = {m: np.mean([by_split[split][m] for by_split in results.models.values()]) for m in METRICS}
     advantage = {
         "loss": max(guess["loss"] - level["loss"], 0.1 * guess["loss"]),  # accurate networks may have a high loss
         "accuracy": level["accuracy"] - guess["accuracy"],
@@ -105,24 +106,24 @@ def clearly_less(barrier: LossAndAccuracy, other: LossAndAccuracy) -> bool:
     return all(barrier[m] <= CLEARLY_LESS * other[m] for m in METRICS)
 
 
-def judge_sweep(results: Results, limits: LossAndAccuracy = LIMITS, variant: str = "aligned") -> Verdict:
+def judge_sweep(results: Curves, limits: LossAndAccuracy = LIMITS, variant: str = "aligned") -> Verdict:
     """Judge whether every aligned combination works, and clearly better than naive ones, on the test set.
 
     If the paper reports barriers for this setup and width, the aligned barriers must be close to these. Otherwise
     their cost must be within `limits`.
     """
-    aligned, naive = (results["barriers"][name]["test"] for name in (variant, "naive"))
-    paper = results.get("paper")
-    if paper and paper["width"] == results["config"]["width"]:
-        good = all(aligned[m] <= NEAR_PAPER * paper[m] for m in METRICS)
-        beside = f" The paper's barriers at this width are {paper['loss']:.3f} and {paper['accuracy']:.1%}."
+    aligned, naive = (results.barriers[name]["test"] for name in (variant, "naive"))
+    paper = results.paper
+    if paper and paper.width == results.config["width"]:
+        good = all(aligned[m] <= NEAR_PAPER * getattr(paper, m) for m in METRICS)
+        beside = f" The paper's barriers at this width are {paper.loss:.3f} and {paper.accuracy:.1%}."
     else:
         good, part = works(results, aligned, limits), cost(results, aligned)
         beside = (
             f" The aligned barriers are {part['loss']:.0%} of the networks' advantage over guessing in loss and "
             f"{part['accuracy']:.0%} in accuracy; the limits are {limits['loss']:.0%} and {limits['accuracy']:.0%}."
         )
-    a, b = results["ends"]
+    a, b = results.ends
     return Verdict(
         good and clearly_less(aligned, naive),
         f"The aligned barriers between {a} and {b} on the test set are {aligned['loss']:.3f} in loss and "
@@ -139,9 +140,12 @@ def falls(values: Iterable[float]) -> bool:
     )
 
 
-def rate_is_above(count: int, total: int, least: float) -> bool | None:
-    """Return whether a rate observed as `count` of `total` is above `least`; None if so few cannot tell."""
-    interval = scipy.stats.binomtest(count, total).proportion_ci(CONFIDENCE)
+def rate_is_above(rate: float, examples: int, least: float) -> bool | None:
+    """Return whether a rate observed on some examples is above `least`; None if so few cannot tell.
+
+    An example counts once even if it has several labels, because the tokens of one text are not independent.
+    """
+    interval = scipy.stats.binomtest(round(rate * examples), examples).proportion_ci(CONFIDENCE)
     return True if interval.low > least else False if interval.high < least else None
 
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from mcomb.errors import UserError, first_words
 from mcomb.io.checkpoints import fingerprint_entry, read_checkpoint, reading, restore_tree, saved_steps, system_error
 from mcomb.io.fingerprints import fingerprint
-from mcomb.io.paths import AnyPath, absolute, remove_folder, seal, unseal
+from mcomb.io.paths import AnyPath, absolute, read_text, remove_folder, seal, unseal
 from mcomb.lab import versions
 from mcomb.lab.environment import environment
 from mcomb.runtime.devices import describe_devices
@@ -175,7 +175,7 @@ class TrainingCheckpoints:
 
 def _read_record(place: AnyPath) -> dict[str, Any]:
     """Return a checkpoint's record; accept older records, which have no digests."""
-    text = (place / "config" / "metadata").read_text()
+    text = read_text(place / "config" / "metadata")
     record = unseal(text) or json.loads(text)
     if "digest" in record:
         raise ValueError("its record is not what was written")

@@ -9,6 +9,7 @@ from threading import Condition, Event
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from mcomb.errors import UserError
@@ -101,7 +102,7 @@ class Budget:
 
 
 class Unfinished(NamedTuple):
-    """A network to train: its name, its seed and images, and its checkpoints."""
+    """A network to train: its name, its seed and examples, and its checkpoints."""
 
     name: str
     training: Training
@@ -113,9 +114,10 @@ class Trainer:
     """Trainer of several networks with the same architecture and recipe, in parallel.
 
     Attributes:
-        apply: The function from parameters and raw pixels to logits.
+        apply: The function from parameters and raw inputs to logits.
         init: The function from a seed to the parameters of a new network.
-        data: All train images.
+        data: All train examples.
+        groups: The function from labels to the group of each example, by which networks split the data.
         recipe: The training recipe.
         steps_per_call: Training steps in one compiled call, or None for an automatic choice.
     """
@@ -123,6 +125,7 @@ class Trainer:
     apply: Apply
     init: Callable[[int], Params]
     data: Split
+    groups: Callable[[np.ndarray], np.ndarray]
     recipe: Recipe
     steps_per_call: int | None = None
 
@@ -145,9 +148,9 @@ class Trainer:
             self._train(network, mesh, budget, stop)
 
     def _train(self, network: Unfinished, mesh: Mesh, budget: Budget, stop: Event) -> None:
-        (name, (seed, images), checkpoints), data, recipe = network, self.data, self.recipe
-        if images:
-            data = data.take(images.rows(data.labels))
+        (name, (seed, subset), checkpoints), data, recipe = network, self.data, self.recipe
+        if subset:
+            data = data.take(subset.rows(self.groups(data.labels)))
         describe = f"training {name}"
         with ExitStack() as held:
             # Show the bar first: compilation takes seconds, and creating the first state another one or two.
@@ -197,10 +200,10 @@ class Trainer:
         )
 
     def _save_stopped(
-        self, checkpoints: TrainingCheckpoints, state: TrainState, before: int, images: int, mesh: Mesh
+        self, checkpoints: TrainingCheckpoints, state: TrainState, before: int, examples: int, mesh: Mesh
     ) -> None:
         """Save the state of a stopped run if it advanced beyond the step `before` in a single process."""
-        epoch, within = divmod(int(state.step), images // self.recipe.batch_size)
+        epoch, within = divmod(int(state.step), examples // self.recipe.batch_size)
         if int(state.step) > before and not are_several() and all_finite(state.params):
             checkpoints.save(None if within else epoch, state, mesh)
 

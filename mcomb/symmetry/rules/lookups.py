@@ -1,8 +1,8 @@
 """Rules of indexed reads and writes, and of choices: `argmax`, `top_k` and `sort`.
 
 A program chooses an expert or a code word by its position, and then looks up entries at that position. Experts and code
-words may therefore change places. The rules of `Array.positions` track such positions. Any other use of positions
-freezes their axis.
+words may therefore change places. Some rules follow such positions (`Array.positions`). They return None for any other
+use of positions, which freezes their axis.
 """
 
 import math
@@ -14,59 +14,53 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from mcomb.symmetry.arrays import Array, ArrayAxes, Positions, shape_of
 from mcomb.symmetry.axes import Axis
-from mcomb.symmetry.constraints import Constraints, Labels
-from mcomb.symmetry.interpreter import FactRule, Rule
-from mcomb.symmetry.known import counts_up
-from mcomb.symmetry.rules.common import elementwise, other_axes, positional, resized_axes
+from mcomb.symmetry.constants import counts_up
+from mcomb.symmetry.facts import Array, ArrayAxes, Grouping, Positions, Relation, shape_of
+from mcomb.symmetry.rules.common import Rule, elementwise, other_axes, positional, resized_axes
 from mcomb.symmetry.rules.distinct import is_float
 from mcomb.symmetry.rules.reductions import reduction
 
 
-def arg_reduction(constraints: Constraints, eqn: core.JaxprEqn, operand: Array) -> list[Array]:
+def arg_reduction(eqn: core.JaxprEqn, operand: Array) -> Relation:
     """Return positions along the reduced axis: the nearest code word (VQ-VAE), or the best expert (Switch)."""
-    (axes,), (reduced,) = reduction(constraints, eqn, constraints.plain(operand)), eqn.params["axes"]
-    return [_chosen(constraints, eqn, operand, axes, reduced)]
+    return _choose(eqn, operand, eqn.params["axes"][0], reduction(eqn, operand))
 
 
-def top_k(constraints: Constraints, eqn: core.JaxprEqn, operand: Array) -> list[Array]:
+def top_k(eqn: core.JaxprEqn, operand: Array) -> Relation:
     """Return the largest entries and their positions: the best experts of a token (Mixtral)."""
     axis = eqn.params.get("axis", -1) % len(operand.axes)
-    values, ranked = positional(constraints, eqn, [constraints.plain(operand)], [axis], order_blind=True)
-    return [Array(values), _chosen(constraints, eqn, operand, ranked, axis)]
+    return _choose(eqn, operand, axis, positional(eqn, [operand], [axis], order_blind=True))
 
 
-def _chosen(constraints: Constraints, eqn: core.JaxprEqn, operand: Array, axes: ArrayAxes, axis: int) -> Array:
-    """Return positions chosen by the entries along an axis, and freeze the axis unless the entries are distinct."""
+def _choose(eqn: core.JaxprEqn, operand: Array, axis: int, relation: Relation) -> Relation:
+    """Return positions as the last result, and freeze the axis of the choice unless its entries are distinct."""
     along = operand.axes[axis]
     if along is None:
-        return Array(axes)
-    if axis in operand.distinct and is_float(eqn.invars[0]) and _holds(eqn.outvars[-1], along.size - 1):
-        return Array(axes, positions=Positions(along, constraints.reason))
-    constraints.explain(eqn.primitive.name, "of equal entries it takes the first")
-    constraints.freeze([along])
-    return Array(axes)
+        return relation
+    if axis in operand.distinct and is_float(eqn.invars[0]) and _holds_positions(eqn.outvars[-1]):
+        values = [Array()] * (len(eqn.outvars) - 1)
+        return replace(relation, facts=[*values, Array(positions=Positions(along))])
+    label = relation.operands[0][1][axis]
+    return replace(relation, frozen={*relation.frozen, label}, why="of equal entries it takes the first")
 
 
-def _holds(atom: Any, number: int) -> bool:
-    """Return whether an array's dtype represents all integers up to `number`."""
+def _holds_positions(atom: Any) -> bool:
+    """Return whether the dtype of an array represents all positions along any axis."""
     dtype = atom.aval.dtype
-    if is_float(atom):
-        return bool(number <= 2 ** jnp.finfo(dtype).nmant)
-    return bool(jnp.issubdtype(dtype, jnp.integer) and number <= jnp.iinfo(dtype).max)
+    return bool(jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize >= 4)
 
 
-def sort(constraints: Constraints, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
+def sort(eqn: core.JaxprEqn, *operands: Array) -> Relation:
     """Freeze the axis of the result, and that of the operands only if there are operands other than keys.
 
     The sorted keys do not depend on the order of the keys, as in a median. Zeros of both signs count as equal.
     """
     keys_alone = eqn.params["num_keys"] == len(operands)
-    return positional(constraints, eqn, operands, [eqn.params["dimension"]], order_blind=keys_alone)
+    return positional(eqn, operands, [eqn.params["dimension"]], order_blind=keys_alone)
 
 
-def sort_positions(constraints: Constraints, eqn: core.JaxprEqn, *operands: Array) -> list[Array] | None:
+def sort_positions(eqn: core.JaxprEqn, *operands: Array) -> Relation | None:
     """Return the order that sorts a vector of positions, as `argsort` does.
 
     Dropless mixtures of experts sort rows by expert, and restore them with the `argsort` of that order (MaxText).
@@ -77,19 +71,24 @@ def sort_positions(constraints: Constraints, eqn: core.JaxprEqn, *operands: Arra
     (axis,), found = keys.axes, keys.positions
     if axis is None or not counts_up(numbers, 0) or not (found.once or eqn.params["is_stable"]):
         return None
+    arrays = [((axis,), ["keys"]), ((found.along,), ["groups"])]
+    order = Array(positions=Positions(axis, once=True))
     if found.once:  # the inverse permutation
-        (values, where) = constraints.relate(
-            [((axis, found.along), ["before", "along"])],
-            [["rank"], ["along"]],
-            {"rank": Axis(found.along.size, constraints.reason)},
-        )
-        return [Array(values), Array(where, positions=Positions(axis, constraints.reason, once=True))]
-    rows = constraints.group(axis, found.along, found.source)
-    order = Positions(axis, constraints.reason, once=True)
-    return [Array((rows,), positions=found), Array((rows,), positions=order)]
+        return Relation(arrays, [["rank"], ["groups"]], ["rank"], facts=[Array(), order], positions=[0])
+    rows = Axis(axis.size)
+    return Relation(
+        arrays,
+        [["rows"], ["rows"]],
+        ["keys"],
+        "rows of one group stay in their order",
+        new={"rows": rows},
+        facts=[Array(positions=found), order],
+        positions=[0],
+        sort=Grouping(rows, found.along, found.source),
+    )
 
 
-def gather(constraints: Constraints, eqn: core.JaxprEqn, operand: Array, indices: Array) -> list[Array]:
+def gather(eqn: core.JaxprEqn, operand: Array, indices: Array) -> Relation:
     """Freeze the axes that are looked up, and treat axes that every slice covers elementwise.
 
     If the indices are positions along the looked-up axis, the two axes are united instead: the weights of an expert, or
@@ -100,34 +99,37 @@ def gather(constraints: Constraints, eqn: core.JaxprEqn, operand: Array, indices
     indexed = [a for a, size in enumerate(shape) if a not in batched and (a in collapsed or sizes[a] != size)]
     in_order = _in_order(eqn, dims.start_indices_batching_dims)
     found = _found_by(indices, dims.start_index_map, shape, {axis: sizes[axis] for axis in indexed}, in_order)
-    axes = constraints.plain(operand)
-    if not found:
-        constraints.plain(indices)
-    constraints.freeze([*(axes[axis] for axis in indexed if axis not in found), *indices.axes[-1:]])
     labels: dict[int, Hashable] = {axis: ("operand", axis) for axis in indexed}
     labels |= {a: ("index", i) for a, i in zip(batched, dims.start_indices_batching_dims, strict=True)}
     kept = other_axes(len(shape), [*collapsed, *batched])
     windows = {i: ("result", a) if a in indexed else a for i, a in zip(dims.offset_dims, kept, strict=True)}
-    of_index = iter([("index", i) for i in range(len(indices.axes))])
-    (result,) = constraints.relate(
+    return Relation(
         [
-            (axes, [labels.get(axis, axis) for axis in range(len(shape))]),
+            (operand.axes, [labels.get(axis, axis) for axis in range(len(shape))]),
             *_indices(indices, {labels[axis]: column for axis, column in found.items()}),
         ],
-        [[windows[i] if i in windows else next(of_index) for i in range(len(shape_of(eqn.outvars[0])))]],
-        {("result", axis): Axis(sizes[axis], constraints.reason) for axis in indexed},
+        [_with_windows(windows, len(shape_of(eqn.outvars[0])))],
+        {
+            ("index", len(indices.axes) - 1),
+            *(("result", axis) for axis in indexed),
+            *(("operand", axis) for axis in indexed if axis not in found),
+        },
+        positions=[1] if found else [],
     )
-    return [Array(result)]
 
 
-def _indices(indices: Array, found: Mapping[Any, Array]) -> list[tuple[ArrayAxes, Labels]]:
+def _with_windows(windows: Mapping[int, Hashable], rank: int) -> list[Hashable]:
+    """Return a label for each axis of the slices: that of its window or of an index axis."""
+    of_index = iter(range(rank))
+    return [windows[i] if i in windows else ("index", next(of_index)) for i in range(rank)]
+
+
+def _indices(indices: Array, found: Mapping[Any, Array]) -> list[tuple[ArrayAxes, Sequence[Hashable]]]:
     """Return the indices as labelled arrays, each with its own axes and the axis that its positions index."""
     labels = [("index", i) for i in range(len(indices.axes))]
-    arrays: list[tuple[ArrayAxes, Labels]] = [(indices.axes, labels)]
-    for label, column in found.items():
-        assert column.positions is not None
-        arrays.append(((*column.axes, column.positions.along), [*labels, label]))
-    return arrays
+    columns = [(label, column, column.positions) for label, column in found.items()]
+    arrays = [((*column.axes, own.along), [*labels, label]) for label, column, own in columns if own]
+    return [(indices.axes, labels), *arrays]
 
 
 def _in_order(eqn: core.JaxprEqn, batched: Sequence[SupportsIndex]) -> bool:
@@ -158,60 +160,57 @@ def _found_by(
     return found
 
 
-def join_columns(constraints: Constraints, eqn: core.JaxprEqn, *operands: Array) -> list[Array] | None:
+def join_columns(eqn: core.JaxprEqn, *operands: Array) -> Relation | None:
     """Return indices into several axes: MaxText writes gates to pairs of token and expert."""
     last = len(shape_of(eqn.outvars[0])) - 1
     if eqn.params["dimension"] != last or any(shape_of(atom)[last] != 1 for atom in eqn.invars):
         return None
     if all(operand.positions is None for operand in operands):
         return None
-    labels = [*range(last), "column"]
-    new = {"column": Axis(len(operands), constraints.reason)}
-    (axes,) = constraints.relate([(operand.axes, labels) for operand in operands], [labels], new)
-    return [Array(axes, columns=operands)]
+    labels, every = [*range(last), "column"], range(len(operands))
+    relation = Relation([(operand.axes, labels) for operand in operands], [labels], ["column"])
+    return replace(relation, facts=[Array(columns=operands)], positions=every)
 
 
-def scatter_at(
-    constraints: Constraints, eqn: core.JaxprEqn, operand: Array, indices: Array, updates: Array
-) -> list[Array] | None:
-    """Write to positions along an axis, so that entries move together with the units that chose them.
+def scatter(eqn: core.JaxprEqn, operand: Array, indices: Array, updates: Array) -> Relation:
+    """Freeze the axes that updates do not cover; treat all others elementwise.
 
-    The last of several updates of one entry wins. The order of updates is therefore frozen unless they are added up.
-    Adding ones to zeros counts positions, as `bincount` does.
+    If the indices are positions along an axis, entries move together with the units that chose them. The last of
+    several updates of one entry wins. The order of updates is therefore frozen unless they are added up, such as the
+    messages to a node of a graph network. Adding ones to zeros counts positions, as `bincount` does.
     """
-    dims, shape = eqn.params["dimension_numbers"], shape_of(eqn.invars[0])
+    dims, shape, update_shape = eqn.params["dimension_numbers"], shape_of(eqn.invars[0]), shape_of(eqn.invars[2])
     inserted, together = dims.inserted_window_dims, dims.scatter_indices_batching_dims
-    kept = other_axes(len(shape), [*inserted, *dims.operand_batching_dims])
-    windows = [shape_of(eqn.invars[2])[axis] for axis in dims.update_window_dims]
     in_order = _in_order(eqn, together)
     found = _found_by(indices, dims.scatter_dims_to_operand_dims, shape, dict.fromkeys(inserted, 1), in_order)
-    if not found or windows != [shape[axis] for axis in kept]:
-        return None
-    axes, update_axes = constraints.plain(operand), constraints.plain(updates)
-    labels = _update_labels(eqn, dict(zip(dims.update_window_dims, kept, strict=True)))
-    once = indices.positions is not None and indices.positions.once
-    apart = [i for i, n in enumerate(shape_of(eqn.invars[1])[:-1]) if n > 1 and i not in together]
-    if eqn.primitive.name == "scatter" and apart and not once:
-        constraints.freeze(indices.axes[i] for i in apart)
-        constraints.freeze(
-            a for a, label in zip(update_axes, labels, strict=True) if label in [("index", i) for i in apart]
-        )
-    by_number = [axis for axis in inserted if axis not in found]
-    constraints.freeze(axes[axis] for axis in by_number)
+    kept = other_axes(len(shape), [*inserted, *dims.operand_batching_dims])
+    windows = dict(zip(dims.update_window_dims, kept, strict=True))
+    covered = {axis for i, axis in windows.items() if update_shape[i] == shape[axis]}
+    by_number = [axis for axis in (*inserted, *kept) if axis not in found and axis not in covered]
     of_batch = {axis: ("index", i) for axis, i in zip(dims.operand_batching_dims, together, strict=True)}
 
-    def of(array: str) -> Labels:
+    def labels(array: str) -> Sequence[Hashable]:
         return [(array, axis) if axis in by_number else of_batch.get(axis, axis) for axis in range(len(shape))]
 
-    (result,) = constraints.relate(
-        [(axes, of("operand")), (update_axes, labels), *_indices(indices, found)],
-        [of("result")],
+    once = indices.positions is not None and indices.positions.once and 0 in found
+    last_wins = in_order or (eqn.primitive.name == "scatter" and not once)
+    rows = [i for i in range(len(indices.axes) - 1) if in_order or i not in together] if last_wins else []
+    update_labels = {i: axis if axis in covered else ("update", i) for i, axis in windows.items()}
+    return Relation(
+        [
+            (operand.axes, labels("operand")),
+            (updates.axes, _with_windows(update_labels, len(update_shape))),
+            *_indices(indices, found),
+        ],
+        [labels("result")],
         {
-            **{axis: column.positions.along for axis, column in found.items() if column.positions},
-            **{("result", axis): Axis(shape[axis], constraints.reason) for axis in by_number},
+            *((array, axis) for array in ("operand", "result") for axis in by_number),
+            *(("update", i) for i in windows),
+            *(("index", i) for i in (*rows, len(indices.axes) - 1)),
         },
+        facts=[Array(counts=_counted(eqn, operand, indices, updates))] if found else (),
+        positions=[1] if found else [],
     )
-    return [Array(result, counts=_counted(eqn, operand, indices, updates))]
 
 
 def _counted(eqn: core.JaxprEqn, operand: Array, indices: Array, updates: Array) -> object:
@@ -219,110 +218,73 @@ def _counted(eqn: core.JaxprEqn, operand: Array, indices: Array, updates: Array)
     zeros, ones = operand.value, updates.value
     if eqn.primitive.name != "scatter-add" or zeros is None or ones is None or indices.positions is None:
         return None
-    is_count = not zeros.any() and (ones == 1).all() and zeros.ndim == 1 and _holds(eqn.outvars[0], ones.size)
+    is_count = not zeros.any() and (ones == 1).all() and zeros.ndim == 1 and _holds_positions(eqn.outvars[0])
     return indices.positions.source if is_count else None
 
 
-def _update_labels(eqn: core.JaxprEqn, windows: Mapping[int, Hashable]) -> list[Hashable]:
-    """Return a label for each axis of a scatter's updates: that of its window or of an index axis."""
-    of_index = iter([("index", i) for i in range(len(shape_of(eqn.invars[1])))])
-    rank = len(shape_of(eqn.invars[2]))
-    return [windows[i] if i in windows else next(of_index) for i in range(rank)]
-
-
-def scatter(
-    constraints: Constraints, eqn: core.JaxprEqn, operand: ArrayAxes, indices: ArrayAxes, updates: ArrayAxes
-) -> list[ArrayAxes]:
-    """Freeze the axes that updates do not cover; treat all others elementwise.
-
-    Updates that are added up may be in any order, as the messages to a node of a graph network.
-    """
-    dims = eqn.params["dimension_numbers"]
-    shape, update_shape = shape_of(eqn.invars[0]), shape_of(eqn.invars[2])
-    windowed = other_axes(len(shape), [*dims.inserted_window_dims, *dims.operand_batching_dims])
-    windows = dict(zip(dims.update_window_dims, windowed, strict=True))
-    covered = {i: axis for i, axis in windows.items() if update_shape[i] == shape[axis]}
-    labels = _update_labels(eqn, {i: covered.get(i, ("update", i)) for i in windows})
-    of_index = [("index", i) for i in range(len(indices))]
-    batched = dims.scatter_indices_batching_dims
-    added = eqn.primitive.name != "scatter" and not _in_order(eqn, batched)
-    free = {*covered.values(), *(label for i, label in enumerate(of_index[:-1]) if added and i not in batched)}
-    for array, own in ((indices, of_index), (updates, labels)):
-        constraints.freeze(axis for axis, label in zip(array, own, strict=True) if label not in free)
-    constraints.freeze(axis for i, axis in enumerate(operand) if i not in covered.values())
-
-    def of(array: str) -> Labels:
-        return [axis if axis in covered.values() else (array, axis) for axis in range(len(shape))]
-
-    return constraints.relate(
-        [(operand, of("operand")), (updates, labels), (indices, of_index)],
-        [of("result")],
-        {("result", axis): Axis(size, constraints.reason) for axis, size in enumerate(shape)},
-    )
-
-
-def dynamic_slice(
-    constraints: Constraints, eqn: core.JaxprEqn, operand: ArrayAxes, *starts: ArrayAxes
-) -> list[ArrayAxes]:
+def dynamic_slice(eqn: core.JaxprEqn, operand: Array, *starts: Array) -> Relation:
     """Freeze the axes that are only partly read."""
-    return positional(constraints, eqn, [operand], resized_axes(eqn.invars[0], eqn.outvars[0]))
+    return positional(eqn, [operand], resized_axes(eqn.invars[0], eqn.outvars[0]))
 
 
-def dynamic_update_slice(
-    constraints: Constraints, eqn: core.JaxprEqn, operand: ArrayAxes, update: ArrayAxes, *starts: ArrayAxes
-) -> list[ArrayAxes]:
+def dynamic_update_slice(eqn: core.JaxprEqn, operand: Array, update: Array, *starts: Array) -> Relation:
     """Freeze the axes that are only partly replaced."""
-    return positional(constraints, eqn, [operand, update], resized_axes(*eqn.invars[:2]))
+    return positional(eqn, [operand, update], resized_axes(*eqn.invars[:2]))
 
 
-def move_positions(rule: Rule) -> FactRule:
+def move_positions(rule: Rule) -> Rule:
     """Return a rule that reshapes, converts, selects or copies positions."""
 
-    def move(constraints: Constraints, eqn: core.JaxprEqn, operand: Array, *rest: Array) -> list[Array] | None:
-        found = operand.positions
-        if found is None or not _holds(eqn.outvars[0], found.along.size - 1):
+    def move(eqn: core.JaxprEqn, operand: Array, *rest: Array) -> Relation | None:
+        found, relation = operand.positions, rule(eqn, operand, *rest)
+        if found is None or relation is None or not _holds_positions(eqn.outvars[0]):
             return None
-        (axes,) = rule(constraints, eqn, operand.axes, *map(constraints.plain, rest))
-        sizes = [math.prod(shape_of(atom)) for atom in (eqn.invars[0], eqn.outvars[0])]
-        if sizes[0] != sizes[1]:
-            return [Array(axes, positions=Positions(found.along, found.reason, found.shifted))]
-        return [Array(axes, positions=replace(found, once=found.once and len(axes) == 1))]
+        if math.prod(shape_of(eqn.invars[0])) != math.prod(shape_of(eqn.outvars[0])):
+            found = Positions(found.along, found.reason, found.shifted)
+        once = found.once and len(shape_of(eqn.outvars[0])) == 1
+        return replace(relation, facts=[Array(positions=replace(found, once=once))], positions=[0])
 
     return move
 
 
-def shift_positions(constraints: Constraints, eqn: core.JaxprEqn, operand: Array, by: Array) -> list[Array] | None:
+def shift_positions(eqn: core.JaxprEqn, operand: Array, by: Array) -> Relation | None:
     """Return positions counted from the end, as indexing computes them for negative indices."""
     if operand.positions is None or by.value is None:
         return None
-    (axes,) = elementwise(constraints, eqn, operand.axes, by.axes)
-    return [Array(axes, positions=Positions(operand.positions.along, operand.positions.reason, shifted=True))]
+    shifted = Positions(operand.positions.along, operand.positions.reason, shifted=True)
+    return replace(elementwise(eqn, operand, by), facts=[Array(positions=shifted)], positions=[0])
 
 
-def is_negative(constraints: Constraints, eqn: core.JaxprEqn, operand: Array, bound: Array) -> list[Array] | None:
+def is_negative(eqn: core.JaxprEqn, operand: Array, bound: Array) -> Relation | None:
     """Return False for all entries if the operand holds positions, which are never negative."""
     if operand.positions is None or operand.positions.shifted or bound.value is None or bound.value.any():
         return None
     shape = shape_of(eqn.outvars[0])
-    return [Array((None,) * len(shape), value=np.broadcast_to(False, shape))]
+    return Relation([], [range(len(shape))], facts=[Array(value=np.broadcast_to(False, shape))], positions=[0])
 
 
-def choose_positions(constraints: Constraints, eqn: core.JaxprEqn, which: Array, *cases: Array) -> list[Array] | None:
+def choose_positions(eqn: core.JaxprEqn, which: Array, *cases: Array) -> Relation | None:
     """Return the chosen case, if the choice is known."""
     numbers = set() if which.value is None else set(which.value.ravel().tolist())
     chosen = [case for i, case in enumerate(cases) if i in numbers]
-    return chosen if len(numbers) == len(chosen) == 1 else None
+    return _same(chosen[0], len(cases) + 1) if len(numbers) == len(chosen) == 1 else None
 
 
-def clip_positions(constraints: Constraints, eqn: core.JaxprEqn, left: Array, right: Array) -> list[Array] | None:
+def _same(array: Array, operands: int) -> Relation:
+    """Return the relation whose result is an array, with all facts about it."""
+    labels = range(len(array.axes))
+    return Relation([(array.axes, labels)], [labels], facts=[array], positions=range(operands))
+
+
+def clip_positions(eqn: core.JaxprEqn, left: Array, right: Array) -> Relation | None:
     """Return the positions unchanged if a maximum with zero cannot change them, as in `bincount`."""
     (found, bound), atom = ((left, right), eqn.invars[0]) if left.positions else ((right, left), eqn.invars[1])
     if found.positions is None or found.positions.shifted or bound.value is None or not (bound.value <= 0).all():
         return None
-    return [found] if shape_of(atom) == shape_of(eqn.outvars[0]) else None
+    return _same(found, 2) if shape_of(atom) == shape_of(eqn.outvars[0]) else None
 
 
-def compare_positions(constraints: Constraints, eqn: core.JaxprEqn, left: Array, right: Array) -> list[Array] | None:
+def compare_positions(eqn: core.JaxprEqn, left: Array, right: Array) -> Relation | None:
     """Return one-hot vectors, made by comparing positions with all positions of their axis along a new axis."""
     found, known = (left, right) if left.positions else (right, left)
     varying = [axis for axis, one in enumerate(known.axes) if one is not None]
@@ -331,5 +293,5 @@ def compare_positions(constraints: Constraints, eqn: core.JaxprEqn, left: Array,
     ((axis,), along), shape = (varying, found.positions.along), shape_of(eqn.outvars[0])
     if shape[axis] != along.size or (found.axes and found.axes[axis] is not None):
         return None
-    positions = ((*found.axes, along), [*range(len(found.axes)), axis])
-    return [*map(Array, constraints.relate([positions], [range(len(shape))]))]
+    arrays = [((*found.axes, along), [*range(len(found.axes)), axis])]
+    return Relation(arrays, [range(len(shape))], positions=[0, 1])

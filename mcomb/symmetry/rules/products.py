@@ -1,132 +1,84 @@
 """Rules of products, convolutions and linear algebra."""
 
 from collections.abc import Hashable
+from dataclasses import replace
 
 from jax.extend import core
 
-from mcomb.symmetry.arrays import Array, ArrayAxes, shape_of
-from mcomb.symmetry.axes import Axis, find, split_product, unite
-from mcomb.symmetry.constraints import Constraints, Labels
-from mcomb.symmetry.rules.common import freeze_everything
+from mcomb.symmetry.facts import Array, Relation, blocks, shape_of
 
 
-def dot_general(constraints: Constraints, eqn: core.JaxprEqn, left: ArrayAxes, right: ArrayAxes) -> list[ArrayAxes]:
+def dot_general(eqn: core.JaxprEqn, left: Array, right: Array) -> Relation:
     """Unite the batch axes of both sides, and the contracted axes, because sums may be in any order."""
-    contracted, batch = eqn.params["dimension_numbers"]
-    labels = []
+    return _product(left, right, *eqn.params["dimension_numbers"])
+
+
+def _product(
+    left: Array, right: Array, contracted: tuple, batch: tuple, dropped: tuple[Hashable, ...] = ()
+) -> Relation:
+    """Return the relation of a product, whose result has the batch axes and then those of each side."""
+    labels: list[list[Hashable]] = []
     for side, operand in enumerate((left, right)):
-        shared: dict[int, tuple[str | int, int]] = {axis: ("contracted", i) for i, axis in enumerate(contracted[side])}
-        shared |= {axis: ("batch", i) for i, axis in enumerate(batch[side])}
-        labels.append([shared.get(axis, (side, axis)) for axis in range(len(operand))])
-    kept = [label for side in (0, 1) for label in labels[side] if label[0] == side]
+        own = {axis: ("contracted", i) for i, axis in enumerate(contracted[side])}
+        own |= {axis: ("batch", i) for i, axis in enumerate(batch[side])}
+        labels.append([own.get(axis, (side, axis)) for axis in range(len(operand.axes))])
     batches = [("batch", i) for i in range(len(batch[0]))]
-    return constraints.relate([(left, labels[0]), (right, labels[1])], [[*batches, *kept]])
+    shared = {*batches, *(("contracted", i) for i in range(len(contracted[0]))), *dropped}
+    kept = [label for side in labels for label in side if label not in shared]
+    return Relation([(left.axes, labels[0]), (right.axes, labels[1])], [[*batches, *kept]])
 
 
-def convolution(constraints: Constraints, eqn: core.JaxprEqn, image: ArrayAxes, kernel: ArrayAxes) -> list[ArrayAxes]:
+def convolution(eqn: core.JaxprEqn, image: Array, kernel: Array) -> Relation:
     """Contract the channels of each group, and freeze spatial positions.
 
     In the derivative of a grouped convolution, the images are grouped, with one group for each group of filters.
     """
-    groups, of_images = eqn.params["feature_group_count"], eqn.params["batch_group_count"]
-    dims, (image_shape, kernel_shape) = eqn.params["dimension_numbers"], map(shape_of, eqn.invars)
-    constraints.freeze(image[axis] for axis in dims.lhs_spec[2:])
-    constraints.freeze(kernel[axis] for axis in dims.rhs_spec[2:])
-    batch, channels = (image[axis] for axis in dims.lhs_spec[:2])
-    filters, depth = (kernel[axis] for axis in dims.rhs_spec[:2])
-    images, outputs, inputs = image_shape[dims.lhs_spec[0]], *(kernel_shape[axis] for axis in dims.rhs_spec[:2])
-    inner = (groups * of_images, outputs // (groups * of_images))
-    batches = constraints.split(batch, (of_images, images // of_images), split_product)
-    (result,) = constraints.relate(
-        [
-            (
-                (*batches, *constraints.split(channels, (groups, inputs), split_product)),
-                ("group", "batch", "group", "in"),
-            ),
-            ((*constraints.split(filters, inner, split_product), depth), ("group", "out", "in")),
-        ],
-        [("batch", "group", "out")],
+    p = eqn.params
+    of_channels, of_images, dims = p["feature_group_count"], p["batch_group_count"], p["dimension_numbers"]
+    images, (outputs, inputs) = (
+        shape_of(eqn.invars[0])[dims.lhs_spec[0]],
+        (shape_of(eqn.invars[1])[axis] for axis in dims.rhs_spec[:2]),
     )
-    shape = shape_of(eqn.outvars[0])
-    axes = dict(zip(dims.out_spec, (result[0], constraints.join(result[1:], inner)), strict=False))
-    return [tuple(axes.get(axis, Axis(size, constraints.reason)) for axis, size in enumerate(shape))]
+    groups = ("group", of_channels * of_images)
+    filters = blocks(groups, ("out", outputs // groups[1]))
+    arrays = {
+        "image": (
+            dims.lhs_spec,
+            [
+                blocks(("group", of_images), ("batch", images // of_images)),
+                blocks(("group", of_channels), ("in", inputs)),
+            ],
+        ),
+        "kernel": (dims.rhs_spec, [filters, "in"]),
+        "result": (dims.out_spec, ["batch", filters]),
+    }
+    frozen = {(array, axis) for array, (spec, _) in arrays.items() for axis in spec[2:]}
+    labels = {
+        array: [dict(zip(spec, own, strict=False)).get(axis, (array, axis)) for axis in range(len(spec))]
+        for array, (spec, own) in arrays.items()
+    }
+    return Relation([(image.axes, labels["image"]), (kernel.axes, labels["kernel"])], [labels["result"]], frozen)
 
 
-def ragged_dot(
-    constraints: Constraints, eqn: core.JaxprEqn, rows: ArrayAxes, matrices: ArrayAxes, sizes: ArrayAxes
-) -> list[ArrayAxes]:
+def ragged_dot(eqn: core.JaxprEqn, rows: Array, matrices: Array, sizes: Array) -> Relation | None:
     """Multiply each group of rows with its own matrix, and freeze rows and groups."""
-    constraints.explain(eqn.primitive.name, "groups take the rows in turn")
-    axes = _ragged_axes(eqn)
-    if axes is None:
-        return freeze_everything(constraints, eqn, rows, matrices, sizes)
-    ragged, group = axes
-    constraints.freeze([rows[ragged], matrices[group], *sizes])
-    return _ragged_product(constraints, eqn, rows, matrices, Axis(shape_of(eqn.invars[0])[ragged], constraints.reason))
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (contracted, batch), (ragged,) = numbers.dot_dimension_numbers, numbers.lhs_ragged_dimensions
+    if len(numbers.rhs_group_dimensions) != 1 or ragged in contracted[0] or any(batch):
+        return None
+    group = (1, numbers.rhs_group_dimensions[0])
+    product = _product(rows, matrices, contracted, batch, dropped=(group,))
+    operands = [*product.operands, (sizes.axes, [group])]
+    return Relation(operands, product.results, {(0, ragged), group}, "groups take the rows in turn")
 
 
-def ragged_dot_of_groups(
-    constraints: Constraints, eqn: core.JaxprEqn, rows: Array, matrices: Array, sizes: Array
-) -> list[Array] | None:
+def ragged_dot_of_groups(eqn: core.JaxprEqn, rows: Array, matrices: Array, sizes: Array) -> Relation | None:
     """Leave the groups free if the rows were sorted by the same groups that are counted (MaxText).
 
     Each row then meets the matrix of its group in any order of the groups.
     """
-    axes = _ragged_axes(eqn)
-    if axes is None or sizes.counts is None or (row_axis := rows.axes[axes[0]]) is None:
+    relation = ragged_dot(eqn, rows, matrices, sizes)
+    row = rows.axes[eqn.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions[0]]
+    if relation is None or row is None or sizes.counts is None or sizes.axes[0] is None:
         return None
-    sorts = [
-        sort for sort in constraints.groupings if find(sort.rows) is find(row_axis) and sort.source is sizes.counts
-    ]
-    if not sorts:
-        return None
-    for axis in (matrices.axes[axes[1]], *sizes.axes):
-        if axis is not None:
-            unite(sorts[0].groups, axis, constraints.reason)
-    constraints.record([((sorts[0].groups,), ["groups"])])
-    return [
-        *map(Array, _ragged_product(constraints, eqn, constraints.plain(rows), constraints.plain(matrices), row_axis))
-    ]
-
-
-def _ragged_axes(eqn: core.JaxprEqn) -> tuple[int, int] | None:
-    """Return the axis of rows on the left and that of groups on the right, or None for other products."""
-    numbers = eqn.params["ragged_dot_dimension_numbers"]
-    (contracted, batch), (ragged,) = numbers.dot_dimension_numbers, numbers.lhs_ragged_dimensions
-    groups = list(numbers.rhs_group_dimensions)
-    return None if len(groups) != 1 or ragged in contracted[0] or any(batch) else (ragged, groups[0])
-
-
-def _ragged_product(
-    constraints: Constraints, eqn: core.JaxprEqn, rows: ArrayAxes, matrices: ArrayAxes, result_rows: Axis
-) -> list[ArrayAxes]:
-    """Return the product of rows and matrices, with `result_rows` as its rows and without the groups."""
-    ragged, group = _ragged_axes(eqn) or (0, 0)
-    contracted = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0]
-    shared = [{axis: ("contracted", i) for i, axis in enumerate(side)} for side in contracted]
-    left = [shared[0].get(axis, ("left", axis)) for axis in range(len(rows))]
-    right = [shared[1].get(axis, ("right", axis)) for axis in range(len(matrices))]
-    kept = [label for label in left if label[0] == "left"]
-    kept += [label for axis, label in enumerate(right) if label[0] == "right" and axis != group]
-    return constraints.relate([(rows, left), (matrices, right)], [kept], {("left", ragged): result_rows})
-
-
-def factorisation(constraints: Constraints, eqn: core.JaxprEqn, *operands: ArrayAxes) -> list[ArrayAxes]:
-    """Freeze the last two axes, which are rows and columns of matrices; treat batch axes elementwise."""
-    batch = len(operands[0]) - 2
-    for operand in operands:
-        constraints.freeze(operand[batch:])
-
-    def labels(rank: int, *array: Hashable) -> Labels:
-        return [*range(batch), *((*array, axis) for axis in range(rank - batch))]
-
-    shapes = [shape_of(var) for var in eqn.outvars]
-    return constraints.relate(
-        [(operand, labels(len(operand), "operand", i)) for i, operand in enumerate(operands)],
-        [labels(len(shape), "result", i) for i, shape in enumerate(shapes)],
-        {
-            ("result", i, axis): Axis(size, constraints.reason)
-            for i, shape in enumerate(shapes)
-            for axis, size in enumerate(shape[batch:])
-        },
-    )
+    return replace(relation, frozen=(), grouped=(row, sizes.counts, sizes.axes[0]))

@@ -7,8 +7,11 @@ import time
 import jax
 import numpy as np
 import pytest
+from groups import NETWORKS
 from numerics import assert_equal
 
+from mcomb import derive_spec, weights
+from mcomb.io.fingerprints import fingerprint
 from mcomb.lab import setups
 from mcomb.lab.cache import durations, matchings
 from mcomb.lab.cache.matchings import MatchingKey
@@ -176,3 +179,18 @@ def test_matching_seconds_exclude_compilation(tmp_path, monkeypatch):
     store = Store(dataclasses.replace(CONFIG, epochs=0, out=tmp_path))
     found = match(store, *store.networks.get("AB").values(), "weights")
     assert 0 < found.seconds <= store.durations.seconds["matching"] - 0.19
+
+
+def test_matching_of_mixed_groups_is_read_as_written(tmp_path):
+    network = NETWORKS["attention"]()
+    spec = derive_spec(network.apply, network.params, network.inputs, groups="all")
+    other = spec.apply(spec.random(jax.random.key(0)), network.params)
+    matching = weights().match(spec, network.params, other)
+    path, made_from = tmp_path / "matching.npz", ["a", "b"]
+    written = matchings.KeptMatching(matching, 1.5, fingerprint(matching.perms))
+    matchings.write_matching(path, made_from, written)
+    read = matchings.read_matching(path, made_from, spec)
+    assert read is not None
+    assert read.fingerprint == written.fingerprint
+    assert_equal(read.matching.perms, matching.perms)
+    spec.check(network.apply, other, network.inputs, perms=read.matching.perms)

@@ -211,7 +211,7 @@ def test_network_exceeding_memory_is_rejected(width, memory, tmp_path, monkeypat
     assert not [path for path in tmp_path.rglob("networks/*") if path.is_dir()]
 
 
-def test_a_long_training_says_so_at_its_start(monkeypatch, capsys):
+def test_training_announces_a_long_duration(monkeypatch, capsys):
     mesh = device_mesh()
     monkeypatch.setattr(side_by_side, "matrix_rate", lambda mesh: 1e12)
     side_by_side.say_if_long(3e15, mesh, "training seed-0")

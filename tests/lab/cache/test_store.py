@@ -34,7 +34,7 @@ def test_matching_roundtrips_through_file(store):
     perms = {name: np.arange(size) for name, size in store.spec.sizes.items()}
     assert_equal(store.permute(b, Matching(perms, 0.0, ())), b.params)
     twice = perms | {"dense1": np.zeros_like(perms["dense1"])}
-    with pytest.raises(UserError, match="permutation dense1 does not have each index"):
+    with pytest.raises(UserError, match="Permutation dense1 must have each index"):
         store.permute(b, Matching(twice, 0.0, ()))
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mcomb.lab.data import augmentation
-from mcomb.lab.data.augmentation import Augmentation
+from mcomb.lab.data.augmentation import Augmentation, shrink
 
 augment = jax.jit(augmentation.augment, static_argnums=2)  # inside a compiled step, as always
 
@@ -114,3 +114,13 @@ def test_augmentation_differs_between_images_and_keys():
     first, second = (np.asarray(augment(jax.random.key(i), batch, how)) for i in (0, 1))
     assert np.abs(first[0] - first[1]).max() > 1
     assert np.abs(first[0] - second[0]).max() > 1
+
+
+def test_shrink_averages_squares():
+    images = np.random.default_rng(0).integers(0, 256, (2, 6, 9, 3), np.uint8)
+    found = shrink(jnp.asarray(images), 3)
+    assert found.shape == (2, 2, 3, 3)
+    assert found.dtype == jnp.float32
+    for row, column in np.ndindex(2, 3):
+        square = images[:, 3 * row : 3 * row + 3, 3 * column : 3 * column + 3]
+        np.testing.assert_allclose(found[:, row, column], square.mean(axis=(1, 2)), rtol=1e-6)

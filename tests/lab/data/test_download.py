@@ -14,7 +14,8 @@ import pooch
 import pytest
 
 from mcomb.errors import UserError
-from mcomb.lab.data import datasets as data
+from mcomb.lab.data import cifar10 as data
+from mcomb.lab.data import download
 
 # The downloader leaves the socket of a silent server to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
@@ -64,7 +65,7 @@ def send(handler, content, length=None, status=200):
 @pytest.fixture
 def serve(monkeypatch, tmp_path):
     """Start a server for CIFAR-10, with an empty cache, no local copy and no TFDS."""
-    monkeypatch.delenv(data.DATA_VARIABLE, raising=False)
+    monkeypatch.delenv(download.DATA_VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
     servers = []
@@ -73,7 +74,7 @@ def serve(monkeypatch, tmp_path):
         server = Server(answer)
         servers.append(server)
         threading.Thread(target=server.serve_forever, args=(0.01,)).start()
-        monkeypatch.setenv(data.URL_VARIABLE, f"http://127.0.0.1:{server.server_port}/cifar-10-binary.tar.gz")
+        monkeypatch.setenv(data.DOWNLOAD.url_variable, f"http://127.0.0.1:{server.server_port}/cifar-10-binary.tar.gz")
         return server
 
     yield start
@@ -90,8 +91,8 @@ def test_download_happens_once(serve, archive, capsys):
     server = serve(lambda handler: send(handler, archive))
     first, second = data.CIFAR10.load(None), data.CIFAR10.load(None)
     assert server.asked == 1
-    assert first.train.images.shape == (10, 32, 32, 3)
-    np.testing.assert_array_equal(first.test.images, second.test.images)
+    assert first.train.inputs.shape == (10, 32, 32, 3)
+    np.testing.assert_array_equal(first.test.inputs, second.test.inputs)
     _, err = capsys.readouterr()
     assert err.count("downloading CIFAR-10 from http://127.0.0.1") == 1
     assert "CIFAR-10: 100%" in err
@@ -103,7 +104,7 @@ def test_download_replaces_damaged_copy(serve, archive, capsys):
     (pooch.os_cache("mcomb") / cached()[0]).write_bytes(archive[:1000])
     again = data.CIFAR10.load(None)
     assert server.asked == 2
-    np.testing.assert_array_equal(first.train.images, again.train.images)
+    np.testing.assert_array_equal(first.train.inputs, again.train.inputs)
     assert "downloading it again" in capsys.readouterr().err
 
 
@@ -135,13 +136,13 @@ def wrong_pixels(handler, archive):
     ids=["broken", "a page", "other images", "not there", "slow"],
 )
 def test_download_of_other_file_is_rejected_and_removed(serve, archive, monkeypatch, answer, reason):
-    monkeypatch.setattr(data, "TIMEOUT", 0.5)
+    monkeypatch.setattr(download, "TIMEOUT", 0.5)
     serve(lambda handler: answer(handler, archive))
     with pytest.raises(UserError, match=reason) as raised:
         data.CIFAR10.load(None)
     text = str(raised.value)
     assert "\n" not in text
-    for remedy in (data.URL_VARIABLE, data.DATA_VARIABLE, "--data-dir", "--setup mlp-digits"):
+    for remedy in (data.DOWNLOAD.url_variable, download.DATA_VARIABLE, "--data-dir", "--setup mlp-digits"):
         assert remedy in text
     assert cached() == []
     serve(lambda handler: send(handler, archive))  # the same command succeeds later
@@ -152,7 +153,7 @@ def test_download_of_other_file_is_rejected_and_removed(serve, archive, monkeypa
 
 def test_download_without_network_prints_remedy(serve, archive, monkeypatch):
     serve(lambda handler: None)
-    monkeypatch.setenv(data.URL_VARIABLE, "http://127.0.0.1:9/cifar-10-binary.tar.gz")  # nothing listens there
+    monkeypatch.setenv(data.DOWNLOAD.url_variable, "http://127.0.0.1:9/cifar-10-binary.tar.gz")  # nothing listens there
     with pytest.raises(UserError, match=r"Cannot download CIFAR-10 from http://127\.0\.0\.1:9/"):
         data.CIFAR10.load(None)
     assert cached() == []

@@ -15,7 +15,7 @@ def rows(subset, who):
 
 
 @given(SUBSETS)
-def test_splits_partition_images(subset):
+def test_splits_partition_examples(subset):
     a, b, withheld = (rows(subset, who) for who in ("A", "B", "withheld"))
     assert len(withheld) == subset.withheld
     assert sorted({*a, *b} | {*withheld}) == list(range(1000))

@@ -14,9 +14,23 @@ from mcomb.lab.runs import run as run_module
 from mcomb.lab.runs.command import setups_help
 from mcomb.lab.runs.experiment import Experiment, Paper, is_of_paper, papers_networks
 from mcomb.lab.runs.identity import identity_hash, read_state
+from mcomb.lab.runs.results import Results, to_json
 from mcomb.lab.runs.run import add_verdict, read_results, run, said_verdict
 from mcomb.lab.runs.verdicts import Verdict, verdict_colour
 from mcomb.lab.setups import SETUPS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answer(Results):
+    answer: int
+    of: list[str] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Several(Answer):
+    @property
+    def measured_widths(self):
+        return self.of
 
 
 @pytest.fixture
@@ -28,12 +42,12 @@ def calls():
 def example(calls):
     def measure(this):
         calls.append("measure")
-        return {"answer": 40 + len(this.parts), "of": sorted(this.parts)}
+        return Answer(answer=40 + len(this.parts), of=sorted(this.parts))
 
     def draw(results, folder):
         calls.append("draw")
         for kind in ("png", "pdf"):
-            (folder / f"{results['experiment']}.{kind}").write_text(str(results["answer"]))
+            (folder / f"{results.experiment}.{kind}").write_text(str(results.answer))
 
     return Experiment(
         name="example",
@@ -41,9 +55,10 @@ def example(calls):
         claim="The answer is 40.",
         alt="A number.",
         networks="",
+        results=Answer,
         measure=measure,
         draw=draw,
-        judge=lambda results: Verdict(results["answer"] == 40, f"It is {results['answer']}."),
+        judge=lambda results: Verdict(results.answer == 40, f"It is {results.answer}."),
         paper={"mlp-digits": Paper(loss=0.5, accuracy=0.25)},
     )
 
@@ -67,11 +82,10 @@ OTHERS = "The paper measures ResNet-20 on CIFAR-10 at width 32 and Tiny-10 on CI
     ],
 )
 def test_verdict_agrees_only_for_networks_of_paper(example, tmp_path, answer, setup, width, said, colour):
-    found = add_verdict(
-        example, {"experiment": "example", "answer": answer, "config": {"setup": setup, "width": width}}, tmp_path
-    )
+    results = Answer(experiment="example", answer=answer, config={"setup": setup, "width": width})
+    found = add_verdict(example, results, tmp_path)
     assert said_verdict(found) == said
-    assert verdict_colour(found["agrees"], found["is_papers"]) == colour
+    assert verdict_colour(found.agrees, found.is_papers) == colour
 
 
 def test_finding_quotes_barriers_of_paper(example):
@@ -86,9 +100,9 @@ def test_finding_quotes_barriers_of_paper(example):
 def test_is_papers_requires_all_widths(example):
     example = dataclasses.replace(example, in_paper={"tiny10-cifar10": (1, 2, 4)})
     config = {"setup": "tiny10-cifar10", "width": 32}
-    assert is_of_paper(example, {"config": config, "widths": [1, 4]})
-    assert not is_of_paper(example, {"config": config, "widths": [1, 4, 8]})
-    assert not is_of_paper(example, {"config": config})
+    assert is_of_paper(example, Several(config=config, answer=0, of=[1, 4]))
+    assert not is_of_paper(example, Several(config=config, answer=0, of=[1, 4, 8]))
+    assert not is_of_paper(example, Answer(config=config, answer=0))
 
 
 def test_run_measures_draws_writes_and_judges(example, config, calls, capsys):
@@ -100,7 +114,7 @@ def test_run_measures_draws_writes_and_judges(example, config, calls, capsys):
     }
     stored = json.loads((folder / "results.json").read_text())
     assert len(stored.pop("digest")) == 16
-    assert results == stored | {
+    assert to_json(results) == stored | {
         "claim": "The answer is 40.",
         "alt": "A number.",
         "agrees": True,
@@ -163,7 +177,7 @@ def test_run_redraws_changed_figure(example, config, calls, name, again):
 def test_verdict_is_recomputed_for_old_results(example, config, calls):
     run(example, config)
     stricter = dataclasses.replace(example, judge=lambda results: Verdict(False, "No."), claim="It is 41.")
-    assert {name: run(stricter, config)[name] for name in ("agrees", "finding", "claim")} == {
+    assert {name: getattr(run(stricter, config), name) for name in ("agrees", "finding", "claim")} == {
         "agrees": False,
         "finding": f"No. {OTHERS}",
         "claim": "It is 41.",
@@ -191,7 +205,7 @@ def test_read_results_ignores_unfinished_run(example, config, calls):
     assert read_results(example, config) is None
     assert read_state(example, config)[:2] == ("begun", "begun: 2 of 10 rows")
     assert read_state(example, dataclasses.replace(config, seed=4)).kind == "not run"
-    assert run(example, config)["answer"] == 40
+    assert run(example, config).answer == 40
     state = read_state(example, config)
     assert (state.kind, state.agrees, state.finding) == ("done", True, "It is 40.")
     assert state.said.startswith("shows, 20")
@@ -215,12 +229,10 @@ def test_run_runs_parts_first_and_once(example, config, calls):
     )
     assert read_results(whole, config) is None
     results = run(whole, config)
-    assert results["of"] == ["seed 1", "seed 2"]
-    assert results["answer"] == 42
+    assert results.of == ["seed 1", "seed 2"]
+    assert results.answer == 42
     assert calls == ["measure", "draw"] * 3
-    assert results["parts"] == {
-        f"seed {n}": identity_hash(run(part, dataclasses.replace(config, seed=n))) for n in (1, 2)
-    }
+    assert results.parts == {f"seed {n}": identity_hash(run(part, dataclasses.replace(config, seed=n))) for n in (1, 2)}
     assert read_results(whole, config) == results == run(whole, config)
     assert calls == ["measure", "draw"] * 3
 
@@ -228,16 +240,18 @@ def test_run_runs_parts_first_and_once(example, config, calls):
 def test_verdict_is_none_for_unsuitable_networks(example, config, monkeypatch):
     monkeypatch.setattr(experiment, "why_no_verdict", lambda results: "No verdict: something is wrong.")
     results = run(example, config)
-    assert results["agrees"] is None
-    assert results["finding"] == "No verdict: something is wrong."
+    assert results.agrees is None
+    assert results.finding == "No verdict: something is wrong."
 
 
 def test_identity_hash_depends_on_all_inputs(example, config):
     results = run(example, config)
     names = ("experiment", "config", "version", "networks", "matchings", "parts", "data", "devices")
-    hashes = {identity_hash(results)} | {identity_hash(results | {name: "another"}) for name in names}
+    hashes = {identity_hash(results)} | {
+        identity_hash(dataclasses.replace(results, **{name: "another"})) for name in names
+    }
     assert len(hashes) == 1 + len(names)
-    assert identity_hash(results | {"seconds": 1e9, "answer": 0}) == identity_hash(results)
+    assert identity_hash(dataclasses.replace(results, seconds=1e9, answer=0)) == identity_hash(results)
 
 
 def test_help_lists_recipe_of_every_setup():
@@ -245,7 +259,7 @@ def test_help_lists_recipe_of_every_setup():
     assert lines[0] == "setups:"
     assert [line.split()[0] for line in lines if line.startswith("  ") and line[2] != " "] == list(SETUPS)
     assert any("59 % test accuracy" in line for line in lines)
-    assert "  resnet20-cifar10  250 epochs, batch 100, learning rate 0.1, weight decay 0.0001" in lines
+    assert "250 epochs, batch 100, learning rate 0.1, weight decay 0.0001" in lines[1]
 
 
 def test_parse_and_join_compares_flags_code_and_versions(tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ from mcomb.lab.setups import SETUPS, load_data
 from mcomb.lab.training.checkpoints import TrainingCheckpoints
 from mcomb.lab.training.train import initial_state
 
-CONFIG = linear.LinearConfig(setup="mlp-digits", width=1, epochs=2, points=3, train_images=50, test_images=50)
+CONFIG = linear.LinearConfig(setup="mlp-digits", width=1, epochs=2, points=3, train_examples=50, test_examples=50)
 
 
 def draw(results, folder):
@@ -72,9 +72,9 @@ def test_results_are_reused_if_identity_is_equal(config, capsys):
     before = stored(config)
     after = run(LINE, config)
     assert stored(config) == before
-    assert after["seconds"] == before["seconds"]
+    assert after.seconds == before["seconds"]
     assert "again" not in capsys.readouterr().err
-    assert read_results(LINE, config)["curves"] == before["curves"]
+    assert read_results(LINE, config).curves == before["curves"]
 
 
 def test_results_with_train_temperatures_are_redrawn(config, capsys):
@@ -85,7 +85,7 @@ def test_results_with_train_temperatures_are_redrawn(config, capsys):
     write_json(folder / ".figures.json", {k: v for k, v in figures.items() if k not in ("version", "digest")})
     drawn = []
     after = run(dataclasses.replace(LINE, draw=lambda *args: draw(*args) or drawn.append(args)), config)
-    assert after["seconds"] == before["seconds"]
+    assert after.seconds == before["seconds"]
     assert len(drawn) == 1
     assert "again" not in capsys.readouterr().err
 
@@ -94,8 +94,8 @@ def test_temperatures_have_own_folder_and_results(config):
     flagged = dataclasses.replace(config, temperatures=True)
     assert "temperatures" in Store(flagged).folder("linear").name.split(",")
     assert read_results(LINE, flagged) is None
-    assert read_results(LINE, config)["curves"] == run(LINE, flagged)["curves"]
-    assert read_results(LINE, flagged)["config"]["temperatures"] is True
+    assert read_results(LINE, config).curves == run(LINE, flagged).curves
+    assert read_results(LINE, flagged).config["temperatures"] is True
 
 
 def test_results_depend_on_networks(config, capsys):
@@ -103,9 +103,9 @@ def test_results_depend_on_networks(config, capsys):
     change_network(config, 1)
     assert read_results(LINE, config) is None
     after = run(LINE, config)
-    assert after["curves"] != before["curves"]
-    assert after["networks"]["A"] == before["networks"]["A"]
-    assert after["networks"]["B"] != before["networks"]["B"]
+    assert after.curves != before["curves"]
+    assert after.networks["A"] == before["networks"]["A"]
+    assert after.networks["B"] != before["networks"]["B"]
     assert "was made from other networks, matchings: measuring again" in capsys.readouterr().err
 
 
@@ -117,8 +117,8 @@ def test_results_depend_on_matchings(config, capsys):
     np.savez(path, **kept | {name: value[::-1] for name, value in kept.items() if name.startswith("perms/")})
     assert read_results(LINE, config) is None
     after = run(LINE, config)
-    assert after["curves"]["aligned"] != before["curves"]["aligned"]
-    assert after["curves"]["naive"] == before["curves"]["naive"]
+    assert after.curves["aligned"] != before["curves"]["aligned"]
+    assert after.curves["naive"] == before["curves"]["naive"]
     assert "was made from other matchings: measuring again" in capsys.readouterr().err
 
 
@@ -133,8 +133,8 @@ def test_results_depend_on_number_of_devices(config, monkeypatch, capsys):
         monkeypatch.setattr("mcomb.lab.runs.identity.describe_devices", lambda: "2 × cpu")
     assert read_results(LINE, config) is None
     after = run(LINE, config)
-    assert after["devices"] != before["devices"]
-    assert after["networks"] == before["networks"]
+    assert after.devices != before["devices"]
+    assert after.networks == before["networks"]
     out = capsys.readouterr()
     assert "was made from other devices: measuring again" in out.err
     assert "training" not in out.err
@@ -143,7 +143,7 @@ def test_results_depend_on_number_of_devices(config, monkeypatch, capsys):
 def test_results_depend_on_data(config, monkeypatch, capsys):
     setup = SETUPS["mlp-digits"]
     train, test = setup.dataset.load(None)
-    reordered = Splits(train, Split(test.images[::-1], test.labels[::-1]))
+    reordered = Splits(train, Split(test.inputs[::-1], test.labels[::-1]))
     other = dataclasses.replace(setup, dataset=dataclasses.replace(setup.dataset, load=lambda path: reordered))
     monkeypatch.setitem(SETUPS, "mlp-digits", other)
     load_data.cache_clear()
@@ -189,16 +189,16 @@ def test_results_depend_on_results_of_parts(config, monkeypatch, capsys):
     monkeypatch.setattr(width, "SWEEPS", two)
     gathering = convert_config(config, width.WidthConfig, widths=(2, 1), samples=1)
     before = run(width.EXPERIMENT, gathering)
-    assert before["widths"] == [1, 2]
-    assert read_results(width.EXPERIMENT, gathering)["by_width"] == before["by_width"]
+    assert before.widths == [1, 2]
+    assert read_results(width.EXPERIMENT, gathering).by_width == before.by_width
     change_network(config, 1)
     assert read_results(width.EXPERIMENT, gathering) is None
     capsys.readouterr()
     after = run(width.EXPERIMENT, gathering)
     assert "was made from other parts: measuring again" in capsys.readouterr().err
-    for name, rows in after["by_width"].items():
-        assert rows[0] != before["by_width"][name][0]
-        assert rows[1] == before["by_width"][name][1]
+    for name, rows in after.by_width.items():
+        assert rows[0] != before.by_width[name][0]
+        assert rows[1] == before.by_width[name][1]
 
 
 def test_checkpoints_of_same_name_have_own_folders(config, tmp_path):
@@ -211,8 +211,8 @@ def test_checkpoints_of_same_name_have_own_folders(config, tmp_path):
     assert Store(with_a).folder("linear") != Store(with_b).folder("linear")
     first = run(LINE, with_a)
     second = run(LINE, with_b)
-    assert first["networks"]["A"] != second["networks"]["A"]
-    assert stored(with_a)["curves"] == first["curves"]
+    assert first.networks["A"] != second.networks["A"]
+    assert stored(with_a)["curves"] == first.curves
     both = dataclasses.replace(config, checkpoint_a=folders[0], checkpoint_b=folders[1])
     a, b = Store(both).networks.get("AB").values()
     assert a.name != b.name

@@ -10,7 +10,8 @@ import pytest
 from experiments import linear, train, uniform
 from mcomb.lab import cli
 from mcomb.lab.cache.store import Store
-from mcomb.lab.data.datasets import DIGITS, Split
+from mcomb.lab.data.datasets import Split
+from mcomb.lab.data.digits import DIGITS
 from mcomb.lab.runs import plan
 from mcomb.lab.runs.plan import list_jobs
 from mcomb.lab.runs.run import run
@@ -40,7 +41,7 @@ def test_plan_counts_two_operations_per_weight_and_image(tmp_path):
 
 
 def test_plan_lists_all_steps_and_writes_nothing(tmp_path):
-    steps = steps_of(uniform, tmp_path / "runs", "--points", "3", "--samples", "2", "--test-images", "100")
+    steps = steps_of(uniform, tmp_path / "runs", "--points", "3", "--samples", "2", "--test-examples", "100")
     train_a, train_b, match, evaluate = steps
     flop = plan.work_of(Store(config_of(uniform, tmp_path))).flop
     assert train_a.flop == train_b.flop == 3 * flop * 2 * 1400
@@ -52,7 +53,7 @@ def test_plan_lists_all_steps_and_writes_nothing(tmp_path):
 
 @pytest.mark.slow
 def test_plan_marks_cached_steps_as_kept(tmp_path):
-    flags = ("--points", "3", "--train-images", "50", "--test-images", "50")
+    flags = ("--points", "3", "--train-examples", "50", "--test-examples", "50")
     run(linear.EXPERIMENT, config_of(linear, tmp_path, *flags))
     assert [step.state for step in steps_of(linear, tmp_path, *flags)] == ["kept"] * 4
     other = steps_of(uniform, tmp_path, *flags)
@@ -69,16 +70,16 @@ def test_plan_lists_pairs_and_widths_once(tmp_path):
 def test_setup_counts_images_without_loading(name, tmp_path):
     setup = SETUPS[name]
     if setup.dataset is DIGITS:
-        assert tuple(len(split.labels) for split in setup.dataset.load(None)) == setup.dataset.images
-    shapes = jax.eval_shape(setup.apply(1), setup.shapes(1), jnp.zeros((1, *setup.dataset.image), jnp.uint8))
-    assert shapes.shape == (1, setup.dataset.classes)
+        assert tuple(len(split.labels) for split in setup.dataset.load(None)) == setup.dataset.count()
+    shapes = jax.eval_shape(setup.apply(1), setup.shapes(1), jnp.zeros((1, *setup.dataset.shape), jnp.uint8))
+    assert (shapes.shape[0], shapes.shape[-1]) == (1, setup.dataset.classes)
 
 
 @pytest.mark.parametrize("setup", ["mlp-digits", pytest.param("tiny10-cifar10", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("width", [1, 8])
 def test_plan_memory_is_close_to_compiled_step(setup, width, tmp_path):
     store = Store(config_of(linear, tmp_path, "--setup", setup, "--width", str(width)))
-    count, image = store.setup.dataset.images[0], store.setup.dataset.image
+    count, image = store.setup.dataset.count()[0], store.setup.dataset.shape
     data = Split(np.zeros((count, *image), np.uint8), np.zeros(count, np.int32))
     seeds = [store.config.training_of(letter) for letter in "AB"]
     planned = plan.plan_steps([plan.Job("train", store, seeds)])[0].memory

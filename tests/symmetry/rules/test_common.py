@@ -24,7 +24,7 @@ def test_program_has_its_freedom(name):
     check_freedom(PROGRAMS[name])
 
 
-def test_every_rule_has_a_program(monkeypatch):
+def test_rules_have_programs(monkeypatch):
     assert not unused_rules(common, PROGRAMS, monkeypatch)
 
 
@@ -53,14 +53,14 @@ def cut_twice(params, x):
             {"in": (FEATURES, UNITS), "out": (3, 2), "other": (2, 2)},
             "reshape (its parts end where those of a product or a concatenation do not)",
         ),
-        (sharded_units, {"in": (FEATURES, UNITS)}, "shard_map (devices share the array out by position)"),
+        (sharded_units, {"in": (FEATURES, UNITS)}, "shard_map (devices split the array by position)"),
         (lambda p, x: jnp.take(x @ p["in"], jnp.array([2, 0]), 1), {"in": (5, 6)}, "gather (entries are looked up by"),
         (lambda p, x: jnp.argmax(x @ p["in"] > 0, 1), {"in": (5, 6)}, "argmax (of equal entries it takes the first)"),
         (lambda p, x: jnp.argmax(x @ p["in"], 1), {"in": (5, 6)}, "argmax (positions are used as numbers)"),
         (
             lambda p, x: jax.lax.approx_max_k(x @ p["in"], 2)[0],
             {"in": (5, 6)},
-            "approx_top_k (how it depends on the order is not known)",
+            "approx_top_k (its dependence on the order is unknown)",
         ),
     ],
 )

@@ -248,5 +248,5 @@ def test_program_has_its_freedom(name):
     check_freedom(PROGRAMS[name])
 
 
-def test_every_rule_has_a_program(monkeypatch):
+def test_rules_have_programs(monkeypatch):
     assert not unused_rules(lookups, PROGRAMS, monkeypatch)

@@ -173,7 +173,7 @@ def test_program_has_its_freedom(name):
     check_freedom(PROGRAMS[name])
 
 
-def test_every_rule_has_a_program(monkeypatch):
+def test_rules_have_programs(monkeypatch):
     assert not unused_rules(shapes, PROGRAMS, monkeypatch)
 
 

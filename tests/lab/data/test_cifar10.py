@@ -8,59 +8,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from pixels import statistics
 
 from mcomb.errors import UserError
-from mcomb.lab.data import datasets as data
-from mcomb.lab.data.datasets import CIFAR10, DIGITS, load_cifar10, load_digits
-
-
-def statistics(images):
-    """Return the mean and standard deviation of each channel from integer sums."""
-    count, first, second = images[..., 0].size, 0, 0
-    for part in np.array_split(images, max(1, len(images) // 1000)):
-        pixels = part.reshape(-1, part.shape[-1]).astype(np.int64)
-        first, second = first + pixels.sum(0), second + (pixels**2).sum(0)
-    mean = first / count
-    return mean, np.sqrt(second / count - mean**2)
-
-
-def test_digits_are_deterministic(digits):
-    again = load_digits()
-    assert digits.train.images.shape == (1400, 8, 8, 1)
-    assert digits.test.images.shape == (397, 8, 8, 1)
-    assert digits.train.images.dtype == np.uint8
-    assert digits.train.images.max() == 16
-    assert set(digits.test.labels) == set(range(10))
-    np.testing.assert_array_equal(digits.test.images, again.test.images)
-
-
-def test_digits_equal_scikit_learn(digits):
-    from sklearn.datasets import load_digits
-
-    theirs = load_digits()
-    order = np.random.RandomState(0).permutation(len(theirs.target))
-    for ours, expected in zip(zip(*digits, strict=True), (theirs.images[..., None], theirs.target), strict=True):
-        np.testing.assert_array_equal(np.concatenate(ours), expected[order])
-
-
-def test_digits_splits_are_disjoint(digits):
-    rows = {row.tobytes() for row in digits.train.images}
-    assert not any(row.tobytes() in rows for row in digits.test.images)
-
-
-def test_digits_constants_equal_loaded_data(digits):
-    assert DIGITS.image == digits.train.images.shape[1:] == digits.test.images.shape[1:]
-    assert DIGITS.classes == len(set(digits.train.labels)) == 1 + max(digits.train.labels)
-    mean, std = statistics(digits.train.images)
-    rounding = 8 * np.finfo(float).eps * (1 + float(mean[0] / std[0]) ** 2)  # the variance is a difference of squares
-    np.testing.assert_allclose(DIGITS.mean, mean, rtol=rounding)
-    np.testing.assert_allclose(DIGITS.std, std, rtol=rounding)
-
-
-def test_first_returns_first_images_or_all(digits):
-    np.testing.assert_array_equal(digits.test.first(5).images, digits.test.images[:5])
-    np.testing.assert_array_equal(digits.test.first(5).labels, digits.test.labels[:5])
-    assert len(digits.test.first(None).labels) == 397
+from mcomb.lab.data import cifar10 as data
+from mcomb.lab.data.cifar10 import CIFAR10, load_cifar10
+from mcomb.lab.data.download import DATA_VARIABLE, Download
 
 
 @pytest.fixture(scope="module")
@@ -69,17 +22,17 @@ def cifar10(cifar_archive):
 
 
 def test_cifar10_is_read_completely(cifar10):
-    assert cifar10.train.images.shape == (50_000, 32, 32, 3)
-    assert cifar10.test.images.shape == (10_000, 32, 32, 3)
+    assert cifar10.train.inputs.shape == (50_000, 32, 32, 3)
+    assert cifar10.test.inputs.shape == (10_000, 32, 32, 3)
     np.testing.assert_array_equal(np.bincount(cifar10.train.labels), [5000] * 10)
     np.testing.assert_array_equal(np.bincount(cifar10.test.labels), [1000] * 10)
     assert cifar10.train.labels[:10].tolist() == [6, 9, 9, 4, 1, 1, 2, 7, 8, 3]
 
 
 def test_cifar10_constants_equal_loaded_data(cifar10):
-    assert cifar10.train.images.shape[1:] == CIFAR10.image
+    assert cifar10.train.inputs.shape[1:] == CIFAR10.shape
     assert 1 + cifar10.train.labels.max() == CIFAR10.classes
-    for known, found in zip((CIFAR10.mean, CIFAR10.std), statistics(cifar10.train.images), strict=True):
+    for known, found in zip((CIFAR10.mean, CIFAR10.std), statistics(cifar10.train.inputs), strict=True):
         assert [f"{value / 255:.4f}" for value in found] == [f"{value / 255:.4f}" for value in known]
         np.testing.assert_allclose(known, found, rtol=0, atol=255 * 0.5e-4)  # the constants have four digits
 
@@ -124,7 +77,7 @@ def test_archive_folder_and_parent_give_same_images(small_cifar, tmp_path, folde
     assert first.train.labels.tolist() == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3 + [4] * 3
     assert first.test.labels.tolist() == [5] * 3
     for place in (packed, unpacked, unpacked / folder):
-        np.testing.assert_array_equal(load_cifar10(place).train.images, first.train.images)
+        np.testing.assert_array_equal(load_cifar10(place).train.inputs, first.train.inputs)
 
 
 def test_layouts_hold_same_pixels(small_cifar, tmp_path):
@@ -133,12 +86,12 @@ def test_layouts_hold_same_pixels(small_cifar, tmp_path):
         for name, content in members.items():
             (tmp_path / folder / name).write_bytes(content)
     binary, python = (load_cifar10(tmp_path / folder) for folder in small_cifar)
-    np.testing.assert_array_equal(binary.test.images, python.test.images)
+    np.testing.assert_array_equal(binary.test.inputs, python.test.inputs)
 
 
 def test_environment_variable_selects_copy(small_cifar, tmp_path, monkeypatch):
     write_archive(tmp_path / "any.tar.gz", "x", small_cifar["cifar-10-batches-bin"])
-    monkeypatch.setenv(data.DATA_VARIABLE, str(tmp_path / "any.tar.gz"))
+    monkeypatch.setenv(DATA_VARIABLE, str(tmp_path / "any.tar.gz"))
     assert len(load_cifar10().train.labels) == 15
 
 
@@ -204,7 +157,7 @@ def test_missing_data_raises_user_error(small_cifar, tmp_path):
 
 def shuffled_examples(split, name, seed):
     """A split as TFDS returns it: shuffled examples with ids."""
-    rows = enumerate(zip(split.images, split.labels, strict=True))
+    rows = enumerate(zip(split.inputs, split.labels, strict=True))
     examples = [{"id": b"%s_%05d" % (name, i), "image": image, "label": int(label)} for i, (image, label) in rows]
     return [examples[i] for i in np.random.default_rng(seed).permutation(len(examples))]
 
@@ -214,9 +167,9 @@ def test_tfds_examples_are_sorted_like_archive(digits, seed):
     examples = shuffled_examples(digits.train, b"train", seed)
     assert [example["label"] for example in examples] != digits.train.labels.tolist()
     found = data._in_archive_order(examples)
-    np.testing.assert_array_equal(found.images, digits.train.images)
+    np.testing.assert_array_equal(found.inputs, digits.train.inputs)
     np.testing.assert_array_equal(found.labels, digits.train.labels)
-    assert (found.images.dtype, found.labels.dtype) == (np.uint8, np.int32)
+    assert (found.inputs.dtype, found.labels.dtype) == (np.uint8, np.int32)
 
 
 @pytest.fixture
@@ -230,10 +183,10 @@ def tfds(small_cifar, tmp_path, monkeypatch):
         download_and_prepare=lambda: (fake.prepared / name / file_format).mkdir(parents=True),
         as_data_source=lambda split: shuffled_examples(getattr(local, split), split.encode(), 0),
     )
-    monkeypatch.delenv(data.DATA_VARIABLE, raising=False)
+    monkeypatch.delenv(DATA_VARIABLE, raising=False)
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", fake)
     fake.downloads = []
-    monkeypatch.setattr(data, "_download_archive", lambda: fake.downloads.append(local) or local)
+    monkeypatch.setattr(Download, "read_or_download", lambda *_: fake.downloads.append(local) or local)
     return fake
 
 
@@ -247,7 +200,7 @@ def test_tfds_equals_archive_once_prepared(prepared, tfds, monkeypatch):
     assert folder.is_dir()
     assert not tfds.downloads
     for split in ("train", "test"):
-        np.testing.assert_array_equal(getattr(found, split).images, getattr(tfds.local, split).images)
+        np.testing.assert_array_equal(getattr(found, split).inputs, getattr(tfds.local, split).inputs)
         np.testing.assert_array_equal(getattr(found, split).labels, getattr(tfds.local, split).labels)
 
 

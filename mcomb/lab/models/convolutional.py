@@ -1,37 +1,13 @@
-"""The paper's two networks and an MLP. Every submodule has an explicit name, and every model returns logits.
-
-Parameters are float32. With the dtype bfloat16, products, activations and outputs of norms are bfloat16. Flax computes
-the statistics of norms in float32, and `classifier` converts logits to float32.
-"""
+"""The paper's two convolutional networks."""
 
 from collections.abc import Callable
-from functools import cache, partial
-from typing import ClassVar, cast
+from functools import partial
 
 import flax.linen as nn
-import jax.numpy as jnp
 from jaxtyping import Float
 
-from mcomb.trees import Apply, Array, Params
-
-
-class Classifier(nn.Module):
-    """Base class of networks with ordered layers; the first layer has 16·width units."""
-
-    width: int
-    classes: int
-    dtype: str = "float32"  # of computations
-    depth: ClassVar[int]  # number of layers
-
-    @staticmethod
-    def layer_of(leaf: str) -> int:
-        """Return the layer of a leaf, counted from 1."""
-        raise NotImplementedError
-
-
-def _numbered_layer(leaf: str) -> int:
-    """Return the number in the first component of a leaf's name."""
-    return int("".join(filter(str.isdigit, leaf.partition("/")[0])))
+from mcomb.lab.models.base import Model, numbered_layer
+from mcomb.trees import Array
 
 
 def layers_of(dtype: str) -> tuple[Callable[..., nn.Module], Callable[..., nn.Module]]:
@@ -39,26 +15,7 @@ def layers_of(dtype: str) -> tuple[Callable[..., nn.Module], Callable[..., nn.Mo
     return partial(nn.Conv, use_bias=False, dtype=dtype), partial(nn.LayerNorm, dtype=dtype)
 
 
-class MLP(Classifier):
-    """MLP with three hidden layers of 16·width units."""
-
-    depth = 4
-
-    @staticmethod
-    def layer_of(leaf: str) -> int:
-        """Return the layer of a leaf, counted from 1: the hidden layers, then the logits."""
-        return MLP.depth if leaf.startswith("logits") else _numbered_layer(leaf)
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "n h w c"]) -> Float[Array, "n classes"]:
-        """Return the logits of normalized images."""
-        x = x.reshape(len(x), -1)
-        for i in (1, 2, 3):
-            x = nn.relu(nn.Dense(16 * self.width, dtype=self.dtype, name=f"dense{i}")(x))
-        return nn.Dense(self.classes, dtype=self.dtype, name="logits")(x)
-
-
-class Tiny10(Classifier):
+class Tiny10(Model):
     """Eight conv–LayerNorm–ReLU layers, global average pooling and a dense layer (Kornblith et al. 2019)."""
 
     # channels, kernel size, stride, padding of each layer
@@ -77,7 +34,7 @@ class Tiny10(Classifier):
     @staticmethod
     def layer_of(leaf: str) -> int:
         """Return the layer of a leaf, counted from 1: the convolutions with their norms, then the logits."""
-        return Tiny10.depth if leaf.startswith("logits") else _numbered_layer(leaf)
+        return Tiny10.depth if leaf.startswith("logits") else numbered_layer(leaf)
 
     @nn.compact
     def __call__(self, x: Float[Array, "n h w c"]) -> Float[Array, "n classes"]:
@@ -110,7 +67,7 @@ class Block(nn.Module):
         return nn.relu(x + y)
 
 
-class ResNet20(Classifier):
+class ResNet20(Model):
     """He et al.'s ResNet-20 for CIFAR, with LayerNorm over channels instead of BatchNorm."""
 
     depth = 20
@@ -141,15 +98,3 @@ class ResNet20(Classifier):
                 stride = 2 if group > 1 and block == 1 else 1
                 x = Block(channels * self.width, stride, self.dtype, name=f"block{group}_{block}")(x)
         return nn.Dense(self.classes, dtype=self.dtype, name="logits")(x.mean(axis=(1, 2)))
-
-
-@cache  # equal models share one function, so that all experiments reuse its compiled code
-def classifier(model: nn.Module, mean: tuple[float, ...], std: tuple[float, ...]) -> Apply:
-    """Return the function from parameters and raw pixels to logits."""
-    per_channel = lambda values: jnp.array(values, jnp.float32).reshape(1, 1, 1, -1)  # noqa: E731
-
-    def apply(params: Params, images: Array) -> Array:
-        pixels = (images.astype(jnp.float32) - per_channel(mean)) / per_channel(std)
-        return cast(Array, model.apply({"params": params}, pixels)).astype(jnp.float32)
-
-    return apply

@@ -6,15 +6,15 @@ integers and booleans, because XLA and NumPy may round floats differently.
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.extend import core
 
-from mcomb.symmetry.arrays import Array, shape_of
 from mcomb.symmetry.axes import Axis, concatenation, product
+from mcomb.symmetry.facts import Array, shape_of
 
 LARGEST = 2**20  # maximum number of entries of an array whose values are kept
 MOST_PERIODS = 16  # maximum number of periods to try; usually the first is right
@@ -83,30 +83,19 @@ def _is_whole(dtype: Any) -> bool:
     return isinstance(dtype, np.dtype) and dtype.kind in "iub" and dtype.isbuiltin == 1
 
 
-def _broadcast(params: Any, value: np.ndarray) -> np.ndarray:
-    kept = dict(zip(params["broadcast_dimensions"], value.shape, strict=True))
-    return value.reshape([kept.get(i, 1) for i in range(len(params["shape"]))])
-
-
-def _iota(params: Any) -> np.ndarray:
-    shape, axis = params["shape"], params["dimension"]
-    return np.arange(shape[axis]).reshape([-1 if i == axis else 1 for i in range(len(shape))])
-
-
-def _reshape(params: Any, value: np.ndarray) -> np.ndarray:
-    order = params["dimensions"]
-    return (value if order is None else value.transpose(order)).reshape(params["new_sizes"])
+def _spread(params: Any, value: np.ndarray, axes: Collection[int]) -> np.ndarray:
+    return np.expand_dims(value, [axis for axis in range(len(params["shape"])) if axis not in axes])
 
 
 FOLDED: dict[str, Callable[..., Any]] = {
     "add": lambda _, x, y: x + y,
-    "broadcast_in_dim": _broadcast,
+    "broadcast_in_dim": lambda params, x: _spread(params, x, params["broadcast_dimensions"]),
     "concatenate": lambda params, *values: np.concatenate(values, params["dimension"]),
     "convert_element_type": lambda _, x: x,
-    "iota": _iota,
+    "iota": lambda params: _spread(params, np.arange(params["shape"][i := params["dimension"]]), [i]),
     "lt": lambda _, x, y: x < y,
     "mul": lambda _, x, y: x * y,
-    "reshape": _reshape,
+    "reshape": lambda params, x: x.transpose(params["dimensions"] or range(x.ndim)).reshape(params["new_sizes"]),
     "squeeze": lambda params, x: x.squeeze(params["dimensions"]),
     "sub": lambda _, x, y: x - y,
     "transpose": lambda params, x: x.transpose(params["permutation"]),

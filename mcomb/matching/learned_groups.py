@@ -1,0 +1,217 @@
+"""Learn an alignment by gradient descent on the loss between the networks, over all of the network's groups.
+
+The descent starts from the alignment by weights, between networks in canonical form, and multiplies B by
+
+    rotations               (1 + K)⁻¹ (1 − K), with a skew matrix K (Cayley)
+    rotations, mean kept    the same among vectors with mean zero
+    invertible matrices     1 + Z, and its inverse for the weights that read
+    scales                  exp(z)
+    permutations            the assignment on scores, with the scores' gradient passed straight through
+
+Each step draws a share of B from 0.4 to 0.6. All groups act linearly, so moving A by p and B by q gives the same losses
+on the line as moving B alone by p⁻¹q. One network is therefore enough.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Float, Int32, PRNGKeyArray
+
+from mcomb.combination import combine
+from mcomb.errors import Diverged, UserError, require_positive, require_whole
+from mcomb.evaluation.evaluate import score
+from mcomb.evaluation.objectives import Objective, add_up, check_objectives, cross_entropy
+from mcomb.keys import stream
+from mcomb.matching.assignment import solve_assignment
+from mcomb.matching.matching import Matching
+from mcomb.matching.procrustes import Alternation, canonical_parts, match_groups, wide
+from mcomb.runtime.devices import replicate
+from mcomb.runtime.processes import from_first
+from mcomb.runtime.progress import progress_bar
+from mcomb.runtime.training_loop import Loss, fit, initial_state, shuffled_rows
+from mcomb.symmetry.folding import balancing
+from mcomb.symmetry.groups import CENTRED, ROTATION, Element, Group, SymmetrySpec, centring
+from mcomb.symmetry.places import places_of
+from mcomb.trees import Apply, Array, Inputs, Labels, Params, count_examples, from_lists, map_named, output_shapes
+
+SHARES = (0.4, 0.6)  # of B
+EVALUATIONS = 20  # of the held-out loss; the best result counts
+SCORE_SIZE = 0.1  # standard deviation of the scores of permutations: a step of Adam changes all parameters alike
+
+
+def match_by_learning(
+    spec: SymmetrySpec,
+    a: Params,
+    b: Params,
+    apply: Apply,
+    inputs: Inputs,
+    labels: Labels,
+    *,
+    loss: Objective = cross_entropy,
+    seed: int = 0,
+    steps: int = 100,
+    learning_rate: float = 0.01,
+    batch_size: int = 100,
+) -> Matching:
+    """Match `b` to `a` by gradient descent (Adam) on the loss of combinations near the midpoint.
+
+    The last tenth of the data is held out. The result has the lowest held-out loss of the midpoint among the start and
+    equally spaced steps; `losses` of the result has these losses.
+    """
+    labels = from_lists(labels)
+    require_whole(0, steps=steps)
+    require_whole(batch_size=batch_size)
+    require_positive(learning_rate=learning_rate)
+    count = count_examples(inputs, labels)
+    check_objectives({"loss": loss}, output_shapes(apply, a, inputs), labels, count)
+    if count < 2:
+        raise UserError(f"{count} examples are too few, because some are held out: pass at least two.")
+    train_count = count - max(1, count // 10)
+    matching = from_first(match_groups, spec, a, b, seed=seed)
+    to_a = balancing(spec, a)
+    from_b = spec.compose(to_a, matching.perms)  # brings B to its matched canonical form
+    canonical = [spec.apply(to_a, wide(a)), spec.apply(from_b, wide(b))]
+    scores = _scores(spec, *canonical)
+    latent = _latents(spec, scores)
+    matrices = _with_matrices(spec, [*scores])
+    networks = [map_named(lambda name, leaf, own=own: np.asarray(own[name], leaf.dtype), a) for own in canonical]
+    given = replicate((*networks, inputs, labels))
+    held_out = jax.tree.map(lambda x: x[train_count:], (inputs, labels))
+
+    def element(latent: Any) -> Element:
+        """Return the move of B in canonical form."""
+        return _element(spec, jax.device_get(latent), _orders(latent))
+
+    def held_out_loss(move: Element) -> float:
+        moved = spec.apply(move, networks[1])
+        try:
+            return score(apply, combine(networks[0], moved, 0.5), *held_out, loss=loss).loss
+        except Diverged as error:
+            raise _diverged("on the held-out data") from error
+
+    current = latent
+
+    def batches() -> Iterator[tuple[Int32[np.ndarray, "1 b"], Any]]:
+        for epoch in itertools.count():
+            for rows in shuffled_rows(seed, epoch, train_count, min(batch_size, train_count)):
+                yield rows[None], (*given, _orders(current))
+
+    losses = [held_out_loss(spec.identity())]
+    best, lowest = spec.identity(), losses[0]
+    optimizer = _optimizer(float(learning_rate), max(1, steps))
+    fitting = fit(_loss(apply, matrices, loss), initial_state(latent, optimizer), batches(), optimizer, stream(seed))
+    every = max(1, steps // EVALUATIONS)
+    with progress_bar(steps, "step", "learning the alignment") as bar:
+        for step in range(1, steps + 1):
+            try:
+                state, (step_loss,), _ = next(fitting)
+            except Diverged as error:
+                raise _diverged(f"in step {step}") from error
+            current = jax.device_get(state.params)
+            if step % every == 0 or step == steps:
+                move = element(current)
+                losses.append(held_out_loss(move))
+                if losses[-1] < lowest:
+                    best, lowest = move, losses[-1]
+            bar.set_postfix(loss=f"{step_loss:.4f}", best=f"{lowest:.4f}", refresh=False)
+            bar.update()
+    perms = spec.compose(spec.invert(to_a), spec.compose(best, from_b))
+    return replace(matching, perms=perms, losses=tuple(losses))
+
+
+def _diverged(where: str) -> Diverged:
+    return Diverged(
+        f"The loss between the networks, or its gradient, is infinite or not a number {where}: lower the learning rate."
+    )
+
+
+def _scores(spec: SymmetrySpec, a: Params, b: Params) -> dict[str, Float[np.ndarray, "..."]]:
+    """Return, for each space of permutations that can be learned, the scores of its units, all of the same size."""
+    alternation = Alternation(spec, list(canonical_parts(spec, a, b)), np.random.default_rng(0))
+    free = [name for name in spec.sizes if name not in spec.groups and name not in spec.batched_over]
+    outer = set(itertools.chain.from_iterable(spec.batched_over.values()))
+    signed = {own.space for own in spec.scalings.values() if own.values == "sign"}
+    scores = {}
+    for name in free:
+        if name not in outer and name not in signed:
+            total: Any = sum(alternation.scores(name, alternation.related(name)).values())
+            scores[name] = np.asarray(SCORE_SIZE * total[0] / (np.std(total) or 1.0), np.float32)
+    return scores
+
+
+def _latents(spec: SymmetrySpec, scores: dict[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
+    """Return the parameters of the descent at its start."""
+    matrices = {}
+    for name, group in spec.groups.items():
+        *batch, n = spec.shape(name)
+        size = n - 1 if group.kind == CENTRED else n
+        matrices[name] = np.zeros((*batch, size, size), np.float32)
+    scales = {
+        name: np.zeros(spec.shape(own.space), np.float32)
+        for name, own in spec.scalings.items()
+        if own.gain is None and own.values != "sign"
+    }
+    return {"matrices": matrices, "scales": scales, "scores": scores}
+
+
+def _orders(latent: Any) -> dict[str, Int32[np.ndarray, "..."]]:
+    """Return the permutations that the scores assign."""
+    return {name: solve_assignment(np.asarray(x)).astype(np.int32) for name, x in latent["scores"].items()}
+
+
+def _element(spec: SymmetrySpec, latent: Any, orders: Any) -> Element:
+    """Return the element that the parameters describe, with index arrays for permutations."""
+    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(latent))
+    xp: Any = jnp if traced else np
+    if not traced:
+        latent = jax.tree.map(lambda x: np.asarray(x, float), latent)
+    element: Element = {name: xp.asarray(x) for name, x in spec.identity().items()}
+    for name, z in latent["matrices"].items():
+        unit, skew = xp.eye(z.shape[-1]), z - z.swapaxes(-1, -2)
+        if spec.groups[name].is_invertible:
+            element[name] = unit + z
+            continue
+        rotation = xp.linalg.solve(unit + skew, unit - skew)
+        if spec.groups[name].kind == CENTRED:
+            basis = xp.asarray(centring(z.shape[-1] + 1))
+            rotation = 1 / len(basis) + basis @ rotation @ basis.T
+        element[name] = rotation
+    return element | {name: xp.exp(z) for name, z in latent["scales"].items()} | orders
+
+
+def _with_matrices(spec: SymmetrySpec, names: list[str]) -> SymmetrySpec:
+    """Return the spec with matrices in place of the permutations of some spaces."""
+    groups = {name: Group(ROTATION, dict.fromkeys(places_of(spec, name), 1)) for name in names}
+    return replace(spec, groups={**spec.groups, **groups})
+
+
+@cache  # the same function object for the same arguments, so that it is compiled only once
+def _loss(apply: Apply, spec: SymmetrySpec, objective: Objective) -> Loss:
+    """Return the loss of a random combination of A and the moved B."""
+
+    def loss(latent: Any, rows: Int32[Array, "b"], given: Any, key: PRNGKeyArray) -> tuple[Float[Array, ""], None]:
+        a, b, inputs, labels, orders = given
+        matrices = {}
+        for name, scores in latent["scores"].items():
+            hard = jax.nn.one_hot(orders[name], len(scores))
+            matrices[name] = hard + scores - jax.lax.stop_gradient(scores)
+        moved = spec.apply(_element(spec, latent | {"scores": {}}, {}) | matrices, b)
+        share = jax.random.uniform(key, minval=SHARES[0], maxval=SHARES[1])
+        x, y = jax.tree.map(lambda leaf: leaf[rows], (inputs, labels))
+        total, count = add_up(objective, apply(combine(a, moved, share), x), y, rows >= 0)
+        return total / jnp.where(count == 0, 1, count), None
+
+    return loss
+
+
+@cache  # the same optimizer object for the same arguments, so that it is compiled only once
+def _optimizer(learning_rate: float, steps: int) -> optax.GradientTransformation:
+    """Return Adam with a learning rate that falls along a cosine."""
+    return optax.adam(optax.cosine_decay_schedule(learning_rate, steps))

@@ -1,0 +1,152 @@
+"""Matching by all groups: planted elements are found, and the objective never falls."""
+
+import jax
+import numpy as np
+import pytest
+from groups import NETWORKS
+from numerics import assert_close, assert_never_falls
+
+import mcomb
+from mcomb import UserError, align, derive_spec
+
+PLANTED = [
+    "MLP, ReLU",
+    "MLP, tanh",
+    "MLP, linear",
+    "gated MLP",
+    "deep MLP, leaky ReLU",
+    "attention",
+    "attention, query, key and value in one",
+    "stream, RMSNorm",
+    "stream, LayerNorm with bias",
+    "stream, RMSNorm, tied",
+    "LSTM",
+]
+
+
+@pytest.fixture(autouse=True)
+def any_rank():
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def case(name: str):
+    network = NETWORKS[name]()
+    return network, derive_spec(network.apply, network.params, network.inputs, groups="all")
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_elements_are_found(name):
+    network, spec = case(name)
+    moved = spec.apply(spec.random(jax.random.key(5)), network.params)
+    aligned = align(network.apply, network.params, moved, network.inputs, spec=spec, matcher=mcomb.weights(restarts=4))
+    assert_close(aligned.params, network.params, roundings=2_000)
+    assert_never_falls(aligned.matching.trace, slack=1e-9 * abs(aligned.matching.objective))
+
+
+@pytest.mark.parametrize("name", ["attention", "stream, LayerNorm with bias"])
+def test_aligned_network_computes_the_same_function(name):
+    network, spec = case(name)
+    rng = np.random.default_rng(3)
+    other = {leaf: x + 0.3 * np.float32(rng.normal(size=x.shape)) for leaf, x in network.params.items()}
+    aligned = align(network.apply, network.params, other, network.inputs, groups="all")
+    assert aligned.spec == spec
+    before, after = (network.apply(own, network.inputs) for own in (other, aligned.params))
+    assert_close(after, before, roundings=500)
+    assert 0 < aligned.rounding < 1e-4
+    assert f"rounding {aligned.rounding:.2g}" in repr(aligned)
+    gains = [leaf for leaf in other if leaf.startswith("gain")]
+    assert_close([aligned.params[leaf] for leaf in gains], [network.params[leaf] for leaf in gains], roundings=2)
+
+
+def test_alignment_continues_from_a_start():
+    network, spec = case("attention")
+    rng = np.random.default_rng(3)
+    other = {leaf: np.float32(rng.normal(size=x.shape)) for leaf, x in network.params.items()}
+    first = mcomb.weights().match(spec, network.params, other)
+    second = mcomb.weights(start=first.perms).match(spec, network.params, other)
+    slack = 1e-6 * abs(first.objective)
+    assert second.trace[0] == pytest.approx(first.objective, abs=slack)
+    assert second.objective >= first.objective - slack
+
+
+def test_networks_without_more_groups_match_as_ever():
+    network = NETWORKS["MLP, GELU"]()
+    other = {leaf: x[::-1].copy() for leaf, x in network.params.items()}
+    mixed = align(network.apply, network.params, other, network.inputs, groups="all")
+    plain = align(network.apply, network.params, other, network.inputs)
+    assert (mixed.matching.perms["up"] == plain.matching.perms["up"]).all()
+    assert mixed.matching.trace == plain.matching.trace
+
+
+ACTIVE = ["MLP, ReLU", "MLP, tanh", "gated MLP", "attention", "stream, RMSNorm", "stream, LayerNorm with bias"]
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_planted_elements_are_found_by_activations(name):
+    network, spec = case(name)
+    moved = spec.apply(spec.random(jax.random.key(5)), network.params)
+    aligned = align(network.apply, network.params, moved, network.inputs, spec=spec, matcher="activations")
+    assert_close(aligned.params, network.params, roundings=5_000)
+
+
+@pytest.mark.parametrize("name", ["MLP, ReLU", "attention", "stream, LayerNorm with bias"])
+def test_learned_alignment_lowers_the_loss_between_networks(name):
+    network, spec = case(name)
+    rng = np.random.default_rng(3)
+    other = {leaf: x + 0.5 * np.float32(rng.normal(size=x.shape)) for leaf, x in network.params.items()}
+    targets = np.asarray(network.apply(network.params, network.inputs))
+    matcher = mcomb.straight_through(steps=40, learning_rate=0.02, batch_size=8)
+    aligned = align(
+        network.apply,
+        network.params,
+        other,
+        network.inputs,
+        targets,
+        spec=spec,
+        matcher=matcher,
+        loss=mcomb.squared_error,
+    )
+    losses = aligned.matching.losses
+    assert min(losses) < 0.95 * losses[0]
+    before, after = (network.apply(own, network.inputs) for own in (other, aligned.params))
+    assert_close(after, before, roundings=2_000)
+
+
+def test_matchers_for_permutations_only_refuse_other_groups():
+    network, spec = case("MLP, ReLU")
+    matcher = mcomb.Matcher("mine", lambda spec, a, b: None)
+    with pytest.raises(UserError, match="Cannot match by mine beyond permutations"):
+        align(network.apply, network.params, network.params, network.inputs, spec=spec, matcher=matcher)
+
+
+def test_coarse_matching_is_for_permutations():
+    network, spec = case("MLP, ReLU")
+    with pytest.raises(UserError, match="coarse=True only matches permutations"):
+        align(
+            network.apply, network.params, network.params, network.inputs, spec=spec, matcher=mcomb.weights(coarse=True)
+        )
+
+
+@pytest.mark.parametrize("reference", [1, None])
+def test_several_networks_are_aligned(reference):
+    network, spec = case("stream, RMSNorm")
+    networks = [spec.apply(spec.random(jax.random.key(i)), network.params) for i in range(3)]
+    several = mcomb.align_many(network.apply, networks, network.inputs, groups="all", reference=reference)
+    assert several.spec == spec
+    for params in several.params:
+        assert_close(params, several.params[0], roundings=2_000)
+    before = network.apply(networks[2], network.inputs)
+    assert_close(network.apply(several.params[2], network.inputs), before, roundings=500)
+    assert_close(spec.apply(several.between(0, 2), networks[2]), networks[0], roundings=2_000)
+
+
+@pytest.mark.parametrize("method", ["average", "refit", mcomb.partial(budget=1.5)])
+def test_aligned_networks_are_merged(method):
+    network, spec = case("stream, RMSNorm")
+    moved = spec.apply(spec.random(jax.random.key(5)), network.params)
+    aligned = align(network.apply, network.params, moved, network.inputs, groups="all")
+    pair = (network.params, aligned.params)
+    merged = mcomb.merge(network.apply, pair, network.inputs, method=method, spec=aligned.spec)
+    before = network.apply(network.params, network.inputs)
+    assert_close(merged.apply(merged.params, network.inputs), before, roundings=10_000)
