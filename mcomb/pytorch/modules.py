@@ -53,6 +53,7 @@ def align(
     labels: Labels = None,
     *,
     matcher: str | Matcher = "weights",
+    groups: str = "permutations",
     spec: PermutationSpec | None = None,
     loss: Objective = cross_entropy,
     output: Output = None,
@@ -66,7 +67,8 @@ def align(
         inputs: Example inputs: a tensor, a tuple of positional arguments, or a dict of keyword arguments.
         labels: Labels of the inputs, for matchers that minimise the loss.
         matcher: A name (`"weights"`, `"activations"`, `"straight_through"`) or a configured matcher.
-        spec: The symmetries of the modules; derived by default.
+        groups: "permutations", or "all" for rotations, invertible matrices, scales and signs too; see `mcomb.align`.
+        spec: The symmetries of the modules; derived by default. It replaces `groups`.
         loss: The loss, for matchers that minimise it.
         output: The output to preserve; see `from_module`.
         options: Further keyword arguments of `forward`.
@@ -84,7 +86,8 @@ def align(
     """
     inputs = to_arrays(inputs)
     apply, (params_a, params_b) = same_function((a, b), inputs, output, options)
-    aligned = align_params(apply, params_a, params_b, inputs, to_arrays(labels), matcher=matcher, spec=spec, loss=loss)
+    chosen = {"matcher": matcher, "groups": groups, "spec": spec, "loss": loss}
+    aligned = align_params(apply, params_a, params_b, inputs, to_arrays(labels), **chosen)
     return build_module(aligned.params, b, share=True)
 
 

@@ -214,6 +214,18 @@ def test_align_recovers_a_planted_permutation(name):
         assert module.training
 
 
+def test_align_recovers_planted_scales_with_all_groups():
+    a = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+    x = torch.randn(16, 6)
+    apply, params = from_module(a)
+    spec = mcomb.derive_spec(apply, params, to_arrays(x), groups="all")
+    b = to_module(spec.apply(spec.random(jax.random.key(0)), params), a)
+    assert any((p / q).std() > 0.01 for p, q in zip(a.parameters(), b.parameters(), strict=True))
+    aligned = align(a, b, x, groups="all")
+    for one, other in zip(a.parameters(), aligned.parameters(), strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
+
+
 def test_to_module_returns_an_exact_independent_copy():
     module = build("resnet").double()
     module.head.requires_grad_(False)
