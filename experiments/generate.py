@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> None:
     a, b = (networks[letter].params for letter in "AB")
     aligned = store.permute(networks["B"], store.matchings.get(networks).matching)
     several = {"A": a, "B": b, "naive midpoint": combine(a, b, 0.5), "aligned midpoint": combine(a, aligned, 0.5)}
-    test, (context,) = store.data.test.first(config.test_examples), store.setup.dataset.shape
+    test, (context,) = store.data.test.subset(config.test_examples), store.setup.dataset.shape
     prompt = test.inputs[0] if config.prompt is None else encode(config.prompt)
     written = {}
     show(f"The prompt: {decode(prompt)}")

@@ -70,14 +70,14 @@ def by_norm(run: Run, a: Params, b: Params) -> Importance:
 
 def by_fisher(run: Run, a: Params, b: Params) -> Importance:
     """Return the diagonal Fisher information of both networks, summed over the weights of each pair."""
-    some, apply = run.splits["train"].first(MEASURING_EXAMPLES), run.store.apply
+    some, apply = run.splits["train"].subset(MEASURING_EXAMPLES), run.store.apply
     informations = (fisher_information(apply, params, *some) for params in (a, b))
     return jax.tree.map(lambda *both: sum(both), *map(run.store.spec.sum_weights, informations))
 
 
 def by_variance(run: Run, a: Params, b: Params) -> Importance:
     """Return the variance of activations on train examples, summed over the two units of each pair."""
-    inputs = run.splits["train"].first(MEASURING_EXAMPLES).inputs
+    inputs = run.splits["train"].subset(MEASURING_EXAMPLES).inputs
     return jax.tree.map(
         lambda *both: sum(both), *(variances(run.store.spec, params, run.store.apply, inputs) for params in (a, b))
     )
@@ -202,7 +202,7 @@ def lines(spec: PermutationSpec) -> tuple[Any, Any]:
 
 def layer_activations(run: Run, params: Params) -> dict[str, np.ndarray]:
     """Concatenate the activations of each permutation's units on a few train examples."""
-    spec, apply, inputs = run.store.spec, run.store.apply, run.store.data.train.first(EXAMPLES).inputs
+    spec, apply, inputs = run.store.spec, run.store.apply, run.store.data.train.subset(EXAMPLES).inputs
     intermediates = list_intermediates(spec, apply, params, inputs)
     arrays = unit_activations(spec, intermediates)
     tapped = intermediates.tap({array.id for found in arrays.values() for array in found})

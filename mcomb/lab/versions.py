@@ -4,6 +4,6 @@ Networks, matchings and results record the version that made them. Caches ignore
 """
 
 TRAINING = 1
-MATCHING = 2
-MEASUREMENT = 2
+MATCHING = 3
+MEASUREMENT = 3
 FIGURES = 3  # a new version redraws figures but keeps results

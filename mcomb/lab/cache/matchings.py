@@ -117,7 +117,7 @@ class MatchingCache:
             if matcher == "weights":
                 matching = from_first(match_weights, spec, a.params, b.params, restarts=restarts)
             else:
-                examples = load_data(self.config.setup, self.config.data_dir).splits.train.first(MATCHING_EXAMPLES)
+                examples = load_data(self.config.setup, self.config.data_dir).splits.train.subset(MATCHING_EXAMPLES)
                 data: Any = dict(zip(("inputs", "labels"), examples, strict=True))
                 apply = self.setup.apply(self.config.width, self.config.dtype)
                 matching = as_matcher(matcher).match(spec, a.params, b.params, apply=apply, **data)

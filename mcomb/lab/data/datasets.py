@@ -27,7 +27,21 @@ class Split(NamedTuple):
 
     def take(self, rows: Any) -> "Split":
         """Return the examples in these rows."""
-        return Split(self.inputs[rows], self.labels[rows])
+        return type(self)(self.inputs[rows], self.labels[rows])
+
+    def subset(self, count: int | None) -> "Split":
+        """Return `count` examples that represent all: the first, because images are in random order."""
+        return self.first(count)
+
+
+class Windows(Split):
+    """Consecutive windows of a text, which differ in difficulty from one passage to the next."""
+
+    def subset(self, count: int | None) -> Split:
+        """Return `count` windows at even distances over the whole text; all if `count` is None or too large."""
+        total = len(self.labels)
+        count = total if count is None else min(count, total)
+        return self.take(np.arange(count) * total // count)
 
 
 class Splits(NamedTuple):
@@ -126,4 +140,4 @@ def split_text(tokens: UInt8[np.ndarray, "n"], context: int) -> Splits:
 def _windows(tokens: UInt8[np.ndarray, "n"], context: int) -> Split:
     count = (len(tokens) - 1) // context
     inputs, labels = (tokens[start:][: count * context].reshape(count, context) for start in (0, 1))
-    return Split(np.ascontiguousarray(inputs), labels.astype(np.int32))
+    return Windows(np.ascontiguousarray(inputs), labels.astype(np.int32))

@@ -76,12 +76,12 @@ class Run:
     def splits(self) -> dict[str, Split]:
         """The examples to evaluate on, on every device."""
         counts, data = self.config.evaluation_examples, self.store.data._asdict()
-        return {name: replicate(data[name].first(count)) for name, count in counts.items()}
+        return {name: replicate(data[name].subset(count)) for name, count in counts.items()}
 
     @cached_property
     def halves(self) -> dict[str, Split]:
         """The test examples in two halves, on every device."""
-        test = self.store.data.test.first(self.config.test_examples)
+        test = self.store.data.test.subset(self.config.test_examples)
         return {name: replicate(half) for name, half in temperatures.split_in_halves(test).items()}
 
     @cached_property
@@ -197,7 +197,7 @@ class Run:
         networks = replicate(task.networks)
         if not self.config.repair:
             return self.store.apply, task.draw, networks
-        inputs = self.store.data.train.first(REPAIR_EXAMPLES).inputs
+        inputs = self.store.data.train.subset(REPAIR_EXAMPLES).inputs
         return repaired(self.store.apply, networks, inputs, task.draw, spec=self.store.spec, ends=task.ends)
 
     def measure_curves(

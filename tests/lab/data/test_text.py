@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from experiments import linear
 from mcomb.errors import UserError
 from mcomb.lab.data import text
+from mcomb.lab.data.datasets import Windows
 from mcomb.lab.data.download import DATA_VARIABLE
 from mcomb.lab.data.splits import Subset
 from mcomb.lab.data.text import CONTEXT, OTHER, PYDOC_TOPICS, SHAKESPEARE, SYMBOLS, decode, encode, load_shakespeare
@@ -39,6 +40,30 @@ def test_topics_labels_are_the_next_characters():
     last_of_train = splits.train.inputs.size + 1
     assert last_of_train <= len(tokens) * 9 // 10  # no label of the train split is in the test split
     assert PYDOC_TOPICS.count() == tuple(len(split.labels) for split in splits)
+
+
+@pytest.mark.parametrize("count", [1, 7, 200, 725, 726])
+def test_subset_spreads_over_the_text(count):
+    total = 726
+    windows = Windows(np.arange(total)[:, None], -np.arange(total)[:, None])
+    subset = windows.subset(count)
+    rows = subset.inputs.ravel()
+    gaps = np.diff([*rows, total])
+    assert len(rows) == count
+    assert gaps.min() >= total // count
+    assert gaps.max() <= -(-total // count)
+    np.testing.assert_array_equal(subset.labels.ravel(), -rows)
+    np.testing.assert_array_equal(subset.subset(1).inputs, windows.inputs[:1])
+
+
+def test_subset_of_few_windows_has_the_frequencies_of_the_text():
+    test = PYDOC_TOPICS.load(None).test
+    assert [len(test.subset(count).labels) for count in (None, 10**7, 200)] == [len(test.labels)] * 2 + [200]
+    whole, spread, first = (
+        np.bincount(split.labels.ravel(), minlength=len(SYMBOLS)) / split.labels.size
+        for split in (test, test.subset(200), test.first(200))
+    )
+    assert abs(spread - whole).sum() < abs(first - whole).sum() / 2
 
 
 def test_text_groups_are_consecutive_tenths():

@@ -66,7 +66,7 @@ def test_run_measures_each_token(tmp_path):
     run = Run("example", store, networks, {B_TO_A: store.matchings.get(networks)}, {}, Rows(tmp_path, {}))
     pair = networks["A"].params, run.align()
     found = run.evaluate({"line": Task(linear, pair, np.array([0.0, 0.5], np.float32))})["line"]["test"]
-    inputs, labels = store.data.test.first(3)
+    inputs, labels = store.data.test.subset(3)
     tokens = labels.size
     logits = [np.asarray(store.apply(network.params, inputs), np.float64) for network in networks.values()]
     predicted = [each.argmax(-1) for each in logits]
