@@ -34,7 +34,7 @@ from mcomb.matching import weights as matching
 from mcomb.merging.merge import BASED_METHODS
 from mcomb.pytorch import from_module, to_arrays
 from mcomb.pytorch.files import example_inputs
-from mcomb.pytorch.folders import build_skeleton
+from mcomb.pytorch.hugging_face import build_skeleton
 
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8},

@@ -19,7 +19,7 @@ from mcomb.lab import cli
 from mcomb.lab.flags import command, convert_config, parse_flags
 from mcomb.lab.runs.command import setups_help
 from mcomb.lab.runs.experiment import config_of
-from mcomb.lab.runs.identity import RunState, find_other_runs, read_state
+from mcomb.lab.runs.reuse import RunState, find_other_runs, read_state
 from mcomb.lab.runs.verdicts import verdict_colour
 from mcomb.lab.setups import SETUPS
 from mcomb.lab.tables import TABLE_WIDTH

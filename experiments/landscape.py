@@ -45,7 +45,7 @@ from mcomb.lab.runs.measure import Run, Task
 from mcomb.lab.runs.results import METRICS, SPLITS, VARIANTS, Number, Results, Scores, sides, spread
 from mcomb.lab.runs.verdicts import Verdict, clearly_less, works
 from mcomb.lab.tables import columns, with_range
-from mcomb.merging.learned import GRANULARITIES, LearnedShares, learn_shares
+from mcomb.merging.learned_shares import GRANULARITIES, LearnedShares, learn_shares
 from mcomb.trees import Array, Params, map_named
 
 MARKS = {"midpoint": (0.5, 0.0), "learned": (0.5, 1.0)}  # positions on the slice

@@ -53,7 +53,7 @@ from mcomb.lab.runs.verdicts import Verdict
 from mcomb.lab.setups import SETUPS
 from mcomb.lab.tables import columns, with_range
 from mcomb.merging.fine_tuning import descend, fine_tune
-from mcomb.merging.learned import GRANULARITIES
+from mcomb.merging.learned_shares import GRANULARITIES
 from mcomb.merging.merge import Method as MergeMethod
 from mcomb.merging.merge import learned, merge
 from mcomb.merging.partial import merge_partly

@@ -21,9 +21,9 @@ from mcomb.lab.flags import CHECKPOINT_FLAGS, Config, command, convert_config
 from mcomb.lab.run_folders import has_pretrained
 from mcomb.lab.runs.command import parse_and_join, print_plan
 from mcomb.lab.runs.experiment import Experiment, config_of
-from mcomb.lab.runs.identity import find_other_runs
 from mcomb.lab.runs.plan import list_jobs
 from mcomb.lab.runs.results import Results
+from mcomb.lab.runs.reuse import find_other_runs
 from mcomb.lab.runs.run import figure_path, read_results, run
 from mcomb.lab.setups import SETUPS, WIDEST
 from mcomb.runtime.processes import from_first

@@ -32,7 +32,7 @@ from mcomb.matching.many import MultiAlignment, align_many
 from mcomb.matching.matchers import Matcher, activations, straight_through, weights
 from mcomb.matching.matching import Matching
 from mcomb.merging.fine_tuning import FineTuned, fine_tune
-from mcomb.merging.learned import LearnedShares, learn_shares
+from mcomb.merging.learned_shares import LearnedShares, learn_shares
 from mcomb.merging.merge import (
     Merged,
     Method,

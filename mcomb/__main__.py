@@ -60,10 +60,10 @@ from mcomb.lab.symmetry_graph import draw_graph
 from mcomb.lab.tables import columns
 from mcomb.matching.ancestor import RELATED, Match, match_unless_related
 from mcomb.matching.matchers import MATCHERS
-from mcomb.merging.leaf_by_leaf import LeafByLeaf
 from mcomb.merging.merge import BASED_METHODS, METHODS, Method
 from mcomb.merging.merge import merge as merge_params
 from mcomb.merging.shares import Shares
+from mcomb.merging.task_vectors import LeafByLeaf
 from mcomb.pytorch import files
 from mcomb.runtime.progress import show, show_json
 from mcomb.symmetry.derive import derive_spec

@@ -140,6 +140,14 @@ def test_design_page_lists_all_modules():
         assert listed[folder] == found - {"__init__.py"}, folder
 
 
+def test_files_named_in_docs_and_checks_exist():
+    files = [*DOCS.glob("*.md"), *(ROOT / ".ci").iterdir(), *ROOT.glob(".github/*/*"), *ROOT.glob("*.md")]
+    text = "\n".join(file.read_text() for file in files)
+    named = {*re.findall(r"(?<![\w/.])((?:tests|mcomb|benchmarks)/[\w/.]*\w)", text)}
+    assert "tests/pytorch" in named
+    assert not {path for path in named if not (ROOT / path).exists()}
+
+
 def test_citation_names_the_paper_and_the_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert {"cff-version", "message", "title", "authors", "version", "license", "preferred-citation"} <= citation.keys()

@@ -9,7 +9,11 @@ from mcomb.evaluation.objectives import Objective, cross_entropy
 from mcomb.io.paths import AnyPath
 from mcomb.merging.average import require_networks
 from mcomb.merging.fisher import fisher_average
-from mcomb.merging.leaf_by_leaf import (
+from mcomb.merging.learned_shares import LearnedShares, learn_shares
+from mcomb.merging.partial import PartlyMerged, merge_partly
+from mcomb.merging.refit import refit_average
+from mcomb.merging.shares import Shares
+from mcomb.merging.task_vectors import (
     LeafByLeaf,
     average_leaf,
     dare_leaf,
@@ -17,10 +21,6 @@ from mcomb.merging.leaf_by_leaf import (
     task_arithmetic_leaf,
     ties_leaf,
 )
-from mcomb.merging.learned import LearnedShares, learn_shares
-from mcomb.merging.partial import PartlyMerged, merge_partly
-from mcomb.merging.refit import refit_average
-from mcomb.merging.shares import Shares
 from mcomb.symmetry.derive import derive_spec
 from mcomb.symmetry.groups import SymmetrySpec
 from mcomb.symmetry.spec import PermutationSpec, require_spec

@@ -19,11 +19,11 @@ from mcomb.evaluation.objectives import Objective, cross_entropy
 from mcomb.io.checkpoints import read_checkpoint
 from mcomb.matching.ancestor import Match, match_unless_related
 from mcomb.matching.matchers import Matcher
-from mcomb.merging.leaf_by_leaf import LeafByLeaf
 from mcomb.merging.merge import BASED_METHODS, Method
 from mcomb.merging.merge import merge as merge_params
+from mcomb.merging.task_vectors import LeafByLeaf
 from mcomb.pytorch.environment import get_environment
-from mcomb.pytorch.folders import (
+from mcomb.pytorch.hugging_face import (
     LOCAL,
     align_folders,
     differ_in,

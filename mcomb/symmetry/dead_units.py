@@ -1,4 +1,4 @@
-"""Statistics of units' activations."""
+"""Detect dead units, whose activations are constant."""
 
 from jaxtyping import Bool, Float
 

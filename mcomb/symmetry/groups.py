@@ -26,7 +26,7 @@ from jaxtyping import Float, PRNGKeyArray
 
 from mcomb.errors import UserError, list_some
 from mcomb.symmetry.check import check_equal, require_telling
-from mcomb.symmetry.double import in_double
+from mcomb.symmetry.double_precision import in_double
 from mcomb.symmetry.folding import balancing, folding, require_gain
 from mcomb.symmetry.places import Place, map_parts, part_at, unit_axes
 from mcomb.symmetry.spec import Layout, Perms, PermutationSpec, format_table

@@ -14,8 +14,8 @@ from mcomb.symmetry.constraints import Constraints, atoms_of
 from mcomb.symmetry.facts import Array, ArrayAxes, Relation, shape_of
 from mcomb.symmetry.jaxprs import evaluate, live_equations
 from mcomb.symmetry.rules import CONTROL, EXPLANATIONS, FACT_RULES, RULES
-from mcomb.symmetry.rules.common import freeze_everything
 from mcomb.symmetry.rules.distinct import distinct_axes
+from mcomb.symmetry.rules.elementwise import freeze_everything
 from mcomb.symmetry.rules.slices import compose, deferrable_reshapes, slice_reshape
 
 EqnPath = tuple[int, ...]

@@ -32,7 +32,7 @@ import numpy as np
 from jaxtyping import Float
 
 from mcomb.errors import UserError, name_error
-from mcomb.symmetry.double import in_double
+from mcomb.symmetry.double_precision import in_double
 from mcomb.symmetry.groups import (
     CENTRED,
     EXACT,

@@ -6,7 +6,7 @@ import pytest
 
 from experiments import report, schematic
 from mcomb.lab import cli
-from mcomb.lab.runs.identity import OtherRun
+from mcomb.lab.runs.reuse import OtherRun
 
 FLAGS = ["--setup", "mlp-digits", "--width", "2"]
 

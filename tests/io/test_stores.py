@@ -18,7 +18,7 @@ from mcomb import read_checkpoint, write_checkpoint
 from mcomb.errors import UserError
 from mcomb.io.checkpoints import saved_steps
 from mcomb.io.paths import as_path, atomic, make_writable, read_json, write_json
-from mcomb.lab.runs.identity import read_state
+from mcomb.lab.runs.reuse import read_state
 from mcomb.lab.runs.rows import Rows
 
 pytestmark = pytest.mark.skipif(find_spec("gcsfs") is None, reason="gs:// needs gcsfs: pip install -e '.[gcs]'")

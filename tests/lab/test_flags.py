@@ -23,8 +23,8 @@ from mcomb.lab.flags import (
     recipe,
     recipe_dict,
 )
-from mcomb.lab.runs.identity import flags_identity
 from mcomb.lab.runs.plan import list_jobs
+from mcomb.lab.runs.reuse import flags_identity
 from mcomb.lab.runs.run import run
 from mcomb.lab.setups import SETUPS, residual_stream
 

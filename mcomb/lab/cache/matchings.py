@@ -14,7 +14,7 @@ import numpy as np
 from mcomb.io.fingerprints import fingerprint
 from mcomb.io.locks import lock
 from mcomb.io.paths import AnyPath, atomic, make_writable
-from mcomb.lab import versions
+from mcomb.lab import algorithm_versions
 from mcomb.lab.cache.durations import Durations, compilation_seconds
 from mcomb.lab.cache.networks import Network, NotKeptError
 from mcomb.lab.run_folders import RunFolders
@@ -88,7 +88,7 @@ class MatchingCache:
         a, b, matcher = networks[key.reference], networks[key.moved], key.matcher or self.config.matcher
         path, spec = self.folders.matching(a.name, b.name, matcher, key.restarts, self.config.frozen), self._spec
         name = path.name.removesuffix(".npz")
-        made_from = [a.fingerprint, b.fingerprint, f"version {versions.MATCHING}"]
+        made_from = [a.fingerprint, b.fingerprint, f"version {algorithm_versions.MATCHING}"]
         if matcher != "weights":
             made_from += [load_data(self.config.setup, self.config.data_dir).fingerprint, *self.folders.other_dtype]
         made_from += [f"without {name}" for name in self.config.frozen]

@@ -17,9 +17,9 @@ from mcomb.lab.cache.matchings import MATCHING_EXAMPLES, MatchingKey
 from mcomb.lab.cache.store import Store
 from mcomb.lab.flags import Config
 from mcomb.lab.runs.experiment import Experiment, count_combinations
-from mcomb.lab.runs.identity import find_results
 from mcomb.lab.runs.measure import REPAIR_EXAMPLES
 from mcomb.lab.runs.pairs import over_pairs
+from mcomb.lab.runs.reuse import find_results
 from mcomb.lab.tables import columns, readable_bytes
 from mcomb.lab.training.side_by_side import device_share
 from mcomb.lab.training.train import Training

@@ -8,7 +8,7 @@ from typing import Any
 from mcomb.io.fingerprints import file_fingerprint
 from mcomb.io.locks import lock
 from mcomb.io.paths import AnyPath, absolute, make_writable, read_json, write_json
-from mcomb.lab import versions
+from mcomb.lab import algorithm_versions
 from mcomb.lab.cache.store import Store
 from mcomb.lab.environment import environment
 from mcomb.lab.flags import Config, command
@@ -20,10 +20,10 @@ from mcomb.lab.runs.experiment import (
     papers_networks,
     reach_verdict,
 )
-from mcomb.lab.runs.identity import find_results, make_inputs, read_finished, result_identity
 from mcomb.lab.runs.measure import Run
 from mcomb.lab.runs.pairs import over_pairs
 from mcomb.lab.runs.results import Results, write_results
+from mcomb.lab.runs.reuse import find_results, make_inputs, read_finished, result_identity
 from mcomb.lab.runs.rows import Rows
 from mcomb.lab.runs.verdicts import verdict_colour, verdict_words
 from mcomb.lab.setups import SETUPS
@@ -102,7 +102,7 @@ def _draw(experiment: Experiment, results: Results, folder: AnyPath) -> None:
 def _figure_record(experiment: Experiment, folder: AnyPath) -> dict[str, Any]:
     """Return the version that draws figures, and the fingerprint of each file of one, None where it is missing."""
     files = figure_files(folder, experiment.name)
-    return {"version": versions.FIGURES} | {file.name: file_fingerprint(file) for file in files}
+    return {"version": algorithm_versions.FIGURES} | {file.name: file_fingerprint(file) for file in files}
 
 
 def add_verdict(experiment: Experiment, results: Results, folder: AnyPath) -> Results:

@@ -13,7 +13,7 @@ from mcomb.errors import UserError, first_words
 from mcomb.io.checkpoints import fingerprint_entry, read_checkpoint, reading, restore_tree, saved_steps, system_error
 from mcomb.io.fingerprints import fingerprint
 from mcomb.io.paths import AnyPath, absolute, read_text, remove_folder, seal, unseal
-from mcomb.lab import versions
+from mcomb.lab import algorithm_versions
 from mcomb.lab.environment import environment
 from mcomb.runtime.devices import describe_devices
 from mcomb.runtime.processes import are_several, is_first
@@ -74,10 +74,10 @@ class TrainingCheckpoints:
 
     def _require_same_origin(self, record: Mapping[str, Any]) -> None:
         version = record.get("version", 1)
-        if version != versions.TRAINING:
+        if version != algorithm_versions.TRAINING:
             raise UserError(
                 f"{self.folder} was trained by version {version} of the training code, not the current version "
-                f"{versions.TRAINING}: move it away or use another --out."
+                f"{algorithm_versions.TRAINING}: move it away or use another --out."
             )
         for name, value in self.made_from.items():
             if record.get(name) != value:
@@ -101,7 +101,7 @@ class TrainingCheckpoints:
         self.devices = [*(other for other in self.devices if other != devices), devices]
         record = {
             "step": int(state.step),
-            "version": versions.TRAINING,
+            "version": algorithm_versions.TRAINING,
             "devices": self.devices,
             "environment": environment(),
             "optimizer": fingerprint(state.optimizer),

@@ -7,15 +7,15 @@ axis of each operand and result. Axes with the same label move together. See `fa
 from collections.abc import Callable
 from typing import Any
 
-from mcomb.symmetry.rules import control, lookups, products, reductions, shapes
-from mcomb.symmetry.rules.common import BY_POSITION, Rule, elementwise, one_by_one
+from mcomb.symmetry.rules import control, elementwise, lookups, products, reductions, shapes
+from mcomb.symmetry.rules.elementwise import BY_POSITION, Rule
 
 SCATTERS = "scatter scatter-add scatter-mul scatter-min scatter-max scatter-sub"
 POOLS = "reduce_window reduce_window_sum reduce_window_max reduce_window_min select_and_gather_add"
 
 TABLE: list[tuple[Rule, str, str]] = [
     (
-        elementwise,
+        elementwise.elementwise,
         """
         abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex
         conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt
@@ -27,7 +27,7 @@ TABLE: list[tuple[Rule, str, str]] = [
         "",
     ),
     (
-        one_by_one,
+        elementwise.one_by_one,
         """
         device_put layout_constraint optimization_barrier pbroadcast pmax pmin ppermute psum psum_invariant pvary
         reshard

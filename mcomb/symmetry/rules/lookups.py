@@ -17,8 +17,8 @@ from jax.extend import core
 from mcomb.symmetry.axes import Axis
 from mcomb.symmetry.constants import counts_up
 from mcomb.symmetry.facts import Array, ArrayAxes, Grouping, Positions, Relation, shape_of
-from mcomb.symmetry.rules.common import Rule, elementwise, other_axes, positional, resized_axes
 from mcomb.symmetry.rules.distinct import is_float
+from mcomb.symmetry.rules.elementwise import Rule, elementwise, other_axes, positional, resized_axes
 from mcomb.symmetry.rules.reductions import reduction
 
 

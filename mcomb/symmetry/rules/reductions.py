@@ -3,7 +3,7 @@
 from jax.extend import core
 
 from mcomb.symmetry.facts import Array, Relation
-from mcomb.symmetry.rules.common import other_axes, positional
+from mcomb.symmetry.rules.elementwise import other_axes, positional
 
 
 def reduction(eqn: core.JaxprEqn, operand: Array) -> Relation:

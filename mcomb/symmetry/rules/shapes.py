@@ -7,7 +7,7 @@ import numpy as np
 from jax.extend import core
 
 from mcomb.symmetry.facts import Array, Relation, blocks, segments, shape_of
-from mcomb.symmetry.rules.common import elementwise, other_axes
+from mcomb.symmetry.rules.elementwise import elementwise, other_axes
 
 
 def bitcast(eqn: core.JaxprEqn, operand: Array) -> Relation | None:

@@ -13,8 +13,8 @@ from mcomb.lab.runs import command, experiment, identity
 from mcomb.lab.runs import run as run_module
 from mcomb.lab.runs.command import setups_help
 from mcomb.lab.runs.experiment import Experiment, Paper, is_of_paper, papers_networks
-from mcomb.lab.runs.identity import identity_hash, read_state
 from mcomb.lab.runs.results import Results, to_json
+from mcomb.lab.runs.reuse import identity_hash, read_state
 from mcomb.lab.runs.run import add_verdict, read_results, run, said_verdict
 from mcomb.lab.runs.verdicts import Verdict, verdict_colour
 from mcomb.lab.setups import SETUPS

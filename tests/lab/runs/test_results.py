@@ -6,7 +6,6 @@ import pytest
 
 from experiments import merge, triangle, width
 from mcomb.io.paths import write_json
-from mcomb.lab.runs.identity import Finished, examine, read_finished
 from mcomb.lab.runs.pairs import pool
 from mcomb.lab.runs.results import (
     Calibrated,
@@ -20,6 +19,7 @@ from mcomb.lab.runs.results import (
     table,
     write_results,
 )
+from mcomb.lab.runs.reuse import Finished, examine, read_finished
 from mcomb.lab.tables import TABLE_WIDTH
 
 LEVEL = {split: {"loss": 0.1, "accuracy": 0.9} for split in ("train", "test")}

@@ -22,7 +22,7 @@ pytest.importorskip("torchax", reason="torchax is not installed", exc_type=Excep
 transformers = pytest.importorskip("transformers", reason="transformers is not installed", exc_type=Exception)
 safetensors = pytest.importorskip("safetensors.torch")
 
-from mcomb.pytorch.folders import build_skeleton  # noqa: E402 (needs torch)
+from mcomb.pytorch.hugging_face import build_skeleton  # noqa: E402 (needs torch)
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of the packages
 TOKENIZER = {"model": {"vocab": {"a": 0, "b": 1}}}
@@ -222,14 +222,14 @@ def test_merge_with_a_wrong_base_is_named(place):
 
 def test_align_compares_outputs_before_it_writes(place, monkeypatch):
     """A wrong spec would change the function."""
-    derive = mcomb.pytorch.folders.derive_spec
+    derive = mcomb.pytorch.hugging_face.derive_spec
 
     def wrong(apply, params, inputs):
         spec = derive(apply, params, inputs)
         layers = {name: axes if "up_proj" not in name else (None, None) for name, axes in spec.axes.items()}
         return mcomb.PermutationSpec(layers, spec.sizes, spec.batched_over, spec.fixed)
 
-    monkeypatch.setattr(mcomb.pytorch.folders, "derive_spec", wrong)
+    monkeypatch.setattr(mcomb.pytorch.hugging_face, "derive_spec", wrong)
     with pytest.raises(UserError, match=r"The aligned network differs from .*b by"):
         main(["align", "a", "b", "out"])
     assert sorted(path.name for path in place.iterdir()) == ["a", "b", "base"]

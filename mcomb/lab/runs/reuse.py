@@ -14,7 +14,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from mcomb.errors import UserError
 from mcomb.io.paths import AnyPath, modified, read_text, unseal
-from mcomb.lab import versions
+from mcomb.lab import algorithm_versions
 from mcomb.lab.cache.matchings import KeptMatching, MatchingKey
 from mcomb.lab.cache.networks import Network, NotKeptError
 from mcomb.lab.cache.store import Store
@@ -78,7 +78,7 @@ def flags_identity(experiment: str, config: Config) -> Identity:
     identity = {
         "experiment": experiment,
         "config": chosen | {"recipe": recipe_dict(config)},
-        "version": versions.MEASUREMENT,
+        "version": algorithm_versions.MEASUREMENT,
     }
     return json.loads(json.dumps(identity, default=str))
 

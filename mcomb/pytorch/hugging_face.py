@@ -20,9 +20,9 @@ from mcomb.evaluation.batch_statistics import names_of_statistics
 from mcomb.io.shards import INDEX, Shard, StoredTensor, list_shards, write_shard
 from mcomb.matching.ancestor import Match, match_unless_related
 from mcomb.matching.matchers import Matcher
-from mcomb.merging.leaf_by_leaf import LeafByLeaf
 from mcomb.merging.merge import Method
 from mcomb.merging.shares import resolve_shares
+from mcomb.merging.task_vectors import LeafByLeaf
 from mcomb.pytorch.modules import from_module, leaf_names, to_arrays
 from mcomb.symmetry.derive import derive_spec
 from mcomb.trees import Inputs, require_finite

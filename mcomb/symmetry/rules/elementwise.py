@@ -1,4 +1,4 @@
-"""Common parts of rules: the simplest rules, and helpers."""
+"""Rules of elementwise operations, and helpers of all rules."""
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any, SupportsIndex

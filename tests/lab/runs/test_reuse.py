@@ -12,7 +12,7 @@ from experiments import linear, width
 from mcomb import read_checkpoint, write_checkpoint
 from mcomb.errors import UserError
 from mcomb.io.paths import write_json
-from mcomb.lab import versions
+from mcomb.lab import algorithm_versions
 from mcomb.lab.cache.store import Store
 from mcomb.lab.data.datasets import Split, Splits
 from mcomb.lab.flags import convert_config
@@ -130,7 +130,7 @@ def test_results_depend_on_number_of_devices(config, monkeypatch, capsys):
         first = jax.devices()[:1]
         monkeypatch.setattr(jax, "devices", lambda: first)
     else:
-        monkeypatch.setattr("mcomb.lab.runs.identity.describe_devices", lambda: "2 × cpu")
+        monkeypatch.setattr("mcomb.lab.runs.reuse.describe_devices", lambda: "2 × cpu")
     assert read_results(LINE, config) is None
     after = run(LINE, config)
     assert after.devices != before["devices"]
@@ -160,7 +160,7 @@ def test_results_depend_on_data(config, monkeypatch, capsys):
     [("MEASUREMENT", "was made from other version: measuring again"), ("MATCHING", "versions: matching again")],
 )
 def test_results_depend_on_algorithm_versions(name, said, config, monkeypatch, capsys):
-    monkeypatch.setattr(versions, name, getattr(versions, name) + 1)
+    monkeypatch.setattr(algorithm_versions, name, getattr(algorithm_versions, name) + 1)
     if name == "MEASUREMENT":
         assert read_results(LINE, config) is None
     run(LINE, config)
@@ -168,7 +168,7 @@ def test_results_depend_on_algorithm_versions(name, said, config, monkeypatch, c
 
 
 def test_network_of_older_training_version_is_rejected(config, monkeypatch):
-    monkeypatch.setattr(versions, "TRAINING", 2)
+    monkeypatch.setattr(algorithm_versions, "TRAINING", 2)
     with pytest.raises(UserError, match=r"seed-0.* was trained by version 1 .* version 2: move it away"):
         run(LINE, config)
 
@@ -180,7 +180,7 @@ def test_results_without_digest_are_measured_again(config, capsys):
     path.write_text(json.dumps(old))
     run(LINE, config)
     assert capsys.readouterr().err.count("is damaged or has no digest: measuring again") == 1
-    assert stored(config)["version"] == versions.MEASUREMENT
+    assert stored(config)["version"] == algorithm_versions.MEASUREMENT
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from rule_programs import FEATURES, ROWS, UNITS, WHOLE, check_freedom, layer, un
 from zoo import Shape
 
 from mcomb import derive_spec
-from mcomb.symmetry.rules import common
+from mcomb.symmetry.rules import elementwise
 
 PROGRAMS = {
     "elementwise": layer(lambda h, p: jnp.select([h > 0, h < -0.5], [h, 2 * h], 0.0), WHOLE),
@@ -25,7 +25,7 @@ def test_program_has_its_freedom(name):
 
 
 def test_rules_have_programs(monkeypatch):
-    assert not unused_rules(common, PROGRAMS, monkeypatch)
+    assert not unused_rules(elementwise, PROGRAMS, monkeypatch)
 
 
 def sharded_units(params, x):

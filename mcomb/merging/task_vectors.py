@@ -1,6 +1,6 @@
-"""Merges that compute each leaf from the same leaf of all networks, and of their common base.
+"""Merge leaf by leaf: averages, spherical interpolation, and task vectors (task arithmetic, TIES, DARE).
 
-A task vector is the difference between a network and its base.
+A task vector is the difference between a network and the base that it was fine-tuned from.
 """
 
 import math
