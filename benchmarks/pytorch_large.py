@@ -124,7 +124,7 @@ def run(words: Sequence[str]) -> dict[str, Any]:
 def measure(words: Sequence[str]) -> tuple[str, str, dict[str, float]]:
     """Run a command in this process; return its output, its peak memory, and the seconds spent in its parts."""
     from mcomb.__main__ import main as command
-    from mcomb.pytorch import files, folders
+    from mcomb.pytorch import files, hugging_face
 
     seconds: dict[str, float] = {}
 
@@ -140,11 +140,11 @@ def measure(words: Sequence[str]) -> tuple[str, str, dict[str, float]]:
 
         setattr(module, name, timed)
 
-    time_it(folders, "derive_spec", "deriving")
+    time_it(hugging_face, "derive_spec", "deriving")
     time_it(ancestor, "check_networks", "checking")
     time_it(ancestor, "least_similarity", "looking for an ancestor")
     time_it(matching, "coordinate_descent", "matching")
-    time_it(folders, "write_shard", "computing and writing")
+    time_it(hugging_face, "write_shard", "computing and writing")
     time_it(files, "require_same_outputs", "comparing outputs")
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         command([*words, "--json"])

@@ -19,7 +19,7 @@ from mcomb.errors import UserError
 from mcomb.io.paths import AnyPath
 from mcomb.lab.cli import Flag
 from mcomb.lab.figures import COLOURS, STYLE, save
-from mcomb.lab.flags import CHECKPOINT_FLAGS, LineConfig, convert_config
+from mcomb.lab.flags import LineConfig, convert_config, require_own_training
 from mcomb.lab.runs.command import main
 from mcomb.lab.runs.experiment import Experiment, Parts
 from mcomb.lab.runs.measure import Run
@@ -43,9 +43,7 @@ class DecayConfig(LineConfig):
         for name, instead in (("epochs", "lengths"), ("weight_decay", "decays")):
             if (value := getattr(self, name)) is not None:
                 raise UserError(f"decay does not accept --{name.replace('_', '-')} {value:g}: use --{instead}.")
-        for name in (*CHECKPOINT_FLAGS, "pretrained"):
-            if getattr(self, name):
-                raise UserError(f"decay trains its own networks: remove --{name.replace('_', '-')}.")
+        require_own_training("decay", self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,7 +42,7 @@ from mcomb.lab.runs.barriers import barrier
 from mcomb.lab.runs.command import main
 from mcomb.lab.runs.experiment import Experiment
 from mcomb.lab.runs.measure import Run, Task
-from mcomb.lab.runs.results import METRICS, SPLITS, VARIANTS, Number, Results, Scores, sides, spread
+from mcomb.lab.runs.results import METRICS, SPLITS, VARIANTS, Number, Results, Scores, scores_of, sides, spread
 from mcomb.lab.runs.verdicts import Verdict, clearly_less, works
 from mcomb.lab.tables import columns, with_range
 from mcomb.merging.learned_shares import GRANULARITIES, LearnedShares, learn_shares
@@ -215,10 +215,7 @@ def measure(run: Run) -> LandscapeResults:
     for name, kind in KINDS.items():
         given = (a, pairs["aligned"], shares), around[name].astype(np.float32)
         tasks[name] = Task(random_network(kind), *given, rng_name=name, ends=lambda at, a, b, shares: (a, b))
-    measured = {
-        name: {split: {m: getattr(metrics, m) for m in METRICS} for split, metrics in by_split.items()}
-        for name, by_split in run.evaluate(tasks).items()
-    }
+    measured = {name: scores_of(by_split) for name, by_split in run.evaluate(tasks).items()}
     samples = {
         name: Samples(
             project(random_shares(kind), run.keys(tasks[name]), tasks[name].points, shares).tolist(),

@@ -43,12 +43,12 @@ from mcomb.lab.cli import Flag
 from mcomb.lab.data.datasets import Split
 from mcomb.lab.data.splits import PARTITIONS, Subset
 from mcomb.lab.figures import COLOURS, STYLE, save
-from mcomb.lab.flags import CHECKPOINT_FLAGS, Config
+from mcomb.lab.flags import Config, require_own_training
 from mcomb.lab.runs.command import main
 from mcomb.lab.runs.experiment import Experiment
 from mcomb.lab.runs.measure import REPAIR_EXAMPLES, Run
 from mcomb.lab.runs.pairs import pool
-from mcomb.lab.runs.results import METRICS, Number, Results, Scores, sides, spread
+from mcomb.lab.runs.results import METRICS, Number, Results, Scores, scores_of, sides, spread
 from mcomb.lab.runs.verdicts import Verdict
 from mcomb.lab.setups import SETUPS
 from mcomb.lab.tables import columns, with_range
@@ -80,10 +80,7 @@ class MergeConfig(Config):
     steps: Annotated[int, Flag("maximum number of gradient steps of learned and fine-tuned networks", at_least=1)] = 400
 
     def __post_init__(self) -> None:
-        for name in (*CHECKPOINT_FLAGS, "pretrained"):
-            if getattr(self, name):
-                flag = name.replace("_", "-")
-                raise UserError(f"merge trains its own networks: remove --{flag}.")
+        require_own_training("merge", self)
         if self.skew is not None and (self.split == "none" or (self.split == "biased" and self.skew > 1)):
             range_ = "remove it" if self.split == "none" else "use a fraction from 0 to 1"
             raise UserError(f"--skew {self.skew:g} is invalid with --split {self.split}: {range_}.")
@@ -268,8 +265,7 @@ def measure(run: Run) -> MergeResults:
                 merged = method(pair)
             with run.store.durations.timed("evaluation"):
                 found = {split: score(*merged, *splits[split]) for split in MEASURED}
-            scores = {split: {m: getattr(one, m) for m in METRICS} for split, one in found.items()}
-            run.rows.add([{"name": name, **scores}])
+            run.rows.add([{"name": name, **scores_of(found)}])
     counts: dict[str, Number] = {who: len(run.config.subset(who).rows(groups)) for who in ("A", "B", "withheld")}
     scores = {name: {split: run.rows[name][split] for split in MEASURED} for name in METHODS}
     return MergeResults(**run.basics, methods=scores, seen=counts)

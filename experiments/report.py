@@ -17,7 +17,7 @@ from mcomb.io.paths import AnyPath, absolute, atomic, make_writable, write_text
 from mcomb.lab import cli
 from mcomb.lab.cache.store import Store
 from mcomb.lab.cli import Flag
-from mcomb.lab.flags import CHECKPOINT_FLAGS, Config, command, convert_config
+from mcomb.lab.flags import Config, command, convert_config
 from mcomb.lab.run_folders import has_pretrained
 from mcomb.lab.runs.command import parse_and_join, print_plan
 from mcomb.lab.runs.experiment import Experiment, config_of
@@ -93,7 +93,7 @@ def plan(config: ReportConfig) -> list[PageJob]:
                 continue
             if module is width and config.pretrained and not all(has_pretrained(setup, w) for w in config.widths):
                 continue
-            if module is merge and (config.pretrained or any(getattr(config, flag) for flag in CHECKPOINT_FLAGS)):
+            if module is merge and config.given_networks:
                 continue  # merge trains its own networks
             experiment, name = module.EXPERIMENT, module.EXPERIMENT.name
             own = config_of(experiment, config, setup=setup, width=its_width)

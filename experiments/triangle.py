@@ -27,7 +27,7 @@ from mcomb.lab.runs.barriers import barrier
 from mcomb.lab.runs.command import main
 from mcomb.lab.runs.experiment import Experiment
 from mcomb.lab.runs.measure import Run, Task
-from mcomb.lab.runs.results import METRICS, Number, Results, Scores
+from mcomb.lab.runs.results import METRICS, Number, Results, Scores, scores_of
 from mcomb.lab.runs.verdicts import Verdict, works
 
 C_TO_A = MatchingKey("C", "A")
@@ -88,7 +88,7 @@ def measure(run: Run) -> TriangleResults:
     shares = grid(run.config.grid, run.config.beyond)
     corners = (run.networks["A"].params, run.align(B_TO_A), run.align(C_TO_A))
     metrics = run.evaluate({"aligned": Task(blend, corners, shares)})["aligned"]
-    points = {split: {m: getattr(values, m).tolist() for m in METRICS} for split, values in metrics.items()}
+    points = {split: {m: at[m].tolist() for m in METRICS} for split, at in scores_of(metrics).items()}
     best = find_best(points)
     at_best = shares[best].tolist()
     return TriangleResults(

@@ -121,6 +121,11 @@ class Config(TrainingConfig):
         """How many examples of each split to evaluate on; None for all."""
         return {"train": self.train_examples, "test": self.test_examples}
 
+    @property
+    def given_networks(self) -> list[str]:
+        """The flags that read networks from files, as on a command line."""
+        return [shlex.join(flag_words(self, name)) for name in (*CHECKPOINT_FLAGS, "pretrained") if getattr(self, name)]
+
     def checkpoint_of(self, letter: str) -> AnyPath | None:
         """Return the checkpoint of network A, B or C; None if it has none."""
         return {"A": self.checkpoint_a, "B": self.checkpoint_b, "C": self.checkpoint_c}[letter]
@@ -178,7 +183,14 @@ PROCESS_FLAGS = ("distributed", "coordinator", "processes", "process")  # differ
 # In an identity only with other values than these, so that older results stay valid.
 YOUNGER_FLAGS: dict[str, Any] = {"temperatures": False, "frozen": (), "search_steps": 400}
 YOUNGER_FIELDS = ("algorithm", "stages")  # of a recipe, in a network's key only if changed, for the same reason
+SEED_FLAGS = ("seed_a", "seed_b", "seed_c")
 CHECKPOINT_FLAGS = ("checkpoint_a", "checkpoint_b", "checkpoint_c")  # results identify networks by fingerprints instead
+
+
+def require_own_training(experiment: str, config: Config) -> None:
+    """Raise UserError if flags read networks from files."""
+    if config.given_networks:
+        raise UserError(f"{experiment} trains its own networks: remove {config.given_networks[0]}.")
 
 
 def recipe(config: TrainingConfig) -> Recipe:

@@ -21,7 +21,7 @@ from mcomb.lab.cache.store import Store
 from mcomb.lab.data.datasets import Split
 from mcomb.lab.runs import temperatures
 from mcomb.lab.runs.barriers import barriers
-from mcomb.lab.runs.results import METRICS, VARIANTS, Calibrated, Parameter, SweepResults
+from mcomb.lab.runs.results import VARIANTS, Calibrated, Parameter, SweepResults, scores_of
 from mcomb.lab.runs.rows import Rows
 from mcomb.matching.matching import objective
 from mcomb.runtime.batching import BATCH
@@ -96,10 +96,7 @@ class Run:
     @cached_property
     def basics(self) -> dict[str, Any]:
         """The fields of `Results` that every verdict needs: scores of the networks, of guessing, and of matchings."""
-        networks = {
-            letter: {split: {m: getattr(score, m) for m in METRICS} for split, score in by_split.items()}
-            for letter, by_split in self.scores.items()
-        }
+        networks = {letter: scores_of(by_split) for letter, by_split in self.scores.items()}
         inner_products = {}
         for key, kept in self.matchings.items():
             b, a = (self.networks[letter].params for letter in (key.moved, key.reference))

@@ -1,5 +1,6 @@
 """Run an experiment on several independent pairs of networks (`--pairs`): means, and the range over the pairs."""
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -7,7 +8,7 @@ from typing import TypeVar
 import numpy as np
 
 from mcomb.errors import UserError
-from mcomb.lab.flags import CHECKPOINT_FLAGS, Config, flag_words
+from mcomb.lab.flags import SEED_FLAGS, Config, flag_words
 from mcomb.lab.runs.experiment import Experiment, Parts, is_of_paper, reach_verdict
 from mcomb.lab.runs.results import METRICS, Results, barriers_of, fold, spread, without_origin
 from mcomb.lab.runs.verdicts import Verdict, why_no_verdict
@@ -21,11 +22,9 @@ def over_pairs(experiment: Experiment, config: Config) -> Experiment:
         return experiment
 
     def each_pair(config: Config) -> Parts:
-        for name in (*CHECKPOINT_FLAGS, "pretrained", "seed_a", "seed_b", "seed_c"):
-            value = getattr(config, name)
-            if value is not None and value is not False:
-                given = " ".join(flag_words(config, name))
-                raise UserError(f"--pairs {config.pairs} trains its own networks: remove --pairs or {given}.")
+        seeded = [shlex.join(flag_words(config, name)) for name in SEED_FLAGS if getattr(config, name) is not None]
+        if given := [*config.given_networks, *seeded]:
+            raise UserError(f"--pairs {config.pairs} trains its own networks: remove --pairs or {given[0]}.")
         seeds = range(config.seed, config.seed + config.pairs)
         return {f"seed {seed}": (experiment, replace(config, seed=seed, pairs=1)) for seed in seeds}
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
+from mcomb.evaluation.evaluate import Metrics
 from mcomb.io.paths import AnyPath, read_json, write_json
 from mcomb.lab.run_folders import RESULTS
 from mcomb.lab.setups import SETUPS
@@ -175,6 +176,11 @@ def sides(results: R) -> tuple[R, ...]:
 def spread(results: R) -> tuple[R, R]:
     """Return the least and the largest numbers over pairs; for one pair, the results themselves twice."""
     return cast(tuple[R, R], (results.least, results.largest) if results.pairs else (results, results))
+
+
+def scores_of(by_split: Mapping[str, Metrics]) -> Scores:
+    """Return the loss and the accuracy on each split."""
+    return {split: {name: metrics.values[name] for name in METRICS} for split, metrics in by_split.items()}
 
 
 def write_results(folder: AnyPath, results: Results) -> None:

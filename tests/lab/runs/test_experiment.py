@@ -9,7 +9,7 @@ import pytest
 
 from mcomb.lab.cache.store import Store
 from mcomb.lab.flags import Config
-from mcomb.lab.runs import command, experiment, identity
+from mcomb.lab.runs import command, experiment, reuse
 from mcomb.lab.runs import run as run_module
 from mcomb.lab.runs.command import setups_help
 from mcomb.lab.runs.experiment import Experiment, Paper, is_of_paper, papers_networks
@@ -135,7 +135,7 @@ def test_run_measures_draws_writes_and_judges(example, config, calls, capsys):
 
 def test_run_builds_one_store(example, config, monkeypatch):
     built = []
-    for module in (command, run_module, identity):
+    for module in (command, run_module, reuse):
         monkeypatch.setattr(module, "Store", lambda config: built.append(config) or Store(config))
     flags = ["--setup", "mlp-digits", "--width", "2", "--seed", "3", "--out", str(config.out)]
     command.main(example, "", flags)
