@@ -83,7 +83,10 @@ class Config(TrainingConfig):
     checkpoint_a: Annotated[AnyPath | None, Flag("orbax folder or safetensors file of network A")] = None
     checkpoint_b: Annotated[AnyPath | None, Flag("orbax folder or safetensors file of network B")] = None
     checkpoint_c: Annotated[AnyPath | None, Flag("orbax folder or safetensors file of network C")] = None
-    pairs: Annotated[int, Flag("independent pairs of networks, for consecutive values of --seed", 1, 1000)] = 1
+    pairs: Annotated[
+        int | None,
+        Flag("independent pairs, for consecutive values of --seed, or abc for AB, AC and BC", 1, 1000, none="abc"),
+    ] = 1
     pretrained: Annotated[bool, Flag("use the networks of the repository instead of training")] = False
     vmap_size: Annotated[
         int | None, Flag("combinations in one batch on a device (default: automatic)", at_least=1, identity=False)
@@ -265,7 +268,8 @@ def differing_flags(config: TrainingConfig, other: TrainingConfig) -> list[str]:
         if value == getattr(other, name, value):
             continue
         flag = "--" + name.replace("_", "-")
-        found.append(f"no {flag}" if value is None or value is False else shlex.join(flag_words(config, name)))
+        is_off = value is False or (value is None and flags(type(config))[name].none is None)
+        found.append(f"no {flag}" if is_off else shlex.join(flag_words(config, name)))
     return found
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mcomb.io.paths import AnyPath
+from mcomb.lab.cli import flags
 from mcomb.lab.flags import CHECKPOINT_FLAGS, RECIPE_FLAGS, TrainingConfig, default_flags, identity_flags, recipe
 from mcomb.lab.setups import SETUPS
 from mcomb.lab.training.train import Training
@@ -84,6 +85,7 @@ class RunFolders:
                 continue
             word = flag.replace("_", "-")
             value = given[flag[-1].upper()] if flag in CHECKPOINT_FLAGS else value
+            value = flags(type(self.config))[flag].none if value is None else value
             parts.append(word if value is True else f"{word}={_in_a_name(value)}")
         return self.home / ",".join(parts)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from results import results_of
 
-from experiments import bernoulli, centered, hyperplane, linear, minmax, stitching, subcube, uniform
+from experiments import bernoulli, centered, hyperplane, linear, minmax, stitching, subcube, transitivity, uniform
 from mcomb.errors import UserError
 from mcomb.lab.runs.results import METRICS
 
@@ -45,8 +45,34 @@ def test_pairs_are_runs_of_seeds_judged_together(results):
 
 @pytest.mark.parametrize("flags", [("--pretrained",), ("--checkpoint-b", "somewhere"), ("--seed-a", "0")])
 def test_pairs_reject_given_networks(flags, results):
-    with pytest.raises(UserError, match=f"--pairs 2 trains its own networks: remove --pairs or {flags[0]}"):
+    with pytest.raises(UserError, match=f"--pairs 2 chooses its own networks: remove --pairs or {flags[0]}"):
         results(linear, "--pairs", "2", *flags)
+
+
+def test_pairs_abc_reject_checkpoints(results):
+    with pytest.raises(UserError, match="--pairs abc chooses its own networks: remove --pairs or --checkpoint-b"):
+        results(linear, "--pairs", "abc", "--checkpoint-b", "somewhere")
+
+
+@pytest.mark.slow
+def test_pairs_abc_are_three_pairs_of_three_networks(results):
+    together = results(linear, *FEW[:2], "--pairs", "abc")
+    assert together["title"] == "MLP on digits, width 2, pairs of A, B and C: the line through A and B"
+    flags = ([], ["--seed-b", "2"], ["--seed-a", "1", "--seed-b", "2"])
+    each = [results(linear, *FEW[:2], *seeds) for seeds in flags]
+    for name in ("models", "curves", "barriers"):
+        assert [pair[name] for pair in together["pairs"]] == [one[name] for one in each]
+    assert together["finding"].count("With --seed") == 1
+
+
+@pytest.mark.slow
+def test_pairs_abc_of_triples_take_each_network_as_middle(results):
+    together = results(transitivity, "--points", "3", "--pairs", "abc")
+    each = [
+        results(transitivity, "--points", "3", "--seed-a", str(a), "--seed-b", str(b), "--seed-c", str(c))
+        for a, b, c in ((0, 1, 2), (0, 2, 1), (1, 2, 0))
+    ]
+    assert [pair["curves"] for pair in together["pairs"]] == [one["curves"] for one in each]
 
 
 @pytest.mark.slow

@@ -1,9 +1,9 @@
-"""Run an experiment on several independent pairs of networks (`--pairs`): means, and the range over the pairs."""
+"""Run an experiment on several pairs of networks (`--pairs`): means, and the range over the pairs."""
 
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from mcomb.lab.runs.verdicts import Verdict, why_no_verdict
 
 R = TypeVar("R", bound=Results)
 
+ORDERS = ("ABC", "ACB", "BCA")  # of `--pairs abc`: the networks that take the places of A, B and C
+
 
 def over_pairs(experiment: Experiment, config: Config) -> Experiment:
     """Return the experiment itself, or with `--pairs` the one that runs it on each pair and pools the results."""
@@ -23,8 +25,14 @@ def over_pairs(experiment: Experiment, config: Config) -> Experiment:
 
     def each_pair(config: Config) -> Parts:
         seeded = [shlex.join(flag_words(config, name)) for name in SEED_FLAGS if getattr(config, name) is not None]
-        if given := [*config.given_networks, *seeded]:
-            raise UserError(f"--pairs {config.pairs} trains its own networks: remove --pairs or {given[0]}.")
+        given = [*config.given_networks, *seeded]
+        if config.pairs is None:
+            given = [words for words in config.given_networks if words != "--pretrained"]
+        if given:
+            pairs = shlex.join(flag_words(config, "pairs"))
+            raise UserError(f"{pairs} chooses its own networks: remove --pairs or {given[0]}.")
+        if config.pairs is None:
+            return {"".join(order[:2]): (experiment, _reorder(experiment, config, order)) for order in ORDERS}
         seeds = range(config.seed, config.seed + config.pairs)
         return {f"seed {seed}": (experiment, replace(config, seed=seed, pairs=1)) for seed in seeds}
 
@@ -43,6 +51,13 @@ def over_pairs(experiment: Experiment, config: Config) -> Experiment:
         measure=lambda run: pool(list(run.parts.values())),
         judge=judge_pairs,
     )
+
+
+def _reorder(experiment: Experiment, config: Config, order: Sequence[str]) -> Config:
+    """Return the config of one pair, in which these networks take the places of A, B and C."""
+    places = zip(experiment.networks or "AB", order, strict=False)
+    moved: dict[str, Any] = {f"seed_{place.lower()}": config.seed_of(x) for place, x in places if place != x}
+    return replace(config, pairs=1, **moved)
 
 
 def pool(pairs: Sequence[R]) -> R:
@@ -73,5 +88,7 @@ def judge_all(
         ranges = [f"{mean[m]:.3f} ({least[m]:.3f} to {largest[m]:.3f}) in {m}" for m in METRICS]
         sentences.append(f"{variant[0].upper()}{variant[1:]} test barriers are {' and '.join(ranges)}.")
     shown = outcomes.index(agrees)
-    seed = results.pairs[shown].config["seed"]
-    return Verdict(agrees, " ".join([*sentences, f"With --seed {seed}: {verdicts[shown].finding}"]))
+    config = results.pairs[shown].config
+    seeds = {name: config[name] for name in SEED_FLAGS if config.get(name) is not None}
+    chosen = (f"--{name.replace('_', '-')} {seed}" for name, seed in (seeds or {"seed": config["seed"]}).items())
+    return Verdict(agrees, " ".join([*sentences, f"With {' '.join(chosen)}: {verdicts[shown].finding}"]))

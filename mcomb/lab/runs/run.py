@@ -49,7 +49,7 @@ def run(experiment: Experiment, config: Config, store: Store | None = None) -> R
         store.networks.given(letter)  # errors in it, or in the flags, come before a folder is made
     folder = from_first(make_writable, store.folder(experiment.name))
     say(f"results go to {folder}")
-    if config.pairs > 1:  # the networks of all pairs side by side
+    if config.pairs != 1 and not config.pretrained:  # the networks of all pairs side by side
         store.networks.train([part.training_of(letter) for _, part in planned.values() for letter in letters])
     parts = {name: run(*part) for name, part in planned.items()}
     networks, matchings = make_inputs(experiment, store)
@@ -142,5 +142,8 @@ def _title(experiment: Experiment, config: Config, letters: str, with_parts: boo
     how += f", split {config.split}" if config.split else ""
     how += f", {' and '.join(config.frozen)} in place" if config.frozen else ""
     how += f", in {config.dtype}" if with_networks and config.dtype != "float32" else ""
-    how += f", {config.pairs} {'triples' if 'C' in letters else 'pairs'}" if config.pairs > 1 else ""
+    if config.pairs is None:
+        how += ", pairs of A, B and C"
+    elif config.pairs > 1:
+        how += f", {config.pairs} {'triples' if 'C' in letters else 'pairs'}"
     return f"{SETUPS[config.setup].title}{width}{how}: {experiment.title}"

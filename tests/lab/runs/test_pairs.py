@@ -73,6 +73,12 @@ def test_judge_all_requires_all_and_quotes_deciding_pair(outcomes, agrees, shown
     assert found.finding.endswith(shown)
 
 
+def test_judge_all_names_seeds_of_the_deciding_pair():
+    pairs = [pair(), replace(pair(), config={"seed": 0, "seed_a": None, "seed_b": 2})]
+    found = judge_all([Verdict(True, "finding 0"), Verdict(False, "finding 1")], pool(pairs), "")
+    assert found.finding.endswith("With --seed-b 2: finding 1")
+
+
 def test_judge_all_counts_answers_to_open_question():
     verdicts = [Verdict(True, "finding 0"), Verdict(False, "finding 1")]
     results = pool([pair(seed=i) for i in range(2)])
