@@ -1,9 +1,13 @@
 """Align two networks: match the units of B to those of A and permute B accordingly."""
 
 from dataclasses import dataclass
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from mcomb.errors import UserError, brief
 from mcomb.evaluation.objectives import Objective, cross_entropy
 from mcomb.matching.matchers import Matcher, as_matcher
 from mcomb.matching.matching import Matching
@@ -11,7 +15,9 @@ from mcomb.symmetry.derive import derive_spec
 from mcomb.symmetry.groups import SymmetrySpec
 from mcomb.symmetry.null_space import first_examples
 from mcomb.symmetry.spec import PermutationSpec
-from mcomb.trees import Apply, Inputs, Labels, Params
+from mcomb.trees import Apply, Inputs, Labels, Params, in_dtype_of, is_inexact, map_named, named_leaves, require_alike
+
+NAMES = ("the network", "the tree")
 
 
 @dataclass(frozen=True, repr=False)
@@ -36,6 +42,52 @@ class Alignment:
     spec: PermutationSpec
     rounding: float = 0.0
 
+    def transport(self, tree: Params, *, kind: str = "update") -> Params:
+        """Carry a tree that belongs to B's weights over to the aligned network, and therefore to A.
+
+        Fine-tuned B minus B is an update; multiply LoRA factors out first. Momentum and Adam's first moments are
+        gradients. Squared gradients, such as Adam's second moments, follow permutations only. With other groups, let
+        the optimizer estimate them again.
+
+        Args:
+            tree: A tree with B's leaves.
+            kind: "update" for a difference of weights, or "gradient" for a derivative by the weights. Permutations and
+                rotations move both in the same way; scales and invertible matrices move them inversely.
+
+        Returns:
+            The tree in A's units. `aligned.params` plus a carried update computes the same function as B plus the
+            update.
+
+        Raises:
+            UserError: The tree does not have B's leaves, or the kind is unknown.
+
+        Examples:
+            >>> tuned = mcomb.fine_tune(apply, b, x, y, steps=20).params
+            >>> update = jax.tree.map(jnp.subtract, tuned, b)
+            >>> transferred = jax.tree.map(jnp.add, a, aligned.transport(update))
+        """
+        if kind not in ("update", "gradient"):
+            raise UserError(f"Unknown kind {brief(kind)}: choose update or gradient.")
+        require_alike("The network and the tree to carry", named_leaves(self.params), named_leaves(tree), NAMES)
+        perms = self.matching.perms
+        if not isinstance(self.spec, SymmetrySpec):
+            return self.spec.apply(perms, tree)
+        back = self.spec.invert(perms)
+        if kind == "gradient":
+            floats = {name: leaf for name, leaf in named_leaves(self.params).items() if is_inexact(leaf)}
+            tangents = named_leaves(tree)
+
+            def move_back(own: Params) -> Params:
+                moved = self.spec.apply(back, map_named(own.get, self.params))
+                return {name: leaf for name, leaf in named_leaves(moved).items() if name in own}
+
+            (carried,) = jax.vjp(move_back, floats)[1]({name: jnp.asarray(tangents[name]) for name in floats})
+            return map_named(carried.get, tree)
+        after = jax.tree.map(_widen, self.params)
+        before = self.spec.apply(back, after)
+        moved = self.spec.apply(perms, jax.tree.map(np.add, before, jax.tree.map(_widen, tree)))
+        return jax.tree.map(lambda new, old, leaf: in_dtype_of(leaf, new - old), moved, after, tree)
+
     def __repr__(self) -> str:
         perms = [np.asarray(self.matching.perms[name]) for name in self.spec.sizes]
         orders = [perm for perm in perms if np.issubdtype(perm.dtype, np.integer)]
@@ -45,6 +97,10 @@ class Alignment:
         rounding = f", rounding {self.rounding:.2g}" if self.rounding else ""
         product = f"inner product with A {self.matching.objective:.4g}"
         return f"Alignment({turned}{moved:,} of {units:,} units moved, {product}{rounding})"
+
+
+def _widen(leaf: Any) -> np.ndarray:
+    return np.asarray(leaf, float) if is_inexact(leaf) else np.asarray(leaf)
 
 
 def align(

@@ -59,6 +59,52 @@ def test_aligned_network_computes_the_same_function(name):
     assert_close([aligned.params[leaf] for leaf in gains], [network.params[leaf] for leaf in gains], roundings=2)
 
 
+TRANSPORTED = ["MLP, ReLU", "attention", "stream, RMSNorm", "stream, LayerNorm with bias", "gated MLP"]
+
+
+def transported(name: str, groups: str):
+    """Return a network, another one, their alignment, and a small random tree."""
+    (network, spec), rng = case(name), np.random.default_rng(3)
+    near, tree = (
+        {leaf: scale * x + 0.3 * np.float32(rng.normal(size=x.shape)) for leaf, x in network.params.items()}
+        for scale in (1, 0)
+    )
+    other = spec.apply(spec.random(jax.random.key(1)), near)
+    return network, other, align(network.apply, network.params, other, network.inputs, groups=groups), tree
+
+
+@pytest.mark.parametrize("groups", ["permutations", "all"])
+@pytest.mark.parametrize("name", TRANSPORTED)
+def test_transported_updates_change_the_function_alike(name, groups):
+    network, other, aligned, update = transported(name, groups)
+    carried = aligned.transport(update)
+    wanted, found, unchanged = (
+        network.apply({leaf: params[leaf] + change[leaf] for leaf in params}, network.inputs)
+        for params, change in ((other, update), (aligned.params, carried), (aligned.params, update))
+    )
+    assert_close(found, wanted, roundings=1_000)
+    assert np.abs(unchanged - wanted).max() > 0.01
+
+
+@pytest.mark.parametrize("groups", ["permutations", "all"])
+@pytest.mark.parametrize("name", TRANSPORTED)
+def test_transported_gradients_are_those_of_the_aligned_network(name, groups):
+    network, other, aligned, _ = transported(name, groups)
+    gradient = jax.grad(lambda params: (network.apply(params, network.inputs) ** 2).mean())
+    found = aligned.transport(gradient(other), kind="gradient")
+    wanted = gradient(aligned.params)
+    for leaf in wanted:
+        np.testing.assert_allclose(found[leaf], wanted[leaf], rtol=0, atol=1e-4 * np.abs(wanted[leaf]).max())
+
+
+def test_transport_names_missing_leaves_and_unknown_kinds():
+    _, _, aligned, update = transported("MLP, ReLU", "all")
+    with pytest.raises(UserError, match=r"bias is .* in the network and missing in the tree"):
+        aligned.transport({leaf: x for leaf, x in update.items() if leaf != "bias"})
+    with pytest.raises(UserError, match="Unknown kind 'momentum': choose update or gradient"):
+        aligned.transport(update, kind="momentum")
+
+
 def test_alignment_continues_from_a_start():
     network, spec = case("attention")
     rng = np.random.default_rng(3)
