@@ -47,7 +47,7 @@ BENCHMARKS: dict[str, Benchmark] = {
 class AllConfig:
     """Flags of `python -m benchmarks`."""
 
-    only: Annotated[tuple[str, ...], Flag("which of them", choices=tuple(BENCHMARKS))] = tuple(BENCHMARKS)
+    only: Annotated[tuple[str, ...], Flag("benchmarks to run", choices=tuple(BENCHMARKS))] = tuple(BENCHMARKS)
     out: Annotated[Path, Flag("folder for tables and pictures")] = Path("runs/benchmarks")
 
 

@@ -4,8 +4,8 @@
     python -m benchmarks.account --setup tiny10-cifar10 --width 8
 
 The benchmark compiles programs and runs none, because XLA knows the sizes of all buffers after compilation.
-`arguments` are networks, state and images. The devices of one CPU share a single copy of them unless they are donated.
-`temporary` are all intermediate arrays, on each device. Convolutions may need more memory while they run:
+`arguments` are networks, state and examples. The devices of one CPU share a single copy of them, unless they are
+donated. `temporary` are all intermediate arrays, on each device. Convolutions may need more memory while they run:
 `benchmarks.memory` measures the memory of a running process.
 """
 
@@ -43,11 +43,11 @@ class AccountConfig:
     tasks: Annotated[tuple[str, ...], Flag("which programs", choices=TASKS)] = TASKS
     setup: Annotated[str, Flag("which networks", choices=tuple(SETUPS))] = "resnet20-cifar10"
     width: Annotated[int, Flag("width multiplier", at_least=1)] = 32
-    images: Annotated[tuple[int, ...], Flag("images that a device takes at once in evaluation", at_least=1)] = (
+    images: Annotated[tuple[int, ...], Flag("examples on a device at once, in evaluation", at_least=1)] = (
         64,
         BATCH,
     )
-    json: Annotated[Path | None, Flag("a file to write the table to")] = None
+    json: Annotated[Path | None, Flag("JSON file for the table")] = None
 
 
 def on(mesh: Mesh, tree: Any, spec: PartitionSpec = HERE) -> Any:

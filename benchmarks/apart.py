@@ -30,5 +30,5 @@ def measure_apart(measure: Callable[[Any], Any], point: Any) -> Any:
     command, root = [sys.executable, "-c", code], Path(__file__).parents[1]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise UserError(f"{point} failed: {(done.stderr.splitlines() or ['without a word'])[-1]}")
+        raise UserError(f"{point} failed: {(done.stderr.splitlines() or ['no message'])[-1]}")
     return json.loads(done.stdout.splitlines()[-1])

@@ -27,7 +27,7 @@ Shape = jax.ShapeDtypeStruct
 class DerivationConfig:
     """Flags of the benchmark."""
 
-    rounds: Annotated[int, Flag("how often each is derived", at_least=1)] = 3
+    rounds: Annotated[int, Flag("derivations of each function", at_least=1)] = 3
 
 
 class Problem(NamedTuple):

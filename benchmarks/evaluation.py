@@ -44,11 +44,11 @@ NETWORKS = ("tiny10-cifar10:1", "tiny10-cifar10:4", "resnet20-cifar10:1", "mlp-c
 class EvaluationConfig:
     """Flags of the benchmark."""
 
-    networks: Annotated[tuple[str, ...], Flag("which networks, each as SETUP:WIDTH")] = NETWORKS
+    networks: Annotated[tuple[str, ...], Flag("networks, each as SETUP:WIDTH")] = NETWORKS
     combinations: Annotated[int, Flag("mixtures in a turn", at_least=1)] = 4
     gigaflop: Annotated[int, Flag("approximate GFLOP for each mixture; sets the number of images", at_least=1)] = 50
     rounds: Annotated[int, Flag("turns of each implementation", at_least=1)] = 5
-    json: Annotated[Path | None, Flag("a file to write the table to")] = None
+    json: Annotated[Path | None, Flag("JSON file for the table")] = None
 
 
 Problem = tuple[Setup, int, tuple[Any, Any], np.ndarray, np.ndarray, np.ndarray, jax.Array]

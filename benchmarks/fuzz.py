@@ -37,7 +37,7 @@ from tests.helpers.programs import Program
 TOLERANCE = 1e-7  # relative to the largest entry: the limit of accumulated rounding errors in double precision
 ROUNDING = 1e-13  # absolute, because numbers in these programs are about one: a smaller difference counts as zero
 TRIALS = 64  # samples at once of parameters that differ only by rounding errors
-MOST_TRIALS = 64 * TRIALS  # enough for a dozen choices that roundings decide independently
+MOST_TRIALS = 64 * TRIALS  # enough for a dozen choices that rounding errors decide independently
 
 QUICK = {  # for fast compilation, because each program runs only once
     "xla_backend_optimization_level": 0,
@@ -51,9 +51,9 @@ QUICK = {  # for fast compilation, because each program runs only once
 class FuzzConfig:
     """Flags of the benchmark."""
 
-    programs: Annotated[int, Flag("how many programs", at_least=1)] = 200
-    first: Annotated[int, Flag("the seed of the first", at_least=0)] = 0
-    deep: Annotated[int, Flag("of one in how many programs the matching and REPAIR are tried", at_least=1)] = 50
+    programs: Annotated[int, Flag("number of programs", at_least=1)] = 200
+    first: Annotated[int, Flag("seed of the first program", at_least=0)] = 0
+    deep: Annotated[int, Flag("check matching and REPAIR on one in this many programs", at_least=1)] = 50
 
 
 class Unsound(Exception):
@@ -65,7 +65,7 @@ class NotRun(Exception):
 
 
 class DecidedByRoundings(Exception):
-    """A permutation that changes the result only as rounding errors of the parameters do."""
+    """A permutation that changes the result no more than rounding errors of the parameters do."""
 
 
 def steps_of(seed: int) -> int:
@@ -80,8 +80,14 @@ def check_program(program: Program) -> PermutationSpec:
     spec.validate(params)
     first, second = (spec.random(jax.random.key(i)) for i in (1, 2))
     one_by_one = spec.apply(first, spec.apply(second, params))
-    require(equal(spec.apply(spec.compose(first, second), params), one_by_one), "a composition is not both")
-    require(equal(spec.apply(spec.invert(first), spec.apply(first, params)), params), "an inverse does not undo")
+    require(
+        equal(spec.apply(spec.compose(first, second), params), one_by_one),
+        "a composition differs from its two permutations",
+    )
+    require(
+        equal(spec.apply(spec.invert(first), spec.apply(first, params)), params),
+        "an inverse does not restore the parameters",
+    )
     with jax.enable_x64(True):
         exact = jax.tree.map(lambda leaf: leaf.astype(np.float64), params)
         networks = [exact, *(spec.apply(perms, exact) for perms in (first, second))]
@@ -201,8 +207,8 @@ def main(config: FuzzConfig) -> None:
             except NotRun:
                 counts["not run by XLA"] += 1
             except DecidedByRoundings:
-                counts["decided by roundings"] += 1
-                say(f"Program({seed}, {steps_of(seed)}): roundings decide")
+                counts["decided by rounding errors"] += 1
+                say(f"Program({seed}, {steps_of(seed)}): rounding errors decide the result")
             except Unsound as error:
                 counts["unsound"] += 1
                 say(f"Program({seed}, {steps_of(seed)}): {error}")
@@ -212,7 +218,7 @@ def main(config: FuzzConfig) -> None:
             counts["programs"] += 1
             bar.update()
     kinds = "programs", "programs with permutations", "permutations", "matched and repaired"
-    for name in (*kinds, "not run by XLA", "decided by roundings", "unsound", "crashed"):
+    for name in (*kinds, "not run by XLA", "decided by rounding errors", "unsound", "crashed"):
         print(f"{counts[name]:>8,}  {name}")
 
 

@@ -51,7 +51,7 @@ class GrowthConfig:
     setup: Annotated[str, Flag("which networks", choices=tuple(SETUPS))] = "tiny10-cifar10"
     widths: Annotated[tuple[int, ...], Flag("width multipliers", at_least=1)] = (1, 2, 4)
     combinations: Annotated[tuple[int, ...], Flag("numbers of combinations", at_least=1)] = (4, 8, 16)
-    images: Annotated[tuple[int, ...], Flag("numbers of images", at_least=1)] = (400, 800, 1600)
+    images: Annotated[tuple[int, ...], Flag("numbers of examples", at_least=1)] = (400, 800, 1600)
     devices: Annotated[tuple[int, ...], Flag("numbers of devices that share the cores", at_least=1)] = (1, 2)
     out: Annotated[Path | None, Flag("folder for growth.json, growth.png and growth.pdf")] = None
 

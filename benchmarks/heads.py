@@ -36,9 +36,9 @@ class HeadsConfig:
     """Flags of the benchmark."""
 
     streams: Annotated[tuple[int, ...], Flag("units of the residual stream", at_least=1)] = (128, 256, 512)
-    layers: Annotated[int, Flag("how many layers", at_least=1)] = 4
+    layers: Annotated[int, Flag("number of layers", at_least=1)] = 4
     dims: Annotated[int, Flag("dimensions of a head", at_least=1)] = 32
-    json: Annotated[Path | None, Flag("a file to write the table to")] = None
+    json: Annotated[Path | None, Flag("JSON file for the table")] = None
 
 
 def transformer(params: Any, tokens: Any) -> Any:

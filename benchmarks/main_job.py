@@ -33,7 +33,7 @@ class MainJobConfig:
     setup: Annotated[str, Flag("model, dataset and recipe", choices=tuple(SETUPS))] = "mlp-digits"
     width: Annotated[int, Flag("width multiplier", at_least=1)] = 32
     epochs: Annotated[int | None, Flag("training epochs [setup]", at_least=0)] = None
-    json: Annotated[Path | None, Flag("a file to write the table to")] = None
+    json: Annotated[Path | None, Flag("JSON file for the table")] = None
 
 
 def measure(config: MainJobConfig) -> list[Row]:

@@ -54,14 +54,14 @@ LINE = "{:17} {:>5} {:10}{:>16} {:>13} {:>6} {:>6} {:>7} {:>6} {:>13}"
 class MatchingConfig:
     """Flags of the benchmark."""
 
-    setups: Annotated[tuple[str, ...], Flag("models to match", choices=tuple(SETUPS))] = (
+    setups: Annotated[tuple[str, ...], Flag("setups", choices=tuple(SETUPS))] = (
         "resnet20-cifar10",
         "tiny10-cifar10",
     )
     widths: Annotated[tuple[int, ...], Flag("width multipliers", at_least=1)] = (1, 4)
-    images: Annotated[int, Flag("images each network is trained on; 0 leaves it random", at_least=0)] = 0
-    pretrained: Annotated[bool, Flag("take networks that come with this repository")] = False
-    epochs: Annotated[int, Flag("how often it sees them", at_least=1)] = 1
+    images: Annotated[int, Flag("images to train each network on; 0 for random networks", at_least=0)] = 0
+    pretrained: Annotated[bool, Flag("use the networks of the repository")] = False
+    epochs: Annotated[int, Flag("training epochs", at_least=1)] = 1
     batch_size: Annotated[int, Flag("images in a batch", at_least=1)] = 20
     learning_rate: Annotated[float, Flag("peak learning rate", at_least=0)] = 0.01
     repeats: Annotated[int, Flag("calls of each matcher", at_least=1)] = 1
@@ -69,7 +69,7 @@ class MatchingConfig:
         Path | None, Flag("CIFAR-10's archive or folder (default: $MCOMB_DATA_DIR, else downloaded)")
     ] = None
     out: Annotated[Path, Flag("root folder of trained networks")] = Path("runs")
-    json: Annotated[Path | None, Flag("a file to write the table to")] = None
+    json: Annotated[Path | None, Flag("JSON file for the table")] = None
 
 
 def reference(spec: PermutationSpec, a: Params, b: Params, seed: int = 0) -> Matching:

@@ -54,14 +54,14 @@ class Point:
 class MemoryConfig:
     """Flags of the benchmark."""
 
-    tasks: Annotated[tuple[str, ...], Flag("what to measure", choices=TASKS)] = TASKS
+    tasks: Annotated[tuple[str, ...], Flag("tasks to measure", choices=TASKS)] = TASKS
     setup: Annotated[str, Flag("which networks", choices=tuple(SETUPS))] = "resnet20-cifar10"
     widths: Annotated[tuple[int, ...], Flag("width multipliers", at_least=1)] = (4, 8)
     devices: Annotated[tuple[int, ...], Flag("numbers of devices that share the cores", at_least=1)] = (1, 2)
     combinations: Annotated[int, Flag("combinations to evaluate", at_least=1)] = 8
-    images: Annotated[int, Flag("images of each task", at_least=2)] = 64
-    batch_size: Annotated[int, Flag("images in the step of the straight-through estimator", at_least=1)] = BATCH_SIZE
-    json: Annotated[Path | None, Flag("a file to write the table to")] = None
+    images: Annotated[int, Flag("examples of each task", at_least=2)] = 64
+    batch_size: Annotated[int, Flag("examples in the step of the straight-through estimator", at_least=1)] = BATCH_SIZE
+    json: Annotated[Path | None, Flag("JSON file for the table")] = None
 
 
 def measure(point: Point) -> list[Row]:

@@ -35,15 +35,15 @@ class PrecisionConfig:
     setups: Annotated[tuple[str, ...], Flag("which networks", choices=tuple(SETUPS))] = ("mlp-digits",)
     width: Annotated[int, Flag("width multiplier", at_least=1)] = 32
     epochs: Annotated[int | None, Flag("training epochs [setup]", at_least=0)] = None
-    pretrained: Annotated[bool, Flag("take networks that come with this repository")] = False
+    pretrained: Annotated[bool, Flag("use the networks of the repository")] = False
     points: Annotated[int, Flag("points of the line", at_least=3)] = 9
     samples: Annotated[int, Flag("combinations with uniform shares", at_least=1)] = 9
-    images: Annotated[int | None, Flag("train images to evaluate on (default: all)", at_least=1)] = None
+    images: Annotated[int | None, Flag("train examples to evaluate on (default: all)", at_least=1)] = None
     data_dir: Annotated[
         Path | None, Flag("CIFAR-10's archive or folder (default: $MCOMB_DATA_DIR, else downloaded)")
     ] = None
     out: Annotated[Path, Flag("root folder of trained networks")] = Path("runs")
-    json: Annotated[Path | None, Flag("a file to write the table to")] = None
+    json: Annotated[Path | None, Flag("JSON file for the table")] = None
 
 
 def compare(name: str, config: PrecisionConfig) -> list[Row]:

@@ -41,8 +41,8 @@ Shape = jax.ShapeDtypeStruct
 class RecoveryConfig:
     """Flags of the benchmark."""
 
-    networks: Annotated[int, Flag("how many networks of each kind", at_least=1)] = 20
-    programs: Annotated[int, Flag("how many random programs", at_least=0)] = 100
+    networks: Annotated[int, Flag("number of networks of each kind", at_least=1)] = 20
+    programs: Annotated[int, Flag("number of random programs", at_least=0)] = 100
 
 
 class Network(NamedTuple):

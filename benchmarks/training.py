@@ -45,7 +45,7 @@ OPTIMIZER = optax.chain(optax.add_decayed_weights(DECAY), optax.sgd(RATE, moment
 class TrainingConfig:
     """Flags of the benchmark."""
 
-    setups: Annotated[tuple[str, ...], Flag("what to train", choices=tuple(SETUPS))] = (
+    setups: Annotated[tuple[str, ...], Flag("setups to train", choices=tuple(SETUPS))] = (
         "tiny10-cifar10",
         "resnet20-cifar10",
     )

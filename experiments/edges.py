@@ -1,9 +1,9 @@
 """Measure the edge lengths |Θ_A − Θ_B| of the box between A and B.
 
     python -m experiments.edges --setup mlp-digits
-    python -m experiments.edges --setup tiny10-cifar10 --width 16     # the paper's, on an accelerator
+    python -m experiments.edges --setup tiny10-cifar10 --width 16     # the paper's network, on an accelerator
 
-In the paper, many lengths are near zero, because many weights are, and many lengths are not.
+In the paper, many lengths are near zero, because many weights are small, and many are far from zero.
 """
 
 import itertools
@@ -32,7 +32,7 @@ LONG = 1.0  # longer edges are long
 
 @dataclass(frozen=True, kw_only=True)
 class EdgesResults(Results):
-    """Results of `edges`, of the naive and of the aligned pair.
+    """Results of `edges` for the naive and the aligned pair.
 
     Attributes:
         bins: The edges of the histograms' bins.
@@ -150,7 +150,7 @@ def draw(results: EdgesResults, folder: AnyPath) -> None:
 EXPERIMENT = Experiment(
     name="edges",
     title="edge lengths of the box between A and B",
-    claim="Edge lengths vary widely: many are near zero, because many weights are, and many are not.",
+    claim="Edge lengths vary widely: many are near zero, because many weights are small, and many are far from zero.",
     alt="Histograms of the absolute differences of paired weights on a log scale, overall and by layer.",
     in_paper={"tiny10-cifar10": (16,)},
     results=EdgesResults,

@@ -44,7 +44,7 @@ class MatchersConfig(SweepConfig):
 
 @dataclass(frozen=True)
 class Reached:
-    """What a matcher reached: the inner product of the weights, and the seconds that it took."""
+    """The result of a matcher: the inner product of the weights, and the seconds that matching took."""
 
     objective: Number
     seconds: Number
@@ -52,7 +52,7 @@ class Reached:
 
 @dataclass(frozen=True, kw_only=True)
 class MatchersResults(Curves):
-    """Results of `matchers`: what each reached, and the inner product of each restart of weight matching."""
+    """Results of `matchers`: the result of each, and the inner product of each restart of weight matching."""
 
     reached: dict[str, Reached]
     tried: list[Number]

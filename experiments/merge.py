@@ -103,7 +103,7 @@ class MergeConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class MergeResults(Results):
-    """Results of `merge`: the scores of each method, and the numbers of examples of A and B and of withheld ones."""
+    """Results of `merge`: the scores of each method, and the numbers of A's, B's and withheld examples."""
 
     methods: dict[str, Scores]
     seen: dict[str, Number]

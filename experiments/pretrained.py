@@ -41,7 +41,7 @@ The recipe:
 ```
 """
 
-PYTHON = "The examples are those of Python {version}; another version comes with other ones.\n"
+PYTHON = "The examples are those of Python {version}; another version has other examples.\n"
 
 
 def main(argv: list[str] | None = None) -> None:

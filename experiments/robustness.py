@@ -2,7 +2,7 @@
 
     python -m experiments.robustness --setup mlp-digits
     python -m experiments.robustness --setup mlp-digits --by correlation norm fisher variance random
-    python -m experiments.robustness --setup tiny10-cifar10 --width 32     # the paper's, on an accelerator
+    python -m experiments.robustness --setup tiny10-cifar10 --width 32     # the paper's network, on an accelerator
 
 For each permutation, the experiment orders the matched pairs by the correlation of their activations. It applies a
 random derangement of the k lowest pairs to the aligned B, and measures the barrier of the line to A. In the paper, a

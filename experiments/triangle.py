@@ -2,7 +2,7 @@
 
     python -m experiments.triangle --setup mlp-digits
     python -m experiments.triangle --setup mlp-digits --pairs 5      # location of the best point for five seeds
-    python -m experiments.triangle --width 40                        # the paper's, on an accelerator
+    python -m experiments.triangle --width 40                        # the paper's networks, on an accelerator
     python -m experiments.triangle --setup mlp-digits --beyond 0.5
 
 In the paper, at width 40, the worst network on the triangle has a test accuracy above 0.91. The best network, Θ*, may

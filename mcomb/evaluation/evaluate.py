@@ -25,7 +25,7 @@ from mcomb.evaluation.objectives import (
     is_classifier,
 )
 from mcomb.runtime.batching import BATCH, Sizes, compile_to_fit, equal_batches, in_batches, is_out_of_memory
-from mcomb.runtime.devices import COMBINATIONS, IMAGES, on_each_device, share_out, two_axis_mesh
+from mcomb.runtime.devices import COMBINATIONS, EXAMPLES, on_each_device, share_out, two_axis_mesh
 from mcomb.runtime.processes import are_several
 from mcomb.runtime.progress import say
 from mcomb.symmetry.jaxprs import all_equations
@@ -195,7 +195,7 @@ def evaluate(
         return *shared, *share_out(_rows((points, keys), these), mesh, P(COMBINATIONS))
 
     def lower(sizes: Sizes) -> jax.stages.Lowered:
-        return _evaluate.lower(apply, draw, sizes.images, mesh, objectives, *arguments(sizes))
+        return _evaluate.lower(apply, draw, sizes.examples, mesh, objectives, *arguments(sizes))
 
     while done < k:
         if program is None:
@@ -246,7 +246,7 @@ def measure_examples(
     count, mesh = count_examples(inputs, labels), two_axis_mesh(1)
     sizes = Sizes(1, min(batch_size, -(-count // mesh.size)))
     args = share_out((params, inputs, labels), mesh, P())
-    _, program = compile_to_fit(lambda sizes: _measure.lower(apply, sizes.images, mesh, objectives, *args), sizes)
+    _, program = compile_to_fit(lambda sizes: _measure.lower(apply, sizes.examples, mesh, objectives, *args), sizes)
     return jax.device_get(program(*args))
 
 
@@ -284,11 +284,11 @@ def _evaluate(
             sums = jax.tree.map(lambda x: x[None], one(*jax.tree.map(lambda x: x[0], (points, keys))))
         else:
             sums = jax.vmap(one)(points, keys)
-        return jax.lax.psum(sums, IMAGES)
+        return jax.lax.psum(sums, EXAMPLES)
 
     everything = [inputs, labels, jnp.ones(len(jax.tree.leaves(inputs)[0]), bool)]
-    batches = in_batches(batch_size * mesh.shape[IMAGES], everything)
-    specs = (P(None, IMAGES), P(), P(COMBINATIONS), P(COMBINATIONS))
+    batches = in_batches(batch_size * mesh.shape[EXAMPLES], everything)
+    specs = (P(None, EXAMPLES), P(), P(COMBINATIONS), P(COMBINATIONS))
     one_batch = jax.tree.map(lambda x: x[:batch_size], inputs)
     combination = jax.eval_shape(draw, *jax.tree.map(lambda x: x[0], (keys, points)), *networks)
     sharded = on_each_device(on_device, mesh, specs, P(COMBINATIONS), jax.make_jaxpr(apply)(combination, one_batch))
@@ -307,10 +307,10 @@ def _measure(
         return {name: jax.vmap(objective)(outputs, y) for name, objective in objectives}
 
     count = len(jax.tree.leaves(inputs)[0])
-    batches = in_batches(batch_size * mesh.shape[IMAGES], [inputs, labels])
+    batches = in_batches(batch_size * mesh.shape[EXAMPLES], [inputs, labels])
     on_device = lambda params, batches: jax.lax.map(partial(measure_batch, params), batches)  # noqa: E731
     one_batch = jax.tree.map(lambda x: x[:batch_size], inputs)
-    shares = P(None, IMAGES)
+    shares = P(None, EXAMPLES)
     sharded = on_each_device(on_device, mesh, (P(), shares), shares, jax.make_jaxpr(apply)(params, one_batch))
     flat = jax.tree.map(lambda values: values.reshape(-1, *values.shape[2:])[:count], sharded(params, batches))
     return jax.lax.with_sharding_constraint(flat, NamedSharding(mesh, P()))
@@ -337,7 +337,7 @@ def _choose_sizes(
     def run(one: tuple[Any, Array], networks: tuple[Params, ...], inputs: Inputs) -> Any:
         return apply(draw(*reversed(one), *networks), inputs)
 
-    args = networks, _first(inputs, most.images)
+    args = networks, _first(inputs, most.examples)
     traced = jax.make_jaxpr(run)(_rows(one, 0), *args)
     equations = list(all_equations(traced))
     if traced.effects or any(eqn.primitive.name in SLOW_TOGETHER for eqn in equations):

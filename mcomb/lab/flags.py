@@ -121,7 +121,7 @@ class Config(TrainingConfig):
 
     @property
     def evaluation_examples(self) -> dict[str, int | None]:
-        """How many examples of each split to evaluate on; None for all."""
+        """The number of examples of each split to evaluate on; None for all."""
         return {"train": self.train_examples, "test": self.test_examples}
 
     @property
@@ -227,7 +227,7 @@ def parse_flags(
 
 
 def default_flags(config: type[TrainingConfig], setup: str | tuple[str, ...]) -> dict[str, Any]:
-    """Return the default of each flag for a setup; of several setups, the usual defaults."""
+    """Return the default of each flag for a setup, or the general defaults for several setups."""
     defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(config)}
     setups = {setup} if isinstance(setup, str) else {*setup}
     for name, value in SETUPS[setups.pop()].flags if len(setups) == 1 else ():
@@ -243,7 +243,7 @@ def identity_flags(config: TrainingConfig) -> list[str]:
 
 
 def command(name: str, config: TrainingConfig) -> str:
-    """Return the command line that gives a config, as a clone or an installed mcomb runs it."""
+    """Return the command line that gives a config, in the form that started this program."""
     words = ["mcomb", name] if is_installed_command() else ["python", "-m", f"experiments.{name}"]
     defaults = default_flags(type(config), config.setup)
     for field in dataclasses.fields(config):

@@ -247,7 +247,7 @@ def _scores(
     """
     mesh = device_mesh()
     sizes, args = Sizes(1, min(batch_size, -(-count_examples(inputs) // mesh.size))), replicate((a, b, inputs))
-    _, program = compile_to_fit(lambda sizes: _compare.lower(apply, spec, sizes.images, kind, mesh, *args), sizes)
+    _, program = compile_to_fit(lambda sizes: _compare.lower(apply, spec, sizes.examples, kind, mesh, *args), sizes)
     flat_scores = jax.device_get(program(*args))
     scores = {}
     for name, score in flat_scores.items():

@@ -16,8 +16,8 @@ from mcomb.errors import UserError, require_whole
 from mcomb.runtime.processes import from_first
 from mcomb.trees import Array, count_examples
 
-BATCH = 200  # default number of images that a device processes at once
-LEAST_IMAGES = 8  # smaller batches would hardly need less memory
+BATCH = 200  # default number of examples that a device processes at once
+LEAST_EXAMPLES = 8  # smaller batches would hardly need less memory
 MEMORY_VARIABLE = "MCOMB_MEMORY_GB"  # environment variable that sets the memory to use
 
 
@@ -48,20 +48,20 @@ def equal_batches(tree: Any, batch_size: int) -> Any:
 
 
 class Sizes(NamedTuple):
-    """Number of combinations, and of images for each, that a device processes at once."""
+    """Number of combinations, and of examples for each, that a device processes at once."""
 
     combinations: int
-    images: int
+    examples: int
 
     def __str__(self) -> str:
         many = f"{self.combinations} combinations" if self.combinations > 1 else "one combination"
-        return f"{many} on {self.images} images at once"
+        return f"{many} on {self.examples} examples at once"
 
     def smaller(self, part: float = 0.5) -> "Sizes":
-        """Reduce the combinations to at most this fraction; if there is only one, halve the images."""
+        """Reduce the combinations to at most this fraction; if there is only one, halve the examples."""
         if self.combinations > 1:
             return self._replace(combinations=max(1, int(self.combinations * min(part, 0.5))))
-        return self._replace(images=-(-self.images // 2)) if self.images > LEAST_IMAGES else self
+        return self._replace(examples=-(-self.examples // 2)) if self.examples > LEAST_EXAMPLES else self
 
 
 def compile_to_fit(lower: Callable[[Sizes], jax.stages.Lowered], sizes: Sizes) -> tuple[Sizes, jax.stages.Compiled]:

@@ -16,7 +16,7 @@ from mcomb.errors import UserError
 from mcomb.symmetry.jaxprs import all_equations
 
 AXIS = "mcomb_device"  # the only axis of the mesh; the prefix avoids clashes with the user's axes
-COMBINATIONS, IMAGES = "mcomb_combinations", "mcomb_images"  # the axes of the mesh for evaluation
+COMBINATIONS, EXAMPLES = "mcomb_combinations", "mcomb_examples"  # the axes of the mesh for evaluation
 
 
 def device_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -25,13 +25,13 @@ def device_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
 
 
 def two_axis_mesh(combinations: int) -> Mesh:
-    """Return the mesh of all devices that splits combinations, and images if there are too few combinations."""
+    """Return the mesh of all devices that splits combinations, and examples if there are too few combinations."""
     devices = np.array(jax.devices())
-    return Mesh(devices.reshape(mesh_shape(combinations, devices.size)), (COMBINATIONS, IMAGES))
+    return Mesh(devices.reshape(mesh_shape(combinations, devices.size)), (COMBINATIONS, EXAMPLES))
 
 
 def mesh_shape(combinations: int, devices: int) -> tuple[int, int]:
-    """Return how many combinations to evaluate side by side, and into how many parts to split the images.
+    """Return the number of combinations to evaluate side by side, and the number of parts to split the examples into.
 
     With eight devices, the shape is (8, 1) for eight or more combinations, (2, 4) for three and (1, 8) for one.
     """

@@ -300,7 +300,7 @@ def test_evaluate_out_of_memory_continues_with_less(monkeypatch, capsys):
         sizes.append(chosen)
 
         def run(*args):
-            if chosen.combinations > 1 or chosen.images > 30:
+            if chosen.combinations > 1 or chosen.examples > 30:
                 raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: as if")
             return program(*args)
 
@@ -310,7 +310,7 @@ def test_evaluate_out_of_memory_continues_with_less(monkeypatch, capsys):
     check_same(evaluate_problem(vmap_size=2), expected)
     assert sizes == [(2, 53), (1, 53), (1, 27)]
     said = capsys.readouterr().err.splitlines()
-    assert said[1:] == ["Out of memory: continuing with one combination on 27 images at once."]
+    assert said[1:] == ["Out of memory: continuing with one combination on 27 examples at once."]
 
 
 def test_evaluate_one_device_equals_all(request):

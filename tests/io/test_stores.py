@@ -85,7 +85,7 @@ def test_store_keeps_rows_and_joins_them_on_resume(bucket, capsys):
     again = Rows(folder, {"seed": 0})
     assert again.rows == {"b": row("b"), "c": row("c", 0.25)}
     said = capsys.readouterr().err
-    assert said == f"gs://bucket/{names[1]} has 1 damaged rows: measuring them again\n"
+    assert said == f"gs://bucket/{names[1]} has damaged rows (1): measuring them again\n"
     assert sorted(bucket.objects) == names[:1]
     again.add([row("a")])
     assert Rows(folder, {"seed": 0}).rows == {name: again[name] for name in "bca"}

@@ -72,7 +72,7 @@ def grow(x):
 
 
 def lower(sizes):
-    return grow.lower(jax.ShapeDtypeStruct((sizes.combinations, sizes.images), jnp.float32))
+    return grow.lower(jax.ShapeDtypeStruct((sizes.combinations, sizes.examples), jnp.float32))
 
 
 def needed(sizes):
@@ -90,7 +90,7 @@ def test_compile_to_fit_chooses_largest_size_in_memory(sizes, monkeypatch):
         if part:
             assert needed(found) <= free < needed(Sizes(*(4 * size for size in found)))
         else:
-            assert found == Sizes(1, 5 if sizes.images == 40 else 7)
+            assert found == Sizes(1, 5 if sizes.examples == 40 else 7)
         assert np.isfinite(program(np.ones(found, np.float32)))
 
 

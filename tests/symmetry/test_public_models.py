@@ -338,7 +338,7 @@ def coupling_flow() -> Model:
 
 
 def autoregressive_flow() -> Model:
-    """Masks say which units see which others."""
+    """Masks determine which units depend on which others."""
     # A person counts (2, 2, 3) twice: in each of two layers there are two kinds of units, by what they see, and three
     # of each kind. But both layers have the same masks, which are constants, and with them one order.
     return flow("masked_autoregressive_flow", eqx.is_inexact_array, [(2, 3), (2, 3)])

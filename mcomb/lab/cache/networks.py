@@ -62,7 +62,7 @@ class NetworkCache:
         return {letter: network or trained[wanted[letter]] for letter, network in given.items()}
 
     def given(self, letter: str) -> Network | None:
-        """Return network A, B or C from its checkpoint or from the pretrained networks; None if it has neither."""
+        """Return network A, B or C if the flags read it from a file; otherwise None."""
         path = self.config.checkpoint_of(letter)
         if path is None and not self.config.pretrained:
             return None
@@ -149,7 +149,7 @@ class NetworkCache:
         return from_first(lambda: [training for training in trainings if self._read(training) is None])
 
     def _agree_on_data(self) -> None:
-        """Load data that `cache_key` needs in all processes, because the first one alone would wait for the others."""
+        """Load data that `cache_key` needs in all processes; the first process alone would wait for the others."""
         if not self.setup.dataset.is_fixed:
             load_data(self.config.setup, self.config.data_dir)
 
@@ -185,7 +185,7 @@ class NetworkCache:
 
 
 def _list_pretrained(folder: Path) -> str:
-    """Return the seeds of the pretrained networks in a folder; without any, the setups and widths that have some."""
+    """List the seeds of the pretrained networks in a folder; if it has none, list the setups and widths that do."""
     if seeds := sorted(int(path.stem.removeprefix("seed-")) for path in folder.glob("seed-*.safetensors")):
         return f"one of the seeds {', '.join(map(str, seeds))}"
     widths: dict[str, list[int]] = {}

@@ -62,7 +62,7 @@ class Dataset(ABC):
         count: Returns the numbers of train and test examples without loading them.
         load: The function from the path of a local copy, or None, to the splits.
         is_fixed: Whether every source has the same examples. Otherwise their fingerprint is part of a network's key.
-        unit: What has a label: an example, or a token of it.
+        unit: The unit that has a label: an example, or a token of it.
     """
 
     name: str
@@ -115,7 +115,7 @@ class TextDataset(Dataset):
         return inputs.astype(jnp.int32)
 
     def groups(self, labels: np.ndarray) -> np.ndarray:
-        """Return which tenth of the text each window is from."""
+        """Return the tenth of the text that each window is from."""
         return np.arange(len(labels)) * PARTS_OF_TEXT // len(labels)
 
 

@@ -35,7 +35,7 @@ class Download:
         url: The official address.
         url_variable: The environment variable with the address of a mirror.
         file: The file's name in the cache folder.
-        size: The expected number of bytes, until the server sends it.
+        size: The expected number of bytes, which the server's own number replaces.
         embedded: A setup whose data need no download.
     """
 
@@ -50,10 +50,10 @@ class Download:
         """Read the file from the cache folder, and download it if it is missing or damaged.
 
         Args:
-            read: Reads the file, and raises UserError if its content is not the expected one.
+            read: Reads the file, and raises UserError if it has the wrong content.
 
         Raises:
-            UserError: The download fails, or brings something else.
+            UserError: The download fails, or the file has the wrong content.
         """
         url, path = os.environ.get(self.url_variable) or self.url, Path(pooch.os_cache("mcomb")) / self.file
         with lock(make_writable(path.parent) / f".{self.file.partition('.')[0]}.lock", f"downloading {self.name}"):

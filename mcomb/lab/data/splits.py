@@ -12,9 +12,7 @@ PARTITIONS = ("biased", "dirichlet", "none")
 class Subset(NamedTuple):
     """The train examples of network A or B of a pair, or the examples withheld from both.
 
-    The split assigns the examples that are not withheld:
-
-    Each example has a group: its class, or its part of a text.
+    Each example has a group: its class, or its part of a text. The split assigns the examples that are not withheld:
 
     - `biased`: A sees the fraction `skew` of one half of the groups, and the fraction 1 − `skew` of the other half.
     - `dirichlet`: A sees a random fraction of each group. The fraction follows the beta distribution with both

@@ -1,7 +1,7 @@
 """Load texts as characters: the documentation that comes with Python, and Tiny Shakespeare.
 
-The vocabulary is fixed, so that a network trained on one text runs on another: a symbol for all characters without one
-of their own, newline, and printable ASCII.
+The vocabulary is fixed, so that a network trained on one text runs on another. It consists of newline, printable ASCII,
+and one symbol for all other characters.
 """
 
 import hashlib
@@ -64,7 +64,7 @@ def load_shakespeare(data_dir: Path | None = None) -> Splits:
         data_dir: The file or its folder; None for the value of MCOMB_DATA_DIR, if set.
 
     Raises:
-        UserError: The local copy is missing or another text, or the download fails.
+        UserError: The local copy is missing or has the wrong content, or the download fails.
     """
     local = local_copy(data_dir)
     if local is None:
@@ -84,7 +84,7 @@ def _read_shakespeare(path: Path) -> Splits:
     splits = _split(str(path), text, remedy)
     checksum = hashlib.sha256(content).hexdigest()
     if checksum != SHAKESPEARE_SHA256:
-        raise UserError(f"{path} is another text (SHA-256 {checksum}, not {SHAKESPEARE_SHA256}): {remedy}")
+        raise UserError(f"{path} is not Tiny Shakespeare (SHA-256 {checksum}, not {SHAKESPEARE_SHA256}): {remedy}")
     return splits
 
 

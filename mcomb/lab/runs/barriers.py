@@ -1,4 +1,4 @@
-"""Compute barriers: how much worse the worst combination of two networks is than the two (the paper's section 3)."""
+"""Compute barriers: the worst combination of two networks relative to their mean (the paper's section 3)."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""The command line of an experiment: parse the flags, join other processes, then plan or run."""
+"""Run the command line of an experiment: parse its flags, join other processes, then plan or run."""
 
 import textwrap
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ EXPERIMENTS = Path(__file__).parents[3] / "experiments"  # in a clone; elsewhere
 
 
 def main(experiment: Experiment, description: str | None, argv: list[str] | None = None) -> None:
-    """Run an experiment as the command line asks."""
+    """Run or plan an experiment with the flags of the command line."""
 
     def plan_or_run() -> None:
         config = parse_and_join(experiment.config, description, argv)
@@ -49,7 +49,7 @@ def main(experiment: Experiment, description: str | None, argv: list[str] | None
 
 
 def parse_and_join(config: type[T], description: str | None, argv: list[str] | None) -> T:
-    """Parse the command line, and join the processes that it names."""
+    """Parse the command line, and connect to the other processes that it names."""
     parsed = parse_flags(config, description or "", argv, setups_help())
     if parsed.distributed or parsed.coordinator or parsed.processes or parsed.process is not None:
         join(parsed.coordinator, parsed.processes, parsed.process)
@@ -62,7 +62,7 @@ def parse_and_join(config: type[T], description: str | None, argv: list[str] | N
 
 
 def print_plan(jobs: Iterable[Job]) -> None:
-    """Print what would be done and what it takes."""
+    """Print the steps of a run, with their operations, memory and disk space."""
     steps = plan.plan_steps(jobs)
     show(plan.table(steps))
     show_json({"steps": [step._asdict() for step in steps], "all": plan.total(steps)._asdict()})

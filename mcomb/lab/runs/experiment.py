@@ -1,4 +1,4 @@
-"""Define experiments: what one needs, measures, draws and concludes."""
+"""Define experiments: their networks, measurements, figures and verdicts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -78,7 +78,7 @@ def sweep_experiment(
 
 
 def count_combinations(experiment: Experiment, config: Config) -> int:
-    """Return how many combinations are evaluated on each split; raise UserError if no machine could."""
+    """Return the number of combinations on each split; raise UserError if it is too large for any machine."""
     count = experiment.combinations(config)
     if count > MOST:
         named = (name.replace("_", "-") for name in COUNT_FLAGS if name in cli.flags(type(config)))
@@ -87,7 +87,7 @@ def count_combinations(experiment: Experiment, config: Config) -> int:
 
 
 def idle_flags(experiment: Experiment, config: Config) -> dict[str, str]:
-    """Return the flags that would change nothing, each with the reason."""
+    """Return the flags without effect, each with the reason."""
     found: dict[str, str] = {}
     if not any("C" in part.networks for part in (experiment, *(part for part, _ in experiment.parts(config).values()))):
         why = f"has no effect because {experiment.name} uses no network C: remove it"
@@ -108,13 +108,13 @@ def config_of(experiment: Experiment, config: Config, **changes: Any) -> Any:
 
 
 def reach_verdict(experiment: Experiment, results: Results) -> Verdict:
-    """Return whether results show what the paper found, and why."""
+    """Return the verdict on the paper's claim, or the reason why there is none."""
     reason = None if results.pairs else why_no_verdict(results)
     return Verdict(None, reason) if reason else experiment.judge(results)
 
 
 def is_of_paper(experiment: Experiment, results: Results) -> bool:
-    """Return whether results have the paper's setup and width, without which they cannot agree with the paper."""
+    """Return whether results have the paper's setup and width; only then can they agree with the paper."""
     return {*results.measured_widths} <= {*experiment.in_paper.get(results.config["setup"], ())}
 
 

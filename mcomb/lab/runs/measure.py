@@ -95,7 +95,7 @@ class Run:
 
     @cached_property
     def basics(self) -> dict[str, Any]:
-        """The fields of `Results` that every verdict needs: scores of the networks, of guessing, and of matchings."""
+        """The fields of `Results` that every verdict needs: the scores of networks, of guessing and of matchings."""
         networks = {letter: scores_of(by_split) for letter, by_split in self.scores.items()}
         inner_products = {}
         for key, kept in self.matchings.items():
@@ -110,9 +110,9 @@ class Run:
         }
 
     def evaluate(self, tasks: Mapping[str, Task], ends: str = "AB") -> dict[str, dict[str, Metrics]]:
-        """Return the metrics of each task on each split: those in the rows, and the rest after evaluating it.
+        """Return the metrics of each task on each split, and evaluate the combinations that the rows lack.
 
-        Agreement counts how often predictions equal those of the two networks `ends`.
+        Agreement counts the predictions that equal those of each network of `ends`.
         """
         sets = {
             name: (data.inputs, {"label": data.labels, "predicted": self._predictions(data, ends)})
@@ -160,7 +160,7 @@ class Run:
         }
 
     def keys(self, task: Task, these: Any = None) -> Key[Array, "k"]:
-        """Return the random keys of a task's combinations, of `these` or of all."""
+        """Return the random keys of a task's combinations: of `these`, or of all."""
         root = stream(self.config.seed, "coefficients", task.rng_name or self.experiment)
         return jax.vmap(jax.random.fold_in, (None, 0))(root, np.arange(len(task)) if these is None else these)
 
@@ -190,7 +190,7 @@ class Run:
         evaluate(apply, networks, *data, draw, points, self.keys(task, these), **how)
 
     def _repair_if_asked(self, task: Task) -> tuple[Apply, Distribution | Draw, tuple[Any, ...]]:
-        """Return the function, the draw and the networks that give a task's combinations, repaired or as they are."""
+        """Return a task's function, draw and networks, with REPAIR if the flags ask for it."""
         networks = replicate(task.networks)
         if not self.config.repair:
             return self.store.apply, task.draw, networks

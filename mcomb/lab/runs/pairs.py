@@ -69,7 +69,7 @@ def pool(pairs: Sequence[R]) -> R:
 def judge_all(
     verdicts: Sequence[Verdict], results: Results, more: str, is_open: bool = False, is_papers: bool = True
 ) -> Verdict:
-    """Return agreement if every pair agrees, and the range of barriers; None if one pair cannot tell.
+    """Return agreement if every pair agrees, and the range of barriers; no verdict if one pair has none.
 
     Args:
         verdicts: The verdict of each pair.

@@ -49,7 +49,7 @@ class Job(NamedTuple):
 
 
 def list_jobs(experiment: Experiment, config: Config) -> Iterator[Job]:
-    """Yield what the parts of an experiment and the experiment itself need, and whether their results are there."""
+    """Yield the jobs of an experiment's parts and of the experiment itself."""
     store = Store(config)
     kept = find_results(experiment, config, store) is not None
     experiment = over_pairs(experiment, config)

@@ -32,11 +32,11 @@ Scores = dict[str, dict[str, Any]]
 """For each split, a number or an array of numbers for each metric."""
 
 Identity = dict[str, Any]
-"""Everything that a result was made from, by the names of fields of `Results`, as JSON values."""
+"""All inputs of a result as JSON values, by the names of fields of `Results`."""
 
 
 class LayoutError(ValueError):
-    """Exception for a file whose entries are not those of the results."""
+    """Exception for a file whose entries do not fit the results' class."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def read_results(path: AnyPath, kind: type[R]) -> R | None:
     """Read results.json; return None if it is missing or damaged.
 
     Raises:
-        LayoutError: The file has other entries than results of this kind.
+        LayoutError: The entries of the file do not fit this class.
     """
     found = read_json(path)
     return None if found is None else from_json(kind, _renamed(found))
@@ -214,7 +214,7 @@ def from_json(kind: type[R], values: Mapping[str, Any]) -> R:
     """Return results from JSON values.
 
     Raises:
-        LayoutError: The values are not those of results of this kind.
+        LayoutError: The values do not fit this class.
     """
     try:
         built: R = _build(kind, values)
@@ -262,7 +262,7 @@ def _build(kind: Any, value: Any, within: Any = None) -> Any:
 
 
 def _renamed(value: Any) -> Any:
-    """Return results of an earlier version, which called all examples images, with today's names."""
+    """Rename entries of earlier versions, which called all examples images."""
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return [_renamed(entry) for entry in value]
     if not isinstance(value, dict):
@@ -295,10 +295,10 @@ def barriers_of(results: Results) -> dict[str, Scores]:
 
 
 def table(results: Results) -> str:
-    """Write the numbers of a run for a person: the networks themselves, the barriers, and the paper's.
+    """Format the scores of the networks, the barriers, and the paper's barriers as a table.
 
-    Language models also have a test perplexity, the exponential of the test loss. Of several pairs, write the means,
-    with the least and the largest in brackets.
+    Language models also have a test perplexity, the exponential of the test loss. For several pairs, the
+    table has the means, with the least and the largest in brackets.
     """
     shown = list(itertools.product(METRICS, SPLITS))
     if SETUPS[results.config["setup"]].dataset.unit == "token":

@@ -1,6 +1,6 @@
-"""Decide whether a result is reused: only if everything that it was made from is the same.
+"""Decide whether a result is reused: only if all its inputs are unchanged.
 
-`find_results` looks up the results that a run would reuse. `read_state` says how far a run has come from its folder
+`find_results` looks up the results that a run would reuse. `read_state` reads the progress of a run from its folder
 alone, and `find_other_runs` lists finished runs with other flags.
 """
 
@@ -43,7 +43,7 @@ R = TypeVar("R", bound=Results)
 
 
 class RunState(NamedTuple):
-    """How far a run has come, in a few words, and what it has found."""
+    """The progress of a run in a few words, and its finding."""
 
     kind: str  # `done`, `begun`, `outdated`, `not run`, or `impossible` with these flags
     said: str
@@ -62,7 +62,7 @@ class OtherRun(NamedTuple):
 
 @dataclass(frozen=True)
 class Finished(Generic[R]):
-    """The results in a folder: reused if they are `current`, and otherwise why not."""
+    """The results in a folder. A run reuses them if they are `current`; otherwise `why_not` is the reason."""
 
     kind: Literal["current", "outdated", "missing"]
     results: R | None = None
@@ -70,7 +70,7 @@ class Finished(Generic[R]):
 
 
 def flags_identity(experiment: str, config: Config) -> Identity:
-    """Return the part of the identity that follows from the flags and the version: no network is read for it."""
+    """Return the part of the identity that the flags and the version determine, without reading networks."""
     chosen = {name: getattr(config, name) for name in identity_flags(config)}
     for name in (*RECIPE_FLAGS, *CHECKPOINT_FLAGS, *(name for name in YOUNGER_FLAGS if name in chosen)):
         if chosen[name] == YOUNGER_FLAGS.get(name, chosen[name]):
@@ -90,7 +90,7 @@ def result_identity(
     matchings: Mapping[MatchingKey, KeptMatching],
     parts: Mapping[str, Results],
 ) -> Identity:
-    """Return everything that a result is made from: with the same identity it would come out the same."""
+    """Return the identity of a result, which contains all its inputs."""
     identity = flags_identity(experiment, store.config) | {
         "networks": {letter: network.fingerprint for letter, network in networks.items()},
         "matchings": {str(key): kept.fingerprint for key, kept in matchings.items()},
@@ -103,7 +103,7 @@ def result_identity(
 
 
 def identity_hash(results: Results) -> str:
-    """Return a short hash of what results were made from."""
+    """Return a short hash of the identity of results."""
     names = ("experiment", "config", "version", "networks", "matchings", "parts", "data", "devices")
     text = json.dumps({name: getattr(results, name) for name in names}, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -112,7 +112,7 @@ def identity_hash(results: Results) -> str:
 def make_inputs(
     experiment: Experiment, store: Store, make: bool = True
 ) -> tuple[dict[str, Network], dict[MatchingKey, KeptMatching]]:
-    """Return the networks and matchings of an experiment; where they are missing, make them or raise NotKeptError."""
+    """Return an experiment's networks and matchings; make missing ones, or raise NotKeptError."""
     networks = store.networks.get(experiment.networks, make)
     if not networks:
         return {}, {}
@@ -136,7 +136,7 @@ def examine(folder: AnyPath, identity: Identity, kind: type[R]) -> Finished[R]:
 
 
 def read_finished(folder: AnyPath, identity: Identity, kind: type[R], tell: bool = True) -> R | None:
-    """Return the results in a folder if everything that made them is the same; otherwise say what has changed."""
+    """Return the results in a folder if their identity is unchanged; otherwise print what has changed."""
     found = examine(folder, identity, kind)
     if found.kind == "outdated" and tell:
         warn(f"{folder / RESULTS} {found.why_not}: measuring again")
@@ -164,7 +164,7 @@ def find_results(experiment: Experiment, config: Config, store: Store | None = N
 
 
 def read_state(experiment: Experiment, config: Config) -> RunState:
-    """Return how far an experiment has come with these flags, from its folder alone.
+    """Return the progress of an experiment with these flags, from its folder alone.
 
     Networks, data and devices are not compared: if they changed, the experiment says so and measures again.
     """
@@ -200,8 +200,8 @@ def _count_rows(folder: AnyPath, identity: Identity) -> int:
 def find_other_runs(experiment: Experiment, config: Config) -> list[OtherRun]:
     """Return the finished runs of an experiment, of this setup and width, with other flags.
 
-    The run with the fewest differing flags is first, of several the newest. Runs of networks from files are left out,
-    because results do not record the paths of these.
+    Runs with fewer differing flags come first, then newer ones. Runs of networks from files are omitted, because
+    results do not record the paths of the files.
     """
     store, found = Store(config), []
     folder = store.folder(experiment.name)
@@ -215,7 +215,7 @@ def find_other_runs(experiment: Experiment, config: Config) -> list[OtherRun]:
 
 
 def _config_of(path: AnyPath, kind: type[Results], config: Config) -> Config | None:
-    """Return the config that results were made with, the rest as in `config`; None if they are damaged or old."""
+    """Return the config of results, completed from `config`; None if the results are damaged or old."""
     reset: dict[str, Any] = dict.fromkeys((*RECIPE_FLAGS, *CHECKPOINT_FLAGS))
     reset |= {name: value for name, value in YOUNGER_FLAGS.items() if name in identity_flags(config)}
     try:

@@ -37,7 +37,7 @@ class Rows:
                 found = [row if row and "name" in row else None for row in map(unseal, lines)]
                 rows |= {row["name"]: row for row in found if row}
                 if damaged := found.count(None):
-                    warn(f"{path} has {damaged} damaged rows: measuring them again")
+                    warn(f"{path} has damaged rows ({damaged}): measuring them again")
         self._write(self._path(), map(self._line, rows.values()))
         for path in files:
             if path != self._path():

@@ -32,12 +32,12 @@ from mcomb.runtime.progress import coloured, say, show
 
 
 def run(experiment: Experiment, config: Config, store: Store | None = None) -> Results:
-    """Return the results of an experiment, after measuring, writing and drawing them unless that is done.
+    """Return the results of an experiment; measure, write and draw them if necessary.
 
     Args:
-        experiment: What to measure.
+        experiment: The experiment.
         config: The flags.
-        store: The store of this config, if there is one already.
+        store: The store of this config; a new one by default.
     """
     start = time.monotonic()
     store, letters = store or Store(config), experiment.networks
@@ -100,13 +100,13 @@ def _draw(experiment: Experiment, results: Results, folder: AnyPath) -> None:
 
 
 def _figure_record(experiment: Experiment, folder: AnyPath) -> dict[str, Any]:
-    """Return the version that draws figures, and the fingerprint of each file of one, None where it is missing."""
+    """Return the version of the drawing code, and the fingerprint of each file; None for missing files."""
     files = figure_files(folder, experiment.name)
     return {"version": algorithm_versions.FIGURES} | {file.name: file_fingerprint(file) for file in files}
 
 
 def add_verdict(experiment: Experiment, results: Results, folder: AnyPath) -> Results:
-    """Return results with the paper's claim and the verdict on it; redraw their figure if it is not whole."""
+    """Return results with the paper's claim and the verdict on it; redraw their figure if a file is damaged."""
     figures = _figure_record(experiment, folder)
     if None in figures.values() or read_json(folder / FIGURE_RECORD) != figures:
         _draw(experiment, results, folder)
@@ -126,7 +126,7 @@ def add_verdict(experiment: Experiment, results: Results, folder: AnyPath) -> Re
 
 
 def said_verdict(results: Results) -> str:
-    """Write the verdict and the finding of results for a person."""
+    """Format the verdict and the finding of results."""
     if results.agrees is None:
         return results.finding  # it says so itself
     words = verdict_words(results.agrees, results.is_open, results.is_papers)

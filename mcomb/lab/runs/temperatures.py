@@ -1,4 +1,4 @@
-"""Calibrate networks by temperature: their test losses, each at its own best softmax temperature.
+"""Calibrate networks: measure each test loss at the network's own best softmax temperature.
 
 A temperature is fitted on one half of the test examples and measured on the other half.
 """
@@ -44,7 +44,7 @@ def calibrate(
     Args:
         networks: The metrics of the two ends of the curves, by letter.
         combinations: The metrics of the combinations of each curve, by name.
-        counts: How many examples each half has.
+        counts: The number of examples in each half.
         shape: The shape of a curve.
         between: The points of a curve that count for its barrier.
     """
@@ -67,7 +67,7 @@ def cross_fit(tempered: Sequence[Float[np.ndarray, "*k t"]], counts: Sequence[in
 
     Args:
         tempered: For each half, the mean loss at each of t temperatures.
-        counts: How many examples each half has.
+        counts: The number of examples in each half.
     """
     losses = [
         np.take_along_axis(own, np.argmin(other, axis=-1)[..., None], axis=-1)[..., 0]

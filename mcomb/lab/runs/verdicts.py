@@ -57,7 +57,7 @@ def verdict_colour(agrees: bool | None, is_papers: bool) -> str:
 
 
 def why_no_verdict(results: Results) -> str | None:
-    """Return why the networks allow no verdict: hardly trained, or not matched. None if all is well."""
+    """Return the reason why the networks allow no verdict, hardly trained or not matched; None if they do."""
     for name, by_split in results.models.items():
         guess, reached = results.guessing["test"], by_split["test"]["accuracy"]
         if not reached >= trained_accuracy(guess):
@@ -75,7 +75,7 @@ def why_no_verdict(results: Results) -> str | None:
 
 
 def trained_accuracy(guess: Mapping[str, int | float]) -> float:
-    """Return the accuracy from which on a network clearly beats guessing.
+    """Return the least accuracy that clearly beats guessing.
 
     It is a tenth of the way from guessing to perfect accuracy, plus five standard errors. Each example counts as one
     observation, because the tokens of one text are not independent.
@@ -85,7 +85,7 @@ def trained_accuracy(guess: Mapping[str, int | float]) -> float:
 
 
 def cost(results: Results, barrier: LossAndAccuracy, split: str = "test") -> dict[str, float]:
-    """Return the part of the networks' mean advantage over guessing that a barrier costs, for each metric."""
+    """Return a barrier as a fraction of the networks' mean advantage over guessing, for each metric."""
     guess = results.guessing[split]
     level = {m: np.mean([by_split[split][m] for by_split in results.models.values()]) for m in METRICS}
     advantage = {
@@ -96,7 +96,7 @@ def cost(results: Results, barrier: LossAndAccuracy, split: str = "test") -> dic
 
 
 def works(results: Results, barrier: LossAndAccuracy, limits: LossAndAccuracy = LIMITS, split: str = "test") -> bool:
-    """Return whether a barrier costs little, in loss and in accuracy; False if it is not a number."""
+    """Return whether a barrier costs little, in loss and in accuracy; False if it is NaN."""
     part = cost(results, barrier, split)
     return all(part[m] <= limits[m] for m in METRICS)
 
@@ -107,7 +107,7 @@ def clearly_less(barrier: LossAndAccuracy, other: LossAndAccuracy) -> bool:
 
 
 def judge_sweep(results: Curves, limits: LossAndAccuracy = LIMITS, variant: str = "aligned") -> Verdict:
-    """Judge whether every aligned combination works, and clearly better than naive ones, on the test set.
+    """Judge whether all aligned combinations work on the test set, clearly better than naive ones.
 
     If the paper reports barriers for this setup and width, the aligned barriers must be close to these. Otherwise
     their cost must be within `limits`.
@@ -141,7 +141,7 @@ def falls(values: Iterable[float]) -> bool:
 
 
 def rate_is_above(rate: float, examples: int, least: float) -> bool | None:
-    """Return whether a rate observed on some examples is above `least`; None if so few cannot tell.
+    """Return whether a rate observed on some examples is above `least`; None if they are too few to tell.
 
     An example counts once even if it has several labels, because the tokens of one text are not independent.
     """

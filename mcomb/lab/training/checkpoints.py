@@ -38,7 +38,7 @@ class TrainingCheckpoints:
     """
 
     def __init__(self, folder: AnyPath, made_from: Mapping[str, Any]):
-        """Open a training's folder; raise UserError if it was made from something else."""
+        """Open a training's folder; raise UserError if it was made from other values."""
         self.folder, self.made_from = folder, json.loads(json.dumps(made_from))
         self.records: dict[AnyPath, dict[str, Any]] = {}  # of intact checkpoints, newest first
         self.problems: dict[AnyPath, UserError] = {}  # of damaged checkpoints
@@ -142,7 +142,7 @@ class TrainingCheckpoints:
             return None
 
     def restore(self, target: TrainState) -> TrainState:
-        """Return the newest whole state, in the structure of `target`, and set newer, damaged ones aside."""
+        """Return the newest intact state, in the structure of `target`, and rename newer, damaged checkpoints."""
         for place, record in self.records.items():
             try:
                 state = self._restore(place, record, target)
@@ -178,5 +178,5 @@ def _read_record(place: AnyPath) -> dict[str, Any]:
     text = read_text(place / "config" / "metadata")
     record = unseal(text) or json.loads(text)
     if "digest" in record:
-        raise ValueError("its record is not what was written")
+        raise ValueError("its record does not match its digest")
     return record | {"step": int(record["step"])}

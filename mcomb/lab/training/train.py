@@ -177,7 +177,7 @@ def call_for_gradient(method: Callable[..., Any], args: Any, options: Any, conte
 
 
 def initial_state(params: Params, recipe: Recipe, examples: int) -> TrainState:
-    """Return the state of a training on so many examples before its first step."""
+    """Return the state before the first step of a training on this many examples."""
     return training_loop.initial_state(params, make_optimizer(recipe, examples // recipe.batch_size))
 
 
@@ -252,13 +252,13 @@ def train(
         apply: The function from parameters and raw inputs to logits.
         state: Where the training begins or resumes.
         data: The train examples.
-        recipe: How the network is trained.
+        recipe: The training recipe.
         seed: The seed of the order and augmentation of examples.
         mesh: The devices to train on.
         per_call: Training steps in one compiled call.
         describe: The name of the training in messages.
         stop: An event of another thread. Once it is set, Stopped is raised before the next compiled call.
-        bar: A `training_bar` that is shown already. Its clock starts again.
+        bar: A `training_bar` that is shown already. Its clock restarts.
         begun: An event to set after the first compiled call.
     """
     count, size = len(data.labels), recipe.batch_size

@@ -43,7 +43,7 @@ def compose(first: Relation | None, second: Relation) -> Relation:
 
 
 def first_factor(relation: Relation, label: Hashable) -> tuple[int, Compound] | None:
-    """Return the axis of the operand, with its label, that has a label as its first factor."""
+    """Return the operand's axis, and its label, whose first factor has the given label."""
     labels = enumerate(relation.operands[0][1])
     compounds = [(axis, own) for axis, own in labels if isinstance(own, Compound) and own.parts]
     return next(((axis, own) for axis, own in compounds if own.parts[0][0] == label), None)

@@ -53,7 +53,7 @@ def stored(config):
 
 
 def change_network(config, seed):
-    """Replace a trained network, as a copy of a network retrained elsewhere would."""
+    """Replace a trained network, as if it had been retrained elsewhere."""
     store = Store(config)
     recipe = store.networks.recipe
     (folder,) = store.folders.home.glob(f"networks/seed-{seed},*")
