@@ -25,6 +25,7 @@ import jax
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from mcomb.combination import combine
 from mcomb.io.paths import AnyPath
@@ -374,6 +375,7 @@ def draw(results: RobustnessResults, folder: AnyPath) -> None:
                 axes.axhline(level, color="0.35", linewidth=0.8, linestyle=LEVELS[0], label="as matched, test")
                 title = f"{layer_name} (N = {layer.units})"
                 axes.set_title(title if len(title) < 24 else title.replace(" ", "\n", 1))
+                axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))  # few heads
                 if i % columns:
                     axes.tick_params(labelleft=False)
             for axes in panels[len(layers) :]:
