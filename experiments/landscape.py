@@ -31,6 +31,7 @@ import scipy  # imports `scipy.stats`, which is slow, on first use
 from jaxtyping import Float, PRNGKeyArray
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from mcomb.combination import Draw, blend, combine
 from mcomb.io.paths import AnyPath
@@ -364,6 +365,9 @@ def _draw_path(axes: Any, results: LandscapeResults, metric: str) -> None:
         axes.axvline(place, color="0.8", linewidth=0.6, zorder=0)
     if metric == "loss":
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_ylabel(metric)
 
 
