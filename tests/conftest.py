@@ -81,6 +81,13 @@ def as_loud_as_ever():
 
 
 @pytest.fixture
+def any_rank():
+    """Let arrays of different ranks broadcast, as in the code of others."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture
 def one_device(monkeypatch):
     """Hide all devices except the first; skip the test if there is only one."""
     devices = jax.devices()

@@ -19,7 +19,17 @@ import optax
 from jaxtyping import Bool, Float, Int
 
 from mcomb.errors import UserError, brief, list_some, require_positive
-from mcomb.trees import Array, Labels, at_least_float32, from_lists, output_shapes
+from mcomb.trees import (
+    Apply,
+    Array,
+    Inputs,
+    Labels,
+    Params,
+    at_least_float32,
+    count_examples,
+    from_lists,
+    output_shapes,
+)
 
 Objective = Callable[[Any, Any], tuple[Any, Any]]
 """A function (output, label) of one example that returns a sum and a count."""
@@ -187,6 +197,27 @@ def add_up(objective: Objective, outputs: Any, labels: Labels, is_real: Bool[Arr
 
     total, count = jax.vmap(objective)(outputs, labels)
     return add(total), add(count)
+
+
+def minibatch_loss(objective: Objective, outputs: Any, labels: Labels, is_real: Bool[Array, "n"]) -> Float[Array, ""]:
+    """Return the mean loss of a minibatch; 0 if it contains only padding, so that the gradient is 0 too."""
+    total, count = add_up(objective, outputs, labels, is_real)
+    return total / jnp.where(count == 0, 1, count)
+
+
+def check_data(apply: Apply, params: Params, inputs: Inputs, labels: Labels, loss: Objective) -> int:
+    """Return the number of examples; raise an error unless function, inputs, labels and loss fit together."""
+    count = count_examples(inputs, labels)
+    check_objectives({"loss": loss}, output_shapes(apply, params, inputs), labels, count)
+    return count
+
+
+def count_training(apply: Apply, params: Params, inputs: Inputs, labels: Labels, loss: Objective) -> int:
+    """Check the data, and return the number of training examples: the last tenth of the data is held out."""
+    count = check_data(apply, params, inputs, labels, loss)
+    if count < 2:
+        raise UserError(f"{count} examples are too few, because some are held out: pass at least two.")
+    return count - max(1, count // 10)
 
 
 def check_objectives(objectives: Mapping[str, Objective], outputs: Any, labels: Labels, rows: int) -> None:

@@ -13,7 +13,6 @@ on the line as moving B alone by p⁻¹q. One network is therefore enough.
 """
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -25,9 +24,9 @@ import optax
 from jaxtyping import Float, Int32, PRNGKeyArray
 
 from mcomb.combination import combine
-from mcomb.errors import Diverged, UserError, require_positive, require_whole
+from mcomb.errors import Diverged, require_positive, require_whole
 from mcomb.evaluation.evaluate import score
-from mcomb.evaluation.objectives import Objective, add_up, check_objectives, cross_entropy
+from mcomb.evaluation.objectives import Objective, count_training, cross_entropy, minibatch_loss
 from mcomb.keys import stream
 from mcomb.matching.assignment import solve_assignment
 from mcomb.matching.matching import Matching
@@ -35,11 +34,11 @@ from mcomb.matching.procrustes import Alternation, canonical_parts, match_groups
 from mcomb.runtime.devices import replicate
 from mcomb.runtime.processes import from_first
 from mcomb.runtime.progress import progress_bar
-from mcomb.runtime.training_loop import Loss, fit, initial_state, shuffled_rows
+from mcomb.runtime.training_loop import Loss, fit, initial_state, minibatches
 from mcomb.symmetry.folding import balancing
 from mcomb.symmetry.groups import CENTRED, ROTATION, Element, Group, SymmetrySpec, centring
 from mcomb.symmetry.places import places_of
-from mcomb.trees import Apply, Array, Inputs, Labels, Params, count_examples, from_lists, map_named, output_shapes
+from mcomb.trees import Apply, Array, Inputs, Labels, Params, from_lists, map_named
 
 SHARES = (0.4, 0.6)  # of B
 EVALUATIONS = 20  # of the held-out loss; the best result counts
@@ -69,11 +68,7 @@ def match_by_learning(
     require_whole(0, steps=steps)
     require_whole(batch_size=batch_size)
     require_positive(learning_rate=learning_rate)
-    count = count_examples(inputs, labels)
-    check_objectives({"loss": loss}, output_shapes(apply, a, inputs), labels, count)
-    if count < 2:
-        raise UserError(f"{count} examples are too few, because some are held out: pass at least two.")
-    train_count = count - max(1, count // 10)
+    train_count = count_training(apply, a, inputs, labels, loss)
     matching = from_first(match_groups, spec, a, b, seed=seed)
     to_a = balancing(spec, a)
     from_b = spec.compose(to_a, matching.perms)  # brings B to its matched canonical form
@@ -97,16 +92,11 @@ def match_by_learning(
             raise _diverged("on the held-out data") from error
 
     current = latent
-
-    def batches() -> Iterator[tuple[Int32[np.ndarray, "1 b"], Any]]:
-        for epoch in itertools.count():
-            for rows in shuffled_rows(seed, epoch, train_count, min(batch_size, train_count)):
-                yield rows[None], (*given, _orders(current))
-
+    batches = ((rows, (*given, _orders(current))) for rows in minibatches(seed, train_count, batch_size))
     losses = [held_out_loss(spec.identity())]
     best, lowest = spec.identity(), losses[0]
     optimizer = _optimizer(float(learning_rate), max(1, steps))
-    fitting = fit(_loss(apply, matrices, loss), initial_state(latent, optimizer), batches(), optimizer, stream(seed))
+    fitting = fit(_loss(apply, matrices, loss), initial_state(latent, optimizer), batches, optimizer, stream(seed))
     every = max(1, steps // EVALUATIONS)
     with progress_bar(steps, "step", "learning the alignment") as bar:
         for step in range(1, steps + 1):
@@ -205,8 +195,7 @@ def _loss(apply: Apply, spec: SymmetrySpec, objective: Objective) -> Loss:
         moved = spec.apply(_element(spec, latent | {"scores": {}}, {}) | matrices, b)
         share = jax.random.uniform(key, minval=SHARES[0], maxval=SHARES[1])
         x, y = jax.tree.map(lambda leaf: leaf[rows], (inputs, labels))
-        total, count = add_up(objective, apply(combine(a, moved, share), x), y, rows >= 0)
-        return total / jnp.where(count == 0, 1, count), None
+        return minibatch_loss(objective, apply(combine(a, moved, share), x), y, rows >= 0), None
 
     return loss
 

@@ -1,7 +1,5 @@
 """Straight-through estimator: find a matching by gradient descent on the loss of the midpoint of A and B."""
 
-import itertools
-from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -14,14 +12,14 @@ from jaxtyping import Float, Int32, PRNGKeyArray
 from mcomb.combination import combine
 from mcomb.errors import Diverged, UserError, require_positive, require_whole
 from mcomb.evaluation.evaluate import score
-from mcomb.evaluation.objectives import Objective, add_up, check_objectives, cross_entropy
+from mcomb.evaluation.objectives import Objective, count_training, cross_entropy, minibatch_loss
 from mcomb.keys import stream
 from mcomb.matching.matching import Matching, check_networks, objective
 from mcomb.matching.weights import match_weights
 from mcomb.runtime.devices import replicate
 from mcomb.runtime.processes import from_first
 from mcomb.runtime.progress import SILENCE, progress_bar, say
-from mcomb.runtime.training_loop import Loss, all_finite, fit, initial_state, shuffled_rows
+from mcomb.runtime.training_loop import Loss, all_finite, fit, initial_state, minibatches
 from mcomb.symmetry.spec import Perms, PermutationSpec
 from mcomb.trees import (
     Apply,
@@ -30,10 +28,8 @@ from mcomb.trees import (
     Labels,
     Params,
     at_least_float32,
-    count_examples,
     from_lists,
     named_leaves,
-    output_shapes,
 )
 
 STEPS = 100
@@ -87,11 +83,7 @@ def match_straight_through(
     require_whole(0, steps=steps)
     require_whole(batch_size=batch_size)
     require_positive(learning_rate=learning_rate or 1.0)
-    count = count_examples(inputs, labels)
-    check_objectives({"loss": loss}, output_shapes(apply, a, inputs), labels, count)
-    if count < 2:
-        raise UserError(f"{count} examples are too few, because some are held out: pass at least two.")
-    train_count = count - max(1, count // 10)  # the rest is held out
+    train_count = count_training(apply, a, inputs, labels, loss)
     a, inputs, labels = replicate((a, inputs, labels))
     held_out = jax.tree.map(lambda x: x[train_count:], (inputs, labels))
 
@@ -102,20 +94,17 @@ def match_straight_through(
             raise _diverged("on the held-out data") from error
         return Candidate(perms, objective(spec, a, b, perms), held_out_loss)
 
-    def batches() -> Iterator[tuple[Int32[np.ndarray, "1 b"], Any]]:
-        for epoch in itertools.count():
-            for rows in shuffled_rows(seed, epoch, train_count, min(batch_size, train_count)):
-                yield rows[None], (a, permuted, inputs, labels)  # the current `permuted` of the loop below
-
     perms = from_first(match_weights, spec, a, b, seed=seed).perms
     permuted = replicate(spec.apply(perms, b))
+    # Each batch comes with the current `permuted` of the loop below.
+    batches = ((rows, (a, permuted, inputs, labels)) for rows in minibatches(seed, train_count, batch_size))
     best = current = evaluate_candidate(perms, permuted)
     candidates = [current]
     optimizer = _optimizer(float(learning_rate))
     start = initial_state(
         jax.tree.map(at_least_float32, a), optimizer
     )  # half precision would round small steps to zero
-    fitting = fit(_midpoint_loss(apply, loss), start, batches(), optimizer, stream(seed))
+    fitting = fit(_midpoint_loss(apply, loss), start, batches, optimizer, stream(seed))
     with progress_bar(steps, "step", "straight-through matching", delay=SILENCE) as bar:
         for step in range(1, steps + 1):
             try:
@@ -159,8 +148,7 @@ def _midpoint_loss(apply: Apply, objective: Objective) -> Loss:
         # The value is that of the permuted B, and the gradient is with respect to W.
         x, y = jax.tree.map(lambda leaf: leaf[rows], (inputs, labels))
         straight_through = jax.tree.map(lambda p, w: p + (w - jax.lax.stop_gradient(w)), permuted, weights)
-        total, count = add_up(objective, apply(combine(a, straight_through, 0.5), x), y, rows >= 0)
-        return total / jnp.where(count == 0, 1, count), None  # a minibatch of only padding has no gradient
+        return minibatch_loss(objective, apply(combine(a, straight_through, 0.5), x), y, rows >= 0), None
 
     return loss
 

@@ -19,10 +19,10 @@ import optax
 from jax.extend import core
 from jaxtyping import Float, Int32, PRNGKeyArray
 
-from mcomb.errors import Diverged, UserError, require_positive, require_whole
+from mcomb.errors import Diverged, require_positive, require_whole
 from mcomb.evaluation.batch_statistics import estimate_statistics, normalise_by_batch, statistics_of
 from mcomb.evaluation.evaluate import score
-from mcomb.evaluation.objectives import Objective, add_up, check_objectives, cross_entropy
+from mcomb.evaluation.objectives import Objective, count_training, cross_entropy, minibatch_loss
 from mcomb.io.fingerprints import fingerprint
 from mcomb.io.paths import AnyPath, as_path, atomic
 from mcomb.keys import stream
@@ -38,14 +38,12 @@ from mcomb.trees import (
     Labels,
     Params,
     at_least_float32,
-    count_examples,
     from_lists,
     in_dtype_of,
     is_inexact,
     keep_non_floats,
     map_named,
     named_leaves,
-    output_shapes,
 )
 
 CHECKS = 20  # number of times that a descent measures the held-out loss
@@ -100,10 +98,7 @@ def descend(
     labels = from_lists(labels)
     require_whole(steps=steps, batch_size=batch_size)
     require_positive(learning_rate=learning_rate)
-    count = check_data(apply, networks[0], inputs, labels, loss)
-    if count < 2:
-        raise UserError(f"{count} examples are too few, because some are held out: pass at least two.")
-    train_count = count - max(1, count // 10)
+    train_count = count_training(apply, networks[0], inputs, labels, loss)
     given = replicate((tuple(networks), inputs, labels))
     held_out = jax.tree.map(lambda x: x[train_count:], given[1:])
     train_inputs = jax.tree.map(lambda x: x[:train_count], inputs)
@@ -257,13 +252,6 @@ def fine_tune(
     return FineTuned(found.params, min(found.losses), found.losses)
 
 
-def check_data(apply: Apply, params: Params, inputs: Inputs, labels: Labels, loss: Objective) -> int:
-    """Return the number of examples; raise an error unless function, inputs, labels and loss fit together."""
-    count = count_examples(inputs, labels)
-    check_objectives({"loss": loss}, output_shapes(apply, params, inputs), labels, count)
-    return count
-
-
 class _ProgressFile(NamedTuple):
     """A file with the state of a descent, its best values and its losses; without a path, it stores nothing."""
 
@@ -326,8 +314,7 @@ def _loss(apply: Apply, objective: Objective, parametrization: Parametrization, 
         networks, inputs, labels = given
         rows = rows[:size]
         x, y = jax.tree.map(lambda leaf: leaf[rows], (inputs, labels))
-        total, count = add_up(objective, apply(parametrization.combine(numbers, networks), x), y, rows >= 0)
-        return total / jnp.where(count == 0, 1, count), None
+        return minibatch_loss(objective, apply(parametrization.combine(numbers, networks), x), y, rows >= 0), None
 
     return loss
 

@@ -11,9 +11,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from mcomb.evaluation.batch_statistics import estimate_statistics
-from mcomb.evaluation.objectives import Objective, add_up, cross_entropy
+from mcomb.evaluation.objectives import Objective, add_up, check_data, cross_entropy
 from mcomb.merging.average import weighted_sum
-from mcomb.merging.fine_tuning import check_data
 from mcomb.runtime.devices import AXIS, device_mesh, on_each_device, replicate, share_out
 from mcomb.trees import (
     Apply,

@@ -193,8 +193,7 @@ def task_arithmetic(base: Params, *, scale: float = 1.0, shares: Shares = None) 
         >>> mcomb.score(apply, merged.params, x_test, y_test)
         Metrics(loss=0.2751, accuracy=0.9229)
     """
-    require_number(scale=scale)
-    return _with_base("task_arithmetic", task_arithmetic_leaf, base, _given(scale=scale, shares=shares))
+    return _with_base("task_arithmetic", task_arithmetic_leaf, base, shares, scale=scale)
 
 
 def ties(base: Params, *, density: float = 0.2, scale: float = 1.0, shares: Shares = None) -> Method:
@@ -218,9 +217,7 @@ def ties(base: Params, *, density: float = 0.2, scale: float = 1.0, shares: Shar
         >>> mcomb.score(apply, merged.params, x_test, y_test)
         Metrics(loss=0.2830, accuracy=0.9162)
     """
-    require_fraction(density=density)
-    require_number(scale=scale)
-    return _with_base("ties", ties_leaf, base, _given(density=density, scale=scale, shares=shares))
+    return _with_base("ties", ties_leaf, base, shares, density=density, scale=scale)
 
 
 def dare(
@@ -253,15 +250,15 @@ def dare(
         >>> mcomb.score(apply, merged.params, x_test, y_test)
         Metrics(loss=0.2956, accuracy=0.9179)
     """
-    require_fraction(density=density)
-    require_number(scale=scale)
-    options = {"density": density, "scale": scale, "elect": elect, **_given(shares=shares), "seed": seed}
-    return _with_base("dare", dare_leaf, base, options)
+    return _with_base("dare", dare_leaf, base, shares, density=density, scale=scale, elect=elect, seed=seed)
 
 
-def _with_base(name: str, rule: Callable[..., Any], base: Params, options: Mapping[str, Any]) -> Method:
-    """Return a method that needs a base."""
-    return Method(name, LeafByLeaf(rule), ("base",), options, base)
+def _with_base(name: str, rule: Callable[..., Any], base: Params, shares: Shares, **options: Any) -> Method:
+    """Return a method that needs a base, after checking its options."""
+    if "density" in options:
+        require_fraction(density=options["density"])
+    require_number(scale=options["scale"])
+    return Method(name, LeafByLeaf(rule), ("base",), options | _given(shares=shares), base)
 
 
 def _given(**options: Any) -> dict[str, Any]:

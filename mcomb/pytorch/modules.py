@@ -86,7 +86,7 @@ def align(
     """
     inputs = to_arrays(inputs)
     apply, (params_a, params_b) = same_function((a, b), inputs, output, options)
-    chosen = {"matcher": matcher, "groups": groups, "spec": spec, "loss": loss}
+    chosen: Any = {"matcher": matcher, "groups": groups, "spec": spec, "loss": loss}
     aligned = align_params(apply, params_a, params_b, inputs, to_arrays(labels), **chosen)
     return build_module(aligned.params, b, share=True)
 

@@ -11,6 +11,7 @@ data and a new random key to its loss function. Rows are indices of examples; -1
     for state, losses, _ in fit(loss, initial_state(params, optimizer), batches, optimizer, key): ...
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any, NamedTuple
@@ -201,6 +202,12 @@ def shuffled_rows(seed: int, epoch: int, count: int, batch_size: int) -> Int32[n
     """
     order = np.asarray(jax.random.permutation(stream(seed, "order", epoch), count), np.int32)
     return order[: count - count % batch_size].reshape(-1, batch_size)
+
+
+def minibatches(seed: int, count: int, batch_size: int) -> Iterator[Int32[np.ndarray, "1 b"]]:
+    """Yield the minibatches of endless epochs, one for each compiled call."""
+    for epoch in itertools.count():
+        yield from shuffled_rows(seed, epoch, count, min(batch_size, count))[:, None]
 
 
 @jax.jit

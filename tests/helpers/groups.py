@@ -2,11 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from mcomb import derive_spec
+from mcomb.symmetry.groups import SymmetrySpec
 
 HEADS, HEAD_SIZE = 2, 3
 
@@ -173,3 +177,10 @@ NETWORKS: dict[str, Callable[[], Network]] = {
     "stream, LayerNorm, tied": lambda: stream(layer_norm, "", tied=True, scalings=("nonzero", "nonzero")),
     "LSTM": lstm,
 }
+
+
+@cache
+def case(name: str) -> tuple[Network, SymmetrySpec]:
+    """Return a network and its derived spec with all groups."""
+    network = NETWORKS[name]()
+    return network, derive_spec(network.apply, network.params, network.inputs, groups="all")

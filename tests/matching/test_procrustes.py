@@ -3,11 +3,13 @@
 import jax
 import numpy as np
 import pytest
-from groups import NETWORKS
+from groups import NETWORKS, case
 from numerics import assert_close, assert_never_falls
 
 import mcomb
-from mcomb import UserError, align, derive_spec
+from mcomb import UserError, align
+
+pytestmark = pytest.mark.usefixtures("any_rank")
 
 PLANTED = [
     "MLP, ReLU",
@@ -22,17 +24,6 @@ PLANTED = [
     "stream, RMSNorm, tied",
     "LSTM",
 ]
-
-
-@pytest.fixture(autouse=True)
-def any_rank():
-    with jax.numpy_rank_promotion("allow"):
-        yield
-
-
-def case(name: str):
-    network = NETWORKS[name]()
-    return network, derive_spec(network.apply, network.params, network.inputs, groups="all")
 
 
 @pytest.mark.parametrize("name", PLANTED)

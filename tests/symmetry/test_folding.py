@@ -3,21 +3,10 @@
 import jax
 import numpy as np
 import pytest
-from groups import NETWORKS
+from groups import NETWORKS, case
 from numerics import EPS, assert_close
 
-from mcomb import derive_spec
-
-
-@pytest.fixture(autouse=True)
-def any_rank():
-    with jax.numpy_rank_promotion("allow"):
-        yield
-
-
-def case(name: str):
-    network = NETWORKS[name]()
-    return network, derive_spec(network.apply, network.params, network.inputs, groups="all")
+pytestmark = pytest.mark.usefixtures("any_rank")
 
 
 @pytest.mark.parametrize("name", NETWORKS)

@@ -4,24 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from groups import NETWORKS
+from groups import case
 from numerics import assert_close
 
-from mcomb import UserError, derive_spec
+from mcomb import UserError
 from mcomb.symmetry.groups import SymmetrySpec
 
+pytestmark = pytest.mark.usefixtures("any_rank")
+
 MIXED = ["MLP, ReLU", "attention", "attention, query, key and value in one", "stream, LayerNorm with bias", "LSTM"]
-
-
-@pytest.fixture(autouse=True)
-def any_rank():
-    with jax.numpy_rank_promotion("allow"):
-        yield
-
-
-def case(name: str):
-    network = NETWORKS[name]()
-    return network, derive_spec(network.apply, network.params, network.inputs, groups="all")
 
 
 def elements(spec: SymmetrySpec, count: int = 2):

@@ -6,27 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from groups import NETWORKS, Network, examples, weights
+from groups import NETWORKS, case, examples, weights
 
 from mcomb import UserError, derive_spec
-from mcomb.symmetry.groups import SymmetrySpec
 from mcomb.symmetry.null_space import nullity
 
-
-@pytest.fixture(autouse=True)
-def any_rank():
-    with jax.numpy_rank_promotion("allow"):
-        yield
-
-
-def derive(network: Network) -> SymmetrySpec:
-    return derive_spec(network.apply, network.params, network.inputs, groups="all")
+pytestmark = pytest.mark.usefixtures("any_rank")
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_groups_are_those_a_person_derives(name):
-    network = NETWORKS[name]()
-    spec = derive(network)
+    network, spec = case(name)
     assert sorted(group.kind for group in spec.groups.values()) == sorted(network.groups)
     assert sorted(own.values for own in spec.scalings.values()) == sorted(network.scalings)
     spec.check(network.apply, network.params, network.inputs)
@@ -34,20 +24,20 @@ def test_groups_are_those_a_person_derives(name):
 
 @pytest.mark.parametrize("name", [name for name in NETWORKS if "tied" not in name])
 def test_dimension_is_the_nullity_of_the_jacobian(name):
-    network = NETWORKS[name]()
-    assert derive(network).dimension + network.extra == nullity(network.apply, network.params, network.inputs)
+    network, spec = case(name)
+    assert spec.dimension + network.extra == nullity(network.apply, network.params, network.inputs)
 
 
 def test_permutations_stay_those_of_the_default():
-    network = NETWORKS["stream, RMSNorm"]()
-    assert derive(network).permutations == derive_spec(network.apply, network.params, network.inputs)
+    network, spec = case("stream, RMSNorm")
+    assert spec.permutations == derive_spec(network.apply, network.params, network.inputs)
 
 
 def test_groups_do_not_depend_on_the_weights():
-    network = NETWORKS["stream, LayerNorm with bias"]()
+    network, spec = case("stream, LayerNorm with bias")
     initial = {name: np.ones_like(x) if "gain" in name else x for name, x in network.params.items()}
     initial |= {name: np.zeros_like(x) for name, x in network.params.items() if "bias" in name}
-    assert derive(network) == derive_spec(network.apply, initial, network.inputs, groups="all")
+    assert spec == derive_spec(network.apply, initial, network.inputs, groups="all")
 
 
 def test_groups_of_a_function_in_float32_are_found_in_float64():
@@ -72,8 +62,8 @@ def test_biases_of_keys_move_with_their_kernels():
 
 
 def test_scales_have_the_powers_of_a_squared_relu():
-    network = NETWORKS["MLP, squared ReLU"]()
-    (scaling,) = derive(network).scalings.values()
+    _, spec = case("MLP, squared ReLU")
+    (scaling,) = spec.scalings.values()
     assert {place.leaf: power for place, power in scaling.powers.items()} == {"up": 1, "bias": 1, "down": -2}
 
 

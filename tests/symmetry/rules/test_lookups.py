@@ -1,6 +1,6 @@
 """Rules of lookups, writes and positions.
 
-Each program has the freedom that it claims, and computes the same when its parameters are permuted.
+Each program has the freedom that it claims, and computes the same result with permuted parameters.
 """
 
 import jax

@@ -1,6 +1,6 @@
 """Rules of reshapes, slices and concatenations.
 
-Each program has the freedom that it claims, and computes the same when its parameters are permuted.
+Each program has the freedom that it claims, and computes the same result with permuted parameters.
 """
 
 import jax

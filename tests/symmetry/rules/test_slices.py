@@ -1,6 +1,6 @@
 """Reshapes that are only read in slices.
 
-Each program has the freedom that it claims, and computes the same when its parameters are permuted.
+Each program has the freedom that it claims, and computes the same result with permuted parameters.
 """
 
 import jax
