@@ -16,6 +16,7 @@ from mcomb.lab.data.splits import Subset
 from mcomb.lab.setups import SETUPS, STREAM, WIDEST
 from mcomb.lab.training.train import Recipe, Training
 from mcomb.matching.matchers import MATCHERS
+from mcomb.symmetry.derive import GROUPS
 
 C = TypeVar("C", bound="Config")
 T = TypeVar("T", bound="TrainingConfig")
@@ -60,12 +61,20 @@ class TrainingConfig(Output):
         """The names of permutations to keep in place when matching."""
         return ()
 
+    @property
+    def groups(self) -> str:
+        """The symmetries to match by."""
+        return "permutations"
+
 
 @dataclass(frozen=True)
 class Config(TrainingConfig):
     """Flags that all experiments share."""
 
     matcher: Annotated[str, Flag("method for matching units", choices=MATCHERS.keys())] = "weights"
+    groups: Annotated[
+        str, Flag("symmetries to match by: permutations, or all groups (rotations, scales, …)", choices=GROUPS)
+    ] = "permutations"
     train_examples: Annotated[
         int | None, Flag("train examples to evaluate on, or all", at_least=1, old_name="train_images", none="all")
     ] = None
@@ -184,7 +193,12 @@ class SweepConfig(LineConfig):
 RECIPE_FLAGS = ("epochs", "batch_size", "learning_rate", "weight_decay")  # part of a network's name
 PROCESS_FLAGS = ("distributed", "coordinator", "processes", "process")  # differ between the processes of a run
 # In an identity only with other values than these, so that older results stay valid.
-YOUNGER_FLAGS: dict[str, Any] = {"temperatures": False, "frozen": (), "search_steps": 400}
+YOUNGER_FLAGS: dict[str, Any] = {
+    "temperatures": False,
+    "frozen": (),
+    "groups": "permutations",
+    "search_steps": 400,
+}
 YOUNGER_FIELDS = ("algorithm", "stages")  # of a recipe, in a network's key only if changed, for the same reason
 SEED_FLAGS = ("seed_a", "seed_b", "seed_c")
 CHECKPOINT_FLAGS = ("checkpoint_a", "checkpoint_b", "checkpoint_c")  # results identify networks by fingerprints instead

@@ -23,6 +23,7 @@ from mcomb.lab.models import MLP, Decoder, Model, ResNet20, Tiny10, ViT, network
 from mcomb.lab.training.train import Recipe, Stage
 from mcomb.runtime.processes import require_agreement
 from mcomb.symmetry.derive import derive_spec
+from mcomb.symmetry.null_space import EXAMPLES, extend_spec
 from mcomb.symmetry.spec import PermutationSpec
 from mcomb.trees import Apply, Params
 
@@ -67,8 +68,13 @@ class Setup:
         return jax.eval_shape(lambda: self.init(width, 0))
 
     @cache  # noqa: B019 (there are as many setups as names)
-    def spec(self, width: int, dtype: str = "float32", frozen: tuple[str, ...] = ()) -> PermutationSpec:
-        """Return the permutation symmetries of the network, without those in `frozen`."""
+    def spec(
+        self, width: int, dtype: str = "float32", frozen: tuple[str, ...] = (), groups: str = "permutations"
+    ) -> PermutationSpec:
+        """Return the symmetries of the network, without those in `frozen`; see `derive_spec` for `groups`."""
+        if groups == "all":
+            examples = self.dataset.random_inputs(EXAMPLES)
+            return extend_spec(self.spec(width, dtype, frozen), self.apply(width, dtype), self.init(width, 0), examples)
         if frozen:
             spec = self.spec(width, dtype)
             return spec.without(*dict.fromkeys(residual_stream(spec) if name == STREAM else name for name in frozen))

@@ -88,7 +88,7 @@ def test_uniform_again_trains_and_evaluates_nothing(finished, monkeypatch, capsy
 
     for module, name in (
         (side_by_side, "train"),
-        (matchings, "match_weights"),
+        (matchings, "weights"),
         (measure, "evaluate"),
         (measure, "score"),
     ):

@@ -27,6 +27,7 @@ from mcomb.lab.runs.plan import list_jobs
 from mcomb.lab.runs.reuse import flags_identity
 from mcomb.lab.runs.run import run
 from mcomb.lab.setups import SETUPS, residual_stream
+from mcomb.symmetry.spec import PermutationSpec
 
 CONFIGS = [SweepConfig]
 CONFIGS += [module.EXPERIMENT.config for module in (linear, matchers, triangle, width)]
@@ -241,9 +242,29 @@ def test_frozen_permutations_are_part_of_every_identity():
     assert folders[1].name == "uniform,frozen=stream"
     assert "frozen" not in flags_identity("uniform", plain)["config"]
     assert flags_identity("uniform", kept)["config"]["frozen"] == ["stream"]
-    files = [Store(c).folders.matching("a", "b", "weights", frozen=c.frozen) for c in (plain, kept)]
+    files = [Store(c).folders.matching("a", "b", "weights") for c in (plain, kept)]
     assert files[0] != files[1]
     assert "--frozen stream" in command("uniform", kept)
     wrong = parse_flags(SweepConfig, "", ["--setup", "decoder-text", "--width", "2", "--frozen", "nothing"])
     with pytest.raises(UserError, match="There is no permutation nothing: use one of"):
         _ = Store(wrong).spec
+
+
+def test_groups_are_part_of_every_identity():
+    words = ["--setup", "decoder-text", "--width", "2"]
+    plain = parse_flags(SweepConfig, "", words)
+    every = parse_flags(SweepConfig, "", [*words, "--groups", "all"])
+    folders = [Store(config).folder("uniform").name for config in (plain, every)]
+    assert folders == ["uniform", "uniform,groups=all"]
+    assert "groups" not in flags_identity("uniform", plain)["config"]
+    assert flags_identity("uniform", every)["config"]["groups"] == "all"
+    files = [Store(config).folders.matching("a", "b", "weights").name for config in (plain, every)]
+    assert files == ["b-to-a.npz", "b-to-a,groups=all.npz"]
+    assert "--groups all" in command("uniform", every)
+
+
+def test_groups_leave_permutations_to_measures_of_units():
+    store = Store(parse_flags(SweepConfig, "", ["--setup", "mlp-digits", "--width", "1", "--groups", "all"]))
+    assert {own.values for own in store.symmetries.scalings.values()} == {"positive"}
+    assert type(store.spec) is PermutationSpec
+    assert store.spec == SETUPS["mlp-digits"].spec(1)

@@ -19,9 +19,8 @@ from mcomb.lab.cache.durations import Durations, compilation_seconds
 from mcomb.lab.cache.networks import Network, NotKeptError
 from mcomb.lab.run_folders import RunFolders
 from mcomb.lab.setups import SETUPS, load_data
-from mcomb.matching.matchers import as_matcher
+from mcomb.matching.matchers import as_matcher, weights
 from mcomb.matching.matching import Matching
-from mcomb.matching.weights import match_weights
 from mcomb.runtime.processes import from_first
 from mcomb.runtime.progress import say, warn
 from mcomb.symmetry.spec import PermutationSpec
@@ -86,12 +85,13 @@ class MatchingCache:
             NotKeptError: The matching is not cached and `make` is False.
         """
         a, b, matcher = networks[key.reference], networks[key.moved], key.matcher or self.config.matcher
-        path, spec = self.folders.matching(a.name, b.name, matcher, key.restarts, self.config.frozen), self._spec
+        path, spec = self.folders.matching(a.name, b.name, matcher, key.restarts), self.spec
         name = path.name.removesuffix(".npz")
         made_from = [a.fingerprint, b.fingerprint, f"version {algorithm_versions.MATCHING}"]
         if matcher != "weights":
             made_from += [load_data(self.config.setup, self.config.data_dir).fingerprint, *self.folders.other_dtype]
         made_from += [f"without {name}" for name in self.config.frozen]
+        made_from += [f"all groups, version {algorithm_versions.GROUPS}"] if self.config.groups == "all" else []
         kept = from_first(read_matching, path, made_from, spec)
         if kept is None:
             if not make:
@@ -104,18 +104,19 @@ class MatchingCache:
         return kept
 
     @property
-    def _spec(self) -> PermutationSpec:
-        return self.setup.spec(self.config.width, self.config.dtype, self.config.frozen)
+    def spec(self) -> PermutationSpec:
+        """The symmetries that the matchings belong to."""
+        return self.setup.spec(self.config.width, self.config.dtype, self.config.frozen, self.config.groups)
 
     def _find(self, a: Network, b: Network, matcher: str, restarts: int) -> KeptMatching:
         how = matcher if restarts == 1 else f"{matcher}, best of {restarts} restarts"
         say(f"matching {b.name} to {a.name} by {how} …")
         import scipy.optimize  # noqa: F401 (import it before the timer starts, because it is slow)
 
-        spec, compiled, start = self._spec, compilation_seconds(), time.monotonic()
+        spec, compiled, start = self.spec, compilation_seconds(), time.monotonic()
         with self.durations.timed("matching"):
             if matcher == "weights":
-                matching = from_first(match_weights, spec, a.params, b.params, restarts=restarts)
+                matching = from_first(weights(restarts=restarts).match, spec, a.params, b.params)
             else:
                 examples = load_data(self.config.setup, self.config.data_dir).splits.train.subset(MATCHING_EXAMPLES)
                 data: Any = dict(zip(("inputs", "labels"), examples, strict=True))

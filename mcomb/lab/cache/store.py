@@ -56,6 +56,11 @@ class Store:
         """The permutation symmetries of the networks."""
         return self.setup.spec(self.config.width, self.config.dtype, self.config.frozen)
 
+    @property
+    def symmetries(self) -> PermutationSpec:
+        """The symmetries that matchings belong to."""
+        return self.matchings.spec
+
     def folder(self, experiment: str) -> AnyPath:
         """Return the folder of an experiment's results."""
         letters = [letter for letter in "ABC" if self.config.checkpoint_of(letter) is not None]
@@ -63,7 +68,7 @@ class Store:
         return self.folders.experiment(experiment, given)
 
     def permute(self, network: Network, matching: Matching) -> Params:
-        """Return the parameters with permuted units, and check that the network's outputs do not change."""
+        """Return the parameters with matched units, and check that the network's outputs do not change."""
         inputs = jnp.asarray(self.data.test.inputs[:64])
-        self.spec.check(self.apply, network.params, inputs, perms=matching.perms)
-        return self.spec.apply(matching.perms, network.params)
+        self.symmetries.check(self.apply, network.params, inputs, perms=matching.perms)
+        return self.symmetries.apply(matching.perms, network.params)

@@ -78,6 +78,10 @@ class Dataset(ABC):
         """Convert raw inputs to those of a model."""
 
     @abstractmethod
+    def random_inputs(self, count: int) -> UInt8[np.ndarray, "n *shape"]:
+        """Return random raw inputs, the same in every call, without loading the dataset."""
+
+    @abstractmethod
     def groups(self, labels: np.ndarray) -> Int64[np.ndarray, "n"]:
         """Return the group of each example. Networks with different data see groups with different frequencies."""
 
@@ -99,6 +103,11 @@ class ImageDataset(Dataset):
         mean, std = (jnp.array(values, jnp.float32).reshape(1, 1, 1, -1) for values in (self.mean, self.std))
         return (inputs.astype(jnp.float32) - mean) / std
 
+    def random_inputs(self, count: int) -> np.ndarray:
+        """Return pixels with the mean and standard deviation of each channel."""
+        pixels = np.random.default_rng(0).normal(self.mean, self.std, (count, *self.shape))
+        return np.clip(np.rint(pixels), 0, 255).astype(np.uint8)
+
     def groups(self, labels: np.ndarray) -> np.ndarray:
         """Return the labels."""
         return labels.astype(np.int64)
@@ -113,6 +122,10 @@ class TextDataset(Dataset):
     def prepare(self, inputs: Integer[Array, "n t"]) -> Int32[Array, "n t"]:
         """Return the tokens as indices."""
         return inputs.astype(jnp.int32)
+
+    def random_inputs(self, count: int) -> np.ndarray:
+        """Return random tokens."""
+        return np.random.default_rng(0).integers(self.classes, size=(count, *self.shape), dtype=np.uint8)
 
     def groups(self, labels: np.ndarray) -> np.ndarray:
         """Return the tenth of the text that each window is from."""

@@ -92,6 +92,8 @@ def idle_flags(experiment: Experiment, config: Config) -> dict[str, str]:
     if not any("C" in part.networks for part in (experiment, *(part for part, _ in experiment.parts(config).values()))):
         why = f"has no effect because {experiment.name} uses no network C: remove it"
         found |= {name: why for name in ("seed_c", "checkpoint_c") if getattr(config, name) is not None}
+    if config.groups != "permutations" and not (experiment.networks or experiment.parts(config)):
+        found["groups"] = f"has no effect because {experiment.name} aligns no networks: remove it"
     for split, count in zip(SPLITS, SETUPS[config.setup].dataset.count(), strict=True):
         if (config.evaluation_examples[split] or 0) > count:
             found[f"{split}_examples"] = f"exceeds the {count:,} {split} examples: use fewer"

@@ -98,10 +98,9 @@ class Run:
         """The fields of `Results` that every verdict needs: the scores of networks, of guessing and of matchings."""
         networks = {letter: scores_of(by_split) for letter, by_split in self.scores.items()}
         inner_products = {}
-        for key, kept in self.matchings.items():
-            b, a = (self.networks[letter].params for letter in (key.moved, key.reference))
-            perms = (None, kept.matching.perms)
-            naive, aligned = (objective(self.store.spec, a, b, perms=p) for p in perms)
+        for key in self.matchings:
+            a, b = (self.networks[letter].params for letter in (key.reference, key.moved))
+            naive, aligned = (objective(self.store.spec, a, other) for other in (b, self.align(key)))
             inner_products[str(key)] = {"naive": naive, "aligned": aligned}
         return {
             "models": networks,

@@ -138,7 +138,8 @@ def _title(experiment: Experiment, config: Config, letters: str, with_parts: boo
     with_networks = bool(letters) or with_parts
     width = f", width {config.width}" if with_networks and not experiment.varies_width else ""
     by = f", matched by {config.matcher}" if with_networks and config.matcher not in ("", "weights") else ""
-    how = by + (", repaired" if config.repair else "")
+    how = by + (", all groups" if config.groups == "all" else "")
+    how += ", repaired" if config.repair else ""
     how += f", split {config.split}" if config.split else ""
     how += f", {' and '.join(config.frozen)} in place" if config.frozen else ""
     how += f", in {config.dtype}" if with_networks and config.dtype != "float32" else ""

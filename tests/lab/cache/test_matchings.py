@@ -10,7 +10,7 @@ import pytest
 from groups import NETWORKS
 from numerics import assert_equal
 
-from mcomb import derive_spec, weights
+from mcomb import Matcher, derive_spec, weights
 from mcomb.io.fingerprints import fingerprint
 from mcomb.lab import setups
 from mcomb.lab.cache import durations, matchings
@@ -175,7 +175,7 @@ def test_matching_seconds_exclude_compilation(tmp_path, monkeypatch):
             jax.monitoring.record_event_duration_secs(event, 0.1)
         return match_weights(*args, **options)
 
-    monkeypatch.setattr(matchings, "match_weights", compile_and_match)
+    monkeypatch.setattr(matchings, "weights", lambda restarts: Matcher("weights", compile_and_match))
     store = Store(dataclasses.replace(CONFIG, epochs=0, out=tmp_path))
     found = match(store, *store.networks.get("AB").values(), "weights")
     assert 0 < found.seconds <= store.durations.seconds["matching"] - 0.19
