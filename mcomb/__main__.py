@@ -66,7 +66,7 @@ from mcomb.merging.shares import Shares
 from mcomb.merging.task_vectors import LeafByLeaf
 from mcomb.pytorch import files
 from mcomb.runtime.progress import show, show_json
-from mcomb.symmetry.derive import derive_spec
+from mcomb.symmetry.derive import GROUPS, derive_spec
 from mcomb.symmetry.spec import PermutationSpec
 from mcomb.trees import Apply, Inputs, Labels, Params, count_examples, keep_non_floats, named_leaves, require_finite
 
@@ -119,6 +119,7 @@ class AlignConfig(Output):
     torch: Annotated[str | None, Flag("MODULE:FUNCTION that returns a PyTorch module, for state dicts")] = None
     data: Annotated[AnyPath | None, Flag("inputs by name and labels for Hugging Face folders (.npz, …)")] = None
     matcher: Annotated[str, Flag("algorithm that matches units", choices=MATCHERS.keys())] = "weights"
+    groups: Annotated[str, Flag("permutations, or all symmetries, such as rotations", choices=GROUPS)] = "permutations"
     force: Annotated[bool, Flag("match units even if A and B share an ancestor")] = False
     seed: Annotated[int, Flag("seed of the matcher", 0, LARGEST_SEED)] = 0
 
@@ -130,6 +131,7 @@ class MergeConfig(Output):
     networks: Annotated[tuple[AnyPath, ...], Flag("two or more networks, aligned to the first or with a common base")]
     to: Annotated[AnyPath, Flag("where to write the merged network")]
     method: Annotated[str, Flag("merge method", choices=ALL_METHODS.keys())] = "average"
+    groups: Annotated[str | None, Flag("align to the first network by these symmetries", choices=GROUPS)] = None
     base: Annotated[AnyPath | None, Flag(f"the networks' base, for {', '.join(BASED_METHODS)}")] = None
     shares: Annotated[
         tuple[str, ...], Flag("share of B, or one for each network (0.2,0.3,0.5); for layers: layers.0-9=0.3 …")
@@ -237,10 +239,10 @@ def write_network(to: AnyPath, params: Params, table: Table | None, like: AnyPat
     write_checkpoint(to, params, metadata)
 
 
-def symmetries(model: Model, params: Params) -> PermutationSpec:
-    """Derive a network's spec, and check on a few inputs that permutations do not change the outputs."""
+def symmetries(model: Model, params: Params, groups: str = "permutations") -> PermutationSpec:
+    """Derive a network's spec, and check on a few inputs that its symmetries do not change the outputs."""
     inputs = model.first(EXAMPLES)[0]
-    spec = derive_spec(model.apply, params, inputs)
+    spec = derive_spec(model.apply, params, inputs, groups=groups)
     spec.check(model.apply, params, inputs)
     return spec
 
@@ -280,10 +282,12 @@ def inspect(config: InspectConfig) -> None:
 
 
 def align(config: AlignConfig) -> None:
-    """Permute the units of network B to match A's, and write the result with the names and layouts of B's file."""
+    """Match the units of network B to A's, and write the result with the names and layouts of B's file."""
     options = {"seed": config.seed} if config.matcher != "activations" else {}  # not random
     matcher = MATCHERS[config.matcher](**options)
     if is_pytorch(config.torch, config.a, config.b):
+        if config.groups != "permutations":
+            raise UserError('--groups all needs --model: drop it, or call mcomb.pytorch.align with groups="all".')
         paths, data = [Path(config.a), Path(config.b)], Path(config.data) if config.data else None
         match = files.align_files(paths, Path(config.to), matcher, config.torch, data, config.force)
         show_alignment(match, config.to)
@@ -291,7 +295,7 @@ def align(config: AlignConfig) -> None:
     require_new(config.to, config.a, config.b)
     model, table = require_model("align", config.model), read_table(config.names) if config.names else None
     a, b = (read_network(path, table, model) for path in (config.a, config.b))
-    spec = symmetries(model, a)
+    spec = symmetries(model, a, config.groups)
     inputs, labels = model.first(MATCHING_EXAMPLES)
     given = {"apply": model.apply, "inputs": inputs, "labels": labels, "loss": model.loss}
     match = match_unless_related(matcher, spec, a, b, force=config.force, **given)
@@ -310,8 +314,9 @@ def is_pytorch(torch: str | None, *paths: AnyPath) -> bool:
 def show_alignment(match: Match, to: AnyPath) -> None:
     """Print how many units moved and where the aligned network is."""
     matching = match.matching
-    moved = sum(int((perm != np.arange(perm.shape[-1])).sum()) for perm in matching.perms.values())
-    units = sum(perm.size for perm in matching.perms.values())
+    orders = [perm for perm in matching.perms.values() if np.issubdtype(perm.dtype, np.integer)]
+    moved = sum(int((perm != np.arange(perm.shape[-1])).sum()) for perm in orders)
+    units = sum(perm.size for perm in orders)
     products = {"naive": matching.trace[0], "aligned": matching.objective}
     if match.is_skipped:
         show(
@@ -336,6 +341,8 @@ def merge(config: MergeConfig) -> None:
     method = configure_method(config)
     similarity = None
     if is_pytorch(config.torch, *config.networks, *base):
+        if config.groups:
+            raise UserError(f"--groups {config.groups} needs --model: align PyTorch networks first, with mcomb align.")
         paths, data = [Path(path) for path in config.networks], Path(config.data) if config.data else None
         of_base = Path(config.base) if config.base else None
         similarity = files.merge_files(paths, Path(config.to), method, config.torch, data, of_base)
@@ -394,8 +401,11 @@ def merge_networks(config: MergeConfig, method: Method) -> None:
         method = dataclasses.replace(method, base=others[-1])
     if model:
         inputs, labels = model.first(MERGING_EXAMPLES)
-        merged = merge_params(model.apply, networks, inputs, labels, method=method, loss=model.loss)
+        how: Any = {"method": method, "groups": config.groups, "loss": model.loss}
+        merged = merge_params(model.apply, networks, inputs, labels, **how)
         params = merged.params
+    elif config.groups:
+        raise UserError(f"--groups {config.groups} needs --model: pass it, or align the networks first.")
     elif not isinstance(method.function, LeafByLeaf):
         raise UserError(f"Merging by {method.name} needs data: pass --model, or merge by average.")
     elif names := names_of_statistics(first):

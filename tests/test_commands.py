@@ -1,6 +1,7 @@
 """`python -m mcomb` inspects, aligns, combines and evaluates networks in files."""
 
 import json
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -90,6 +91,21 @@ def test_command_align_recovers_permuted_network(networks, capsys, tmp_path):
     assert found["path"] == str(tmp_path / "json.npz")
     assert 0 < found["moved"] <= found["units"]
     assert found["inner_products"]["naive"] < found["inner_products"]["aligned"]
+
+
+def test_commands_align_and_merge_by_all_groups(networks, capsys, tmp_path):
+    a = read_checkpoint(networks[0])
+    scaled = jax.tree.map(np.asarray, a)
+    scaled["dense1"] = jax.tree.map(lambda x: 3 * x, scaled["dense1"])  # ReLU units, without any change of the function
+    scaled["dense2"]["kernel"] = scaled["dense2"]["kernel"] / 3
+    write_checkpoint(tmp_path / "scaled.npz", SETUP.spec(2).apply(SETUP.spec(2).random(jax.random.key(5)), scaled))
+    said(capsys, "align", networks[0], tmp_path / "scaled.npz", tmp_path / "aligned.npz", *MODEL, "--groups", "all")
+    merging = ["merge", networks[0], tmp_path / "scaled.npz", tmp_path / "merged.npz", "--groups", "all"]
+    said(capsys, *merging, *MODEL)
+    for name in ("aligned.npz", "merged.npz"):
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), read_checkpoint(tmp_path / name), a)
+    with pytest.raises(UserError, match="--groups all needs --model"):
+        said(capsys, *merging[:3], tmp_path / "other.npz", *merging[4:])
 
 
 def test_command_combine_draws_from_distributions(networks, capsys, tmp_path):

@@ -7,6 +7,7 @@ from typing import Any
 from mcomb.errors import UserError, brief, require_fraction, require_number
 from mcomb.evaluation.objectives import Objective, cross_entropy
 from mcomb.io.paths import AnyPath
+from mcomb.matching.many import align_many
 from mcomb.merging.average import require_networks
 from mcomb.merging.fisher import fisher_average
 from mcomb.merging.learned_shares import LearnedShares, learn_shares
@@ -86,6 +87,7 @@ def merge(
     labels: Labels = None,
     *,
     method: str | Method = "learned",
+    groups: str | None = None,
     spec: PermutationSpec | None = None,
     loss: Objective = cross_entropy,
 ) -> Merged:
@@ -101,7 +103,9 @@ def merge(
         labels: Labels with examples along the first axis; only `fisher` and `learned` need them.
         method: A name (`"average"`, `"slerp"`, `"fisher"`, `"refit"`, `"learned"`) or a configured method, such as
             `mcomb.refit(ridge=0.1)`, `mcomb.partial(budget=1.5)` or `mcomb.ties(base)`.
-        spec: The symmetries of the network; derived from `apply` by default.
+        groups: "permutations" or "all" to align the networks to the first one by weights, as `align_many` does. By
+            default they are merged as they are.
+        spec: The symmetries of the network; derived from `apply` by default. It replaces those that `groups` names.
         loss: The loss: a function of one example's output and label that returns a sum and a count.
 
     Returns:
@@ -114,6 +118,7 @@ def merge(
         >>> merged = mcomb.merge(apply, (a, aligned.params), x, method="refit")
         >>> mcomb.score(merged.apply, merged.params, x_test, y_test)
         Metrics(loss=0.2973, accuracy=0.9162)
+        >>> merged = mcomb.merge(apply, (a, b), x, method="refit", groups="all")
     """
     chosen, labels = as_method(method), from_lists(labels)
     require_networks(networks)
@@ -122,6 +127,11 @@ def merge(
         require_finite("the base", chosen.base)
     if "labels" in chosen.needs and labels is None:
         raise UserError(f"Cannot merge by {chosen.name} without labels: pass them, or merge by refit or average.")
+    if groups is not None:
+        if chosen.base is not None:
+            raise UserError(f"{chosen.name} merges networks with a common base, which need no alignment: drop groups.")
+        aligned = align_many(apply, networks, inputs, groups=groups, spec=spec)
+        networks, spec = aligned.params, aligned.spec
     if "spec" in chosen.needs and spec is None:
         spec = derive_spec(apply, networks[0], inputs)
     if isinstance(spec, SymmetrySpec):

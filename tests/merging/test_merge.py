@@ -140,6 +140,24 @@ def test_merge_of_network_with_itself_is_itself(method):
     assert_close(merge(apply, (A, A), INPUTS, LABELS, method=method, spec=SPEC).params, A, roundings=4)
 
 
+def test_merge_aligns_networks_if_asked():
+    flipped = jax.tree.map(np.copy, A)  # half of the tanh units with the other sign
+    for leaf, units in (
+        (flipped["first"]["kernel"].T, 4),
+        (flipped["first"]["bias"], 4),
+        (flipped["last"]["kernel"], 4),
+    ):
+        leaf[:units] *= -1
+    shuffled = SPEC.apply(SPEC.random(jax.random.key(0)), flipped)
+    assert_equal(merge(apply, (A, shuffled), INPUTS, method="average", groups="all").params, A)
+    only_permuted = merge(apply, (A, shuffled), INPUTS, method="average", groups="permutations").params
+    assert np.abs(flat(only_permuted) - flat(A)).max() > 0.1
+    with pytest.raises(
+        UserError, match="ties merges networks with a common base, which need no alignment: drop groups"
+    ):
+        merge(apply, (A, B), INPUTS, method=mcomb.ties(A), groups="all")
+
+
 def test_merge_of_networks_on_different_devices():
     there = [jax.device_put(own, device) for own, device in ((A, jax.devices()[0]), (B, jax.devices()[-1]))]
     for method in ("average", "fisher", "refit"):
