@@ -25,10 +25,10 @@ from mcomb.lab.setups import SETUPS
 from mcomb.lab.tables import TABLE_WIDTH
 from mcomb.runtime.progress import coloured, show, show_json
 
-from . import decay, generate, pretrained, report, train
+from . import decay, gauge, generate, pretrained, report, train
 from .width import WidthConfig
 
-EXPERIMENTS = (*dict.fromkeys(report.ORDER), decay)
+EXPERIMENTS = (*dict.fromkeys(report.ORDER), decay, gauge)
 PROGRAMS = (train, report, generate, pretrained)
 SHOWN = 3  # the maximum number of other runs listed for each experiment
 OTHERS = [name for name, flag in cli.flags(WidthConfig).items() if not flag.identity and name not in ("out", "json")]

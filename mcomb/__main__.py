@@ -14,8 +14,9 @@ usage: mcomb COMMAND, or python -m mcomb COMMAND
     mcomb uniform --setup mlp-digits                 run an experiment
     mcomb experiments --setup mlp-digits             list all experiments and their state
 
-A network is an orbax folder or a .safetensors, .npz or .msgpack file. Use --names for files with other names and
-layouts of weights, such as PyTorch's. MODEL is one of:
+A network is an orbax folder or a .safetensors, .npz or .msgpack file. `align` and `merge` also take PyTorch's state
+dicts (.safetensors, .pt, .pth or .bin) and Hugging Face folders. Use --names for files with other names and layouts of
+weights, such as PyTorch's. MODEL is one of:
 
     SETUP:WIDTH          a model of the lab, such as resnet20-cifar10:1
     MODULE:FUNCTION      your function without arguments, which returns (apply, inputs), (apply, inputs, labels) or
@@ -348,7 +349,7 @@ def merge(config: MergeConfig) -> None:
         similarity = files.merge_files(paths, Path(config.to), method, config.torch, data, of_base)
     else:
         merge_networks(config, method)
-    show_relation(similarity, config.base)
+    show_relation(similarity, config.networks[:2], config.base)
     show(str(absolute(config.to)))
     show_json({"path": str(absolute(config.to)), "method": config.method, "similarity": similarity})
 
@@ -419,11 +420,12 @@ def merge_networks(config: MergeConfig, method: Method) -> None:
     write_network(config.to, params, table, config.networks[0])
 
 
-def show_relation(similarity: float | None, base: AnyPath | None) -> None:
-    """Say whether the merged networks needed an alignment; `similarity` is that of A and B, if known."""
-    known = "" if similarity is None else f" The cosine similarity of A and B is {similarity:.3f}."
+def show_relation(similarity: float | None, networks: Sequence[AnyPath], base: AnyPath | None) -> None:
+    """Say whether the merged networks needed an alignment, given the similarity of the first two, if known."""
+    a, b = networks
+    known = "" if similarity is None else f" The cosine similarity of {a} and {b} is {similarity:.3f}."
     if similarity is not None and similarity < UNRELATED:
-        show(f"A and B seem to be neither related nor aligned: align B to A first, with `mcomb align`.{known}")
+        show(f"{a} and {b} seem to be neither related nor aligned: align {b} to {a} first, with `mcomb align`.{known}")
     elif base or (similarity is not None and similarity >= RELATED):
         ancestor = f"the ancestor {base}" if base else "an ancestor"
         show(f"The networks share {ancestor}, so that no alignment is needed.{known}")

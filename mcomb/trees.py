@@ -166,6 +166,7 @@ def named_leaves(tree: Params) -> dict[str, Any]:
             raise UserError(f"Two leaves of the tree have the name {name}: rename a branch with a / in its key.")
         if not hasattr(leaf, "shape") and not isinstance(leaf, numbers.Number):
             remedy = "pass its .params" if hasattr(leaf, "params") else "leave it out"
+            remedy = "use mcomb.pytorch" if hasattr(leaf, "state_dict") else remedy
             raise UserError(f"{name or 'The tree'} is not an array but {brief(leaf)}: {remedy}.")
         dtype = getattr(leaf, "dtype", None)
         if not isinstance(dtype, np.dtype | None) and not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):

@@ -295,7 +295,10 @@ def test_command_runs_experiments(capsys):
         (["merge", "A", "C"], r"a\.safetensors is the only network: pass two or more"),
         (["merge", "A", "B", "C", "--shares", "2"], r"shares has 2\.0: pass the share of B from 0 to 1"),
         (["merge", "A", "B", "C", "--shares", "dense1=x"], "--shares dense1=x is not understood: pass 0.3, or"),
-        (["merge", "A", "B", "C", "--shares", "dense9=0.5"], "No weight belongs to the layers 'dense9': use names"),
+        (
+            ["merge", "A", "B", "C", "--shares", "dense9=0.5"],
+            "No weight belongs to the layers 'dense9': use parts of names",
+        ),
         (["merge", "A", "B", "C", "--scale", "2"], "The method average has no scale: drop --scale"),
         (["merge", "A", "B", "C", "--method", "dare"], "The method dare needs the networks' common base: pass --base"),
         (["merge", "A", "B", "C", "--method", "refit"], "Merging by refit needs data: pass --model"),

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import dataclasses
+import difflib
 import io
 import logging
 import math
@@ -58,9 +59,15 @@ class Output:
     json: Annotated[bool, Flag("print the result as JSON, and messages to standard error", identity=False)] = False
 
 
+UNKNOWN = "unrecognized arguments: "  # in messages of argparse
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message[0].lower()}{message[1:]}: see --help")
+        words = message.removeprefix(UNKNOWN).split()
+        near = difflib.get_close_matches(words[0], self._option_string_actions, 1) if UNKNOWN in message else []
+        remedy = f"did you mean {near[0]}?" if near else "see --help"
+        raise UserError(f"{message[0].lower()}{message[1:]}: {remedy}")
 
 
 def flags(config: type[Any]) -> dict[str, Flag]:

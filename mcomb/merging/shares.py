@@ -40,7 +40,9 @@ def resolve_shares(shares: Shares, names: Iterable[str], count: int) -> dict[str
         resolved[name] = found[2] if found else equal
         used |= {key for key, pattern, _ in layers if _matches(pattern, parts)}
     if unknown := [key for key in shares if key not in used]:
-        raise UserError(f"No weight belongs to the layers {brief(unknown[0])}: use names such as {names[0]:.80}.")
+        stem = re.split(r"[./]", unknown[0])[0]
+        like = next((name for name in reversed(names) if stem in re.split(r"[./]", name)), names[0])
+        raise UserError(f"No weight belongs to the layers {brief(unknown[0])}: use parts of names such as {like:.80}.")
     return resolved
 
 

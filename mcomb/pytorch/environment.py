@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mcomb.errors import UserError
+from mcomb.errors import UserError, name_error
 
 
 @contextmanager
@@ -28,6 +28,12 @@ def run_in_jax(name: str) -> Iterator[None]:
                 yield
     except OperatorNotFound as error:
         raise UserError(f"{name} uses an operation that torchax lacks ({error}): replace it in `forward`") from error
+    except jax.errors.JAXTypeError as error:
+        raise UserError(f"{name} needs the values of tensors, which JAX cannot trace: use torch.where.") from error
+    except UserError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{name} fails ({name_error(error)}): pass inputs that its `forward` takes.") from error
 
 
 def to_jax_tensor(array: Any) -> Any:

@@ -5,8 +5,10 @@ import importlib
 import inspect
 import math
 import os
+import pickle
 import sys
 import tempfile
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +19,7 @@ from mcomb.errors import UserError, first_words, list_some, name_error
 from mcomb.evaluation.batch_statistics import names_of_statistics, statistics_of
 from mcomb.evaluation.objectives import Objective, cross_entropy
 from mcomb.io.checkpoints import read_checkpoint
+from mcomb.io.shards import read_header
 from mcomb.matching.ancestor import Match, match_unless_related
 from mcomb.matching.matchers import Matcher
 from mcomb.merging.merge import BASED_METHODS, Method
@@ -37,7 +40,7 @@ from mcomb.pytorch.hugging_face import (
 from mcomb.pytorch.modules import build_module, same_function, to_arrays, to_tensor
 from mcomb.runtime.batching import free_memory
 from mcomb.symmetry.derive import derive_spec
-from mcomb.trees import Inputs, Labels, require_alike
+from mcomb.trees import Inputs, Labels, require_alike, require_finite
 
 Module = Any  # torch.nn.Module, with the attributes that transformers adds
 PICKLES = (".pt", ".pth", ".bin")
@@ -140,7 +143,8 @@ def merge_states(paths: Sequence[Path], to: Path, method: Method, base: Path | N
         raise UserError(f"Merging by {method.name} needs the module: pass --torch MODULE:FUNCTION.")
     every = [*paths, *([base] if base else [])]
     states = [to_arrays(_read_state(path)) for path in every]
-    for path, state in zip(every[1:], states[1:], strict=True):
+    for path, state in zip(every, states, strict=True):
+        require_finite(str(path), state)
         require_alike("The state dicts", states[0], state, (str(every[0]), str(path)))
     if names := names_of_statistics(states[0]):
         raise UserError(f"{paths[0]} has running statistics such as {names[0]}: pass --torch to estimate them.")
@@ -261,9 +265,13 @@ def require_new_place(to: Path, paths: Sequence[Path]) -> None:
     if not to.absolute().parent.is_dir():
         raise UserError(f"{to} cannot be written, because its folder does not exist: create it.")
     endings = (".safetensors", *PICKLES)
-    for path in (*paths, to) if not any(map(is_model_folder, paths)) else ():
+    if any(map(is_model_folder, paths)):
+        return
+    for path in paths:
         if path.suffix not in endings:
             raise UserError(f"{path} is not a state dict: pass a file that ends in one of {', '.join(endings)}.")
+    if to.suffix not in endings:
+        raise UserError(f"{to} has no known format: choose a name that ends in one of {', '.join(endings)}.")
 
 
 def _call(function: str) -> Any:
@@ -275,11 +283,13 @@ def _call(function: str) -> Any:
         raise UserError(f"--torch {function} does not name a function: pass MODULE:FUNCTION.")
     sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:
-        found = getattr(importlib.import_module(place), name)()
+        make = getattr(importlib.import_module(place), name)
     except Exception as error:  # user code may raise any error
-        raise UserError(
-            f"--torch {function} fails ({name_error(error)}): name a function that returns {RETURNS}."
-        ) from error
+        raise UserError(f"--torch {function} cannot be imported ({name_error(error)}): check the name.") from error
+    try:
+        found = make()
+    except Exception as error:
+        raise UserError(f"--torch {function} fails ({name_error(error)}): correct the function.") from error
     if not isinstance(found, tuple) or not 2 <= len(found) <= 4 or not isinstance(found[0], torch.nn.Module):
         raise UserError(f"--torch {function} does not return a module with inputs: return {RETURNS}.")
     return found
@@ -290,12 +300,23 @@ def _read_state(path: Path) -> dict[str, Any]:
     import torch
     from safetensors.torch import load_file
 
+    if not path.is_file():
+        raise UserError(f"There is no file {path}: check the path.")
+    if path.suffix not in PICKLES:
+        read_header(path)  # its errors are clearer
+        return load_file(path)
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True) if path.suffix in PICKLES else load_file(path)
+        found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # broken files raise many kinds of errors
-        raise UserError(f"{path} is not a state dict ({first_words(error)}): save model.state_dict().") from error
-    if not isinstance(found, Mapping) or not all(isinstance(value, torch.Tensor) for value in found.values()):
-        raise UserError(f"{path} contains more than named tensors: save model.state_dict() alone.")
+        if isinstance(error, pickle.UnpicklingError) and zipfile.is_zipfile(path):
+            raise UserError(f"{path} has other objects than tensors, never loaded: save model.state_dict().") from error
+        raise UserError(f"{path} is damaged, or no file of torch.save: save model.state_dict() again.") from error
+    if not isinstance(found, Mapping):
+        raise UserError(f"{path} contains a {type(found).__name__}, not a state dict: save model.state_dict().")
+    if others := [str(name) for name, value in found.items() if not isinstance(value, torch.Tensor)]:
+        raise UserError(
+            f"{path} has entries that are not tensors ({list_some(others)}): save model.state_dict() alone."
+        )
     return dict(found)
 
 

@@ -55,10 +55,17 @@ def is_model_folder(path: Any) -> bool:
     return Path(path).is_dir() and (Path(path) / CONFIG).is_file()
 
 
-def open_folder(path: Path) -> Folder:
-    """Read the configuration of a folder and the headers of its files."""
+def require_model_folder(path: Path) -> None:
+    """Raise an error unless a path is a Hugging Face folder."""
+    if not path.exists():
+        raise UserError(f"There is no folder {path}: check the path.")
     if not is_model_folder(path):
         raise UserError(f"{path} is not a Hugging Face folder: pass one with a {CONFIG}.")
+
+
+def open_folder(path: Path) -> Folder:
+    """Read the configuration of a folder and the headers of its files."""
+    require_model_folder(path)
     config = _read_json(path / CONFIG)
     if not isinstance(config, dict):
         raise UserError(f"{path / CONFIG} is not a configuration of a model: download it again.")
@@ -67,8 +74,8 @@ def open_folder(path: Path) -> Folder:
 
 def differing_setting(a: Mapping[str, Any], b: Mapping[str, Any]) -> str | None:
     """Return the name of a setting that differs between configurations and may change the function."""
-    names = sorted(name for name in a.keys() | b.keys() if name not in INERT and a.get(name) != b.get(name))
-    return names[0] if names else None
+    names = {name for name in a.keys() | b.keys() if name not in INERT and a.get(name) != b.get(name)}
+    return "model_type" if "model_type" in names else min(names, default=None)
 
 
 def differ_in(setting: str, a: Path, b: Path, values: tuple[Any, Any]) -> UserError:
@@ -253,8 +260,7 @@ def read_model_class(path: Path) -> tuple[Any, Any]:
         raise UserError(f"{path} is a Hugging Face folder ({error}): install mcomb[pytorch].") from error
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    if not is_model_folder(path):
-        raise UserError(f"{path} is not a Hugging Face folder: pass one with a {CONFIG}.")
+    require_model_folder(path)
     try:
         config = transformers.AutoConfig.from_pretrained(path, **LOCAL)
     except Exception as error:  # broken folders raise many kinds of errors

@@ -400,4 +400,4 @@ def _require_module(module: Any) -> None:
     import torch
 
     if not isinstance(module, torch.nn.Module):
-        raise UserError(f"{brief(module)} is not a PyTorch module: pass a torch.nn.Module.")
+        raise UserError(f"The network is a {type(module).__name__}, not a PyTorch module: pass a torch.nn.Module.")

@@ -45,7 +45,8 @@ def test_list_has_every_experiment_and_program(listed, tmp_path):
     modules = {path.stem for path in Path(experiments.__path__[0]).glob("*.py")}
     assert found.keys() == modules - {"__init__", "__main__", "report_page"}
     assert all(20 < len(entry["about"]) <= 120 for entry in found.values())
-    assert {entry.get("kind", "program") for entry in found.values()} == {"not run", "program"}
+    assert {entry.get("kind", "program") for entry in found.values()} == {"not run", "program", "impossible"}
+    assert [name for name, entry in found.items() if entry.get("kind") == "impossible"] == ["gauge"]
     assert found["uniform"]["command"] == f"python -m experiments.uniform {' '.join(FLAGS)} --out {tmp_path}"
     assert not list(tmp_path.iterdir())
 

@@ -86,8 +86,11 @@ def test_parse_converts_flags_to_field_types(words, changes):
         ("--sizes 2 0", ["--sizes", "0 is less than 1"]),
         ("--sizes", ["--sizes", "at least one argument"]),
         ("--interval 1", ["--interval", "2 arguments"]),
-        ("--cuont 1", ["--cuont"]),
-        ("--coun 1", ["--coun"]),  # no abbreviations, because new flags could make them ambiguous
+        ("--cuont 1", ["--cuont", "did you mean --count?"]),
+        (
+            "--coun 1",
+            ["--coun", "did you mean --count?"],
+        ),  # no abbreviations, because new flags could make them ambiguous
         ("--loud yes", ["yes"]),
         ("--where gs://bucket/x", ["--where", "gs://bucket/x is not a local path"]),
     ],
@@ -97,7 +100,7 @@ def test_parse_names_invalid_flag_and_help(words, told):
         parse(*words.split())
     text = str(caught.value)
     assert "\n" not in text
-    assert text.endswith(": see --help")
+    assert text.endswith((": see --help", ": did you mean --count?"))
     for word in told:
         assert word in text
 

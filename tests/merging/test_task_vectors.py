@@ -240,7 +240,10 @@ def test_running_statistics_are_estimated(name):
         (lambda: mcomb.task_arithmetic(BASE, scale=math.nan), "scale is nan: pass a finite number"),
         (lambda: mcomb.average(shares=1.5), "shares has 1.5: pass the share of B from 0 to 1, or 2 such"),
         (lambda: mcomb.average(shares=(0.5, 0.6)), "that sum to 1"),
-        (lambda: mcomb.average(shares={"layers.7-9": 0.5}), "No weight belongs to the layers 'layers.7-9': use names"),
+        (
+            lambda: mcomb.average(shares={"layers.7-9": 0.5}),
+            "No weight belongs to the layers 'layers.7-9': use parts of names",
+        ),
     ],
 )
 def test_wrong_options_are_named(configure, words):

@@ -106,20 +106,44 @@ def test_wrong_state_dicts_are_named(mine, tmp_path):
     refuses({name: tensor for name, tensor in state.items() if name != "up.bias"}, r"b\.pt lacks up\.bias: ")
     refuses({**state, "odd": state["up.bias"]}, r"Tied has no odd, but .*b\.pt does: ")
     refuses({**state, "up.bias": torch.zeros(3)}, r"up\.bias is \(3,\) in .*b\.pt and \(10,\) in Tied: ")
-    refuses({"epoch": 3, "model": state}, "contains more than named tensors: ")
-    refuses(module, "is not a state dict")  # a pickled object is not loaded
+    refuses({"epoch": 3, "model": state}, r"b\.pt has entries that are not tensors \(epoch, model\): save")
+    refuses([state], r"b\.pt contains a list, not a state dict: save")
+    refuses(module, r"b\.pt has other objects than tensors, never loaded: save")
     torch.save(state, bad)
+    whole = (tmp_path / "b.pt").read_bytes()
+    (tmp_path / "b.pt").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match=r"b\.pt is damaged, or no file of torch\.save: save"):
+        main(["align", good, bad, out, *flag])
+    torch.save(state, bad)
+    with pytest.raises(UserError, match=r"There is no file nowhere\.pt: check the path"):
+        main(["align", good, "nowhere.pt", out, *flag])
     for function, words in {
         "nope": "does not name a function",
         "mine_in_torch:nothing": "does not return a module",
-        "mine_in_torch:broken": "KeyError: 'nope'",
+        "mine_in_torch:broken": r"fails \(KeyError: 'nope'\): correct the function",
+        "mine_in_torch:missing": r"cannot be imported \(AttributeError: .*\): check the name",
     }.items():
         with pytest.raises(UserError, match=words):
             main(["align", good, bad, out, "--torch", function])
     with pytest.raises(UserError, match="already exists"):
         main(["align", good, bad, good, *flag])
-    with pytest.raises(UserError, match="is not a state dict: pass a file that ends in"):
+    with pytest.raises(UserError, match=r"c\.pt\.txt has no known format: choose a name that ends in"):
         main(["align", good, bad, f"{out}.txt", *flag])
+
+
+@pytest.mark.parametrize("ending", [".pt", ".safetensors"])
+def test_merging_files_refuses_wrong_numbers(ending, tmp_path):
+    paths = [tmp_path / f"{name}{ending}" for name in "abc"]
+    for path, value in zip(paths, (1.0, float("nan")), strict=False):
+        state = {"weight": torch.full((2, 2), value)}
+        torch.save(state, path) if ending == ".pt" else safetensors.save_file(state, path)
+    with pytest.raises(UserError, match=r"4 of 4 entries of weight in .*b\.\w+ are not finite"):
+        main(["merge", *map(str, paths)])
+    assert not paths[2].exists()
+    if ending == ".safetensors":
+        paths[1].write_bytes(paths[0].read_bytes()[:-1])
+        with pytest.raises(UserError, match=r"Cannot read checkpoint .*b\.safetensors"):
+            main(["merge", *map(str, paths)])
 
 
 @pytest.fixture
@@ -188,7 +212,7 @@ def test_wrong_folders_are_named(folders):
     with pytest.raises(UserError, match=r"b lacks transformer\."):
         main(["align", str(a), str(b), str(out)])
     shutil.rmtree(b)
-    with pytest.raises(UserError, match=r"b is not a Hugging Face folder"):
+    with pytest.raises(UserError, match=r"There is no folder .*b: check the path"):
         main(["align", str(a), str(b), str(out)])
 
 

@@ -194,7 +194,13 @@ def change_json(path, **changes):
         (lambda b: (b / "config.json").write_text("{"), "both", r"config\.json is damaged"),
         (lambda b: next(b.glob("model-00002-of*")).unlink(), "both", "lacks the file model-00002-of"),
         (lambda b: next(b.glob("model-00002-of*")).write_bytes(b"no"), "both", "is no safetensors file"),
-        (shutil.rmtree, "both", "b is not a Hugging Face folder: pass one with a config.json"),
+        (
+            lambda b: change_json(b / "config.json", model_type="opt"),
+            "merge",
+            r"differ in model_type \(llama and opt\)",
+        ),
+        (lambda b: (b / "config.json").unlink(), "both", "b is not a Hugging Face folder: pass one with a config.json"),
+        (shutil.rmtree, "both", "There is no folder b: check the path"),
     ],
 )
 def test_wrong_folders_are_named_and_nothing_is_written(place, change, command, words):

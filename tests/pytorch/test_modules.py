@@ -346,6 +346,17 @@ def test_different_modules_are_refused():
         align({}, {}, VECTORS)
 
 
+def test_functions_that_jax_cannot_run_are_named():
+    class Branching(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) if x.sum() > 0 else x
+
+    with pytest.raises(mcomb.UserError, match="Branching needs the values of tensors, which JAX cannot trace"):
+        align(Branching(8, 8), Branching(8, 8), VECTORS)
+    with pytest.raises(mcomb.UserError, match=r"MLP fails .*pass inputs that its `forward` takes"):
+        align(build("mlp"), build("mlp"), VECTORS[:, :3])
+
+
 def test_missing_weights_are_named():
     module = build("mlp")
     params = from_module(module)[1]

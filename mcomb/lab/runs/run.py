@@ -130,7 +130,8 @@ def said_verdict(results: Results) -> str:
     if results.agrees is None:
         return results.finding  # it says so itself
     words = verdict_words(results.agrees, results.is_open, results.is_papers)
-    words = f"{results.claim} {words.capitalize()}" if results.is_open else words
+    words = f"{words[0].upper()}{words[1:]}"
+    words = f"{results.claim} {words}" if results.is_open else words
     return f"{coloured(words, verdict_colour(results.agrees, results.is_papers), sys.stdout)}: {results.finding}"
 
 

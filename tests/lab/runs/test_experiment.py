@@ -74,11 +74,11 @@ OTHERS = "The paper measures ResNet-20 on CIFAR-10 at width 32 and Tiny-10 on CI
 @pytest.mark.parametrize(
     ("answer", "setup", "width", "said", "colour"),
     [
-        (40, "resnet20-cifar10", 32, "agrees with the paper: It is 40.", "green"),
-        (41, "resnet20-cifar10", 32, "does not agree with the paper: It is 41.", "red"),
-        (41, "resnet20-cifar10", 16, f"does not show the paper's effect: It is 41. {OTHERS}", "yellow"),
-        (41, "mlp-digits", 32, f"does not show the paper's effect: It is 41. {OTHERS}", "yellow"),
-        (40, "mlp-digits", 32, f"shows the paper's effect: It is 40. {OTHERS}", "green"),
+        (40, "resnet20-cifar10", 32, "Agrees with the paper: It is 40.", "green"),
+        (41, "resnet20-cifar10", 32, "Does not agree with the paper: It is 41.", "red"),
+        (41, "resnet20-cifar10", 16, f"Does not show the paper's effect: It is 41. {OTHERS}", "yellow"),
+        (41, "mlp-digits", 32, f"Does not show the paper's effect: It is 41. {OTHERS}", "yellow"),
+        (40, "mlp-digits", 32, f"Shows the paper's effect: It is 40. {OTHERS}", "green"),
     ],
 )
 def test_verdict_agrees_only_for_networks_of_paper(example, tmp_path, answer, setup, width, said, colour):
@@ -129,7 +129,7 @@ def test_run_measures_draws_writes_and_judges(example, config, calls, capsys):
     assert stored["config"]["recipe"]["epochs"] == SETUPS["mlp-digits"].recipe.epochs
     said = capsys.readouterr()
     assert said.err == f"results go to {folder}\n"
-    verdict = f"shows the paper's effect: It is 40. {OTHERS}"
+    verdict = f"Shows the paper's effect: It is 40. {OTHERS}"
     assert said.out.splitlines() == ["MLP on digits: an example", verdict, f"figure: {folder / 'example.png'}"]
 
 
