@@ -302,7 +302,7 @@ class _Finder:
     def _rotation(
         self, kind: str, scales: list[dict[Place, float]], gains: list[Place], moments: Moments
     ) -> dict[int, Place] | None:
-        """Return the gain that each scaling folds if rotations of this kind are a symmetry, and None otherwise.
+        """Return the gain that each scaling folds, or None if rotations of this kind are no symmetry.
 
         A place that reads a gain rotates in the basis that folding the gain would give. The gain is not known, so each
         place gets one unknown for each possible gain, and one for no gain. One solution must remain.

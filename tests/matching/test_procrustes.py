@@ -1,5 +1,7 @@
 """Matching by all groups: planted elements are found, and the objective never falls."""
 
+from functools import cache
+
 import jax
 import numpy as np
 import pytest
@@ -53,6 +55,7 @@ def test_aligned_network_computes_the_same_function(name):
 TRANSPORTED = ["MLP, ReLU", "attention", "stream, RMSNorm", "stream, LayerNorm with bias", "gated MLP"]
 
 
+@cache
 def transported(name: str, groups: str):
     """Return a network, another one, their alignment, and a small random tree."""
     (network, spec), rng = case(name), np.random.default_rng(3)
