@@ -12,17 +12,23 @@ SWEEP = ["--points", "3", "--samples", "1", "--bases", "1"]
 BASES = ["as trained", "balanced", "random 1"]
 
 
+def distance(losses, others):
+    return np.abs(losses / others - 1)
+
+
 @pytest.mark.slow
 def test_gauge_keeps_the_line_and_changes_the_cube(tmp_path):
     found = run(gauge.EXPERIMENT, cli.parse(gauge.GaugeConfig, "", [*FLAGS, *SWEEP, "--out", str(tmp_path)]))
     losses = {name: np.array(curve["test"]["loss"])[:, 0] for name, curve in found.curves.items()}
     assert list(losses) == [f"{sweep}, {basis}" for sweep in ("linear", "uniform", "bernoulli") for basis in BASES]
     for basis in BASES[1:]:
-        np.testing.assert_allclose(losses[f"linear, {basis}"], losses["linear, as trained"], rtol=1e-3)
-        for sweep, ends in (("uniform", [0]), ("bernoulli", [0, -1])):
-            trained, moved = losses[f"{sweep}, as trained"], losses[f"{sweep}, {basis}"]
-            np.testing.assert_allclose(moved[ends], trained[ends], rtol=1e-3)
-            assert abs(moved[2 if sweep == "uniform" else 1] / trained[2 if sweep == "uniform" else 1] - 1) > 1e-3
+        # Rounding changes the losses in float32; another basis changes a mixture by far more.
+        rounding = distance(losses[f"linear, {basis}"], losses["linear, as trained"]).max()
+        assert rounding < 1e-4
+        for sweep, ends, mixture in (("uniform", [0], 2), ("bernoulli", [0, -1], 1)):
+            apart = distance(losses[f"{sweep}, {basis}"], losses[f"{sweep}, as trained"])
+            assert apart[ends].max() < 1e-4
+            assert apart[mixture] > 10 * rounding
     [picture] = tmp_path.rglob("gauge.png")
     assert picture.stat().st_size > 5_000
 
