@@ -126,8 +126,8 @@ def match_straight_through(
     _, trace, losses = zip(*candidates, strict=True)
     if (last := int(np.argmin(losses))) > 0.9 * steps:
         say(
-            f"straight-through matching: the held-out loss is lowest after step {last} of {steps}, and more steps may "
-            "lower it further: call match_straight_through with steps above that"
+            f"straight-through matching: the held-out loss is lowest after step {last} of {steps}; more steps may "
+            f"lower it further, such as straight_through(steps={2 * steps})"
         )
     return Matching(best.perms, best.objective, trace, losses=losses)
 
