@@ -17,13 +17,13 @@ import numpy as np
 
 from benchmarks.tables import Row, show
 from mcomb.combination import Draw, linear, uniform
+from mcomb.evaluation.barriers import barrier
 from mcomb.evaluation.evaluate import Metrics, evaluate, score
 from mcomb.keys import stream
 from mcomb.lab import cli
 from mcomb.lab.cache.store import Store
 from mcomb.lab.cli import Flag
 from mcomb.lab.flags import DTYPES, Config
-from mcomb.lab.runs.barriers import barrier
 from mcomb.lab.runs.results import METRICS
 from mcomb.lab.setups import SETUPS
 

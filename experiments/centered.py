@@ -9,7 +9,7 @@ found a similar weight. In the paper, combinations of aligned networks work well
 import numpy as np
 
 from mcomb.combination import centered
-from mcomb.lab.runs.barriers import barrier
+from mcomb.evaluation.barriers import barrier
 from mcomb.lab.runs.command import main
 from mcomb.lab.runs.experiment import sweep_experiment
 from mcomb.lab.runs.results import SweepResults

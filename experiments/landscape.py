@@ -34,12 +34,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from mcomb.combination import Draw, blend, combine
+from mcomb.evaluation.barriers import barrier
 from mcomb.io.paths import AnyPath
 from mcomb.keys import fold_name, unrolled
 from mcomb.lab.cli import Flag
 from mcomb.lab.figures import COLOURS, LEVELS, LINES, STYLE, save
 from mcomb.lab.flags import CombinationConfig
-from mcomb.lab.runs.barriers import barrier
 from mcomb.lab.runs.command import main
 from mcomb.lab.runs.experiment import Experiment
 from mcomb.lab.runs.measure import Run, Task

@@ -14,9 +14,9 @@ import numpy as np
 
 from mcomb.combination import linear
 from mcomb.errors import UserError
+from mcomb.evaluation.barriers import barrier
 from mcomb.lab.cli import Flag
 from mcomb.lab.flags import LineConfig
-from mcomb.lab.runs.barriers import barrier
 from mcomb.lab.runs.command import main
 from mcomb.lab.runs.experiment import sweep_experiment
 from mcomb.lab.runs.results import METRICS, SweepResults

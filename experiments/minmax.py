@@ -7,8 +7,8 @@ The network 'Max' takes the weight with the larger absolute value of each pair, 
 """
 
 from mcomb.combination import minmax
+from mcomb.evaluation.barriers import barrier
 from mcomb.lab.flags import LineConfig
-from mcomb.lab.runs.barriers import barrier
 from mcomb.lab.runs.command import main
 from mcomb.lab.runs.experiment import sweep_experiment
 from mcomb.lab.runs.results import METRICS, SweepResults

@@ -28,11 +28,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from mcomb.combination import combine
+from mcomb.evaluation.barriers import barrier
 from mcomb.io.paths import AnyPath
 from mcomb.lab.cli import Flag
 from mcomb.lab.figures import COLOURS, LEVELS, LINES, STYLE, save, wrap
 from mcomb.lab.flags import CombinationConfig
-from mcomb.lab.runs.barriers import barrier
 from mcomb.lab.runs.command import main
 from mcomb.lab.runs.experiment import Experiment
 from mcomb.lab.runs.measure import Run, Task

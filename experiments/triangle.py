@@ -18,12 +18,12 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from mcomb.combination import blend
+from mcomb.evaluation.barriers import barrier
 from mcomb.io.paths import AnyPath
 from mcomb.lab.cache.matchings import B_TO_A, MatchingKey
 from mcomb.lab.cli import Flag
 from mcomb.lab.figures import STYLE, save, wrap
 from mcomb.lab.flags import CombinationConfig
-from mcomb.lab.runs.barriers import barrier
 from mcomb.lab.runs.command import main
 from mcomb.lab.runs.experiment import Experiment
 from mcomb.lab.runs.measure import Run, Task

@@ -22,10 +22,11 @@ from mcomb.combination import (
     uniform,
 )
 from mcomb.errors import Diverged, UserError
+from mcomb.evaluation.barriers import Barrier
 from mcomb.evaluation.batch_statistics import estimate_statistics
 from mcomb.evaluation.evaluate import Metrics, score
 from mcomb.evaluation.objectives import Objective, accuracy, cross_entropy, squared_error, tempered_cross_entropy
-from mcomb.evaluation.sweep import Barrier, Sweep, sweep
+from mcomb.evaluation.sweep import Sweep, sweep
 from mcomb.io.checkpoints import read_checkpoint, write_checkpoint
 from mcomb.matching.align import Alignment, align
 from mcomb.matching.many import MultiAlignment, align_many

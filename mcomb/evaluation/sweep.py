@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,6 +10,7 @@ from jaxtyping import Float
 
 from mcomb.combination import Distribution, Draw, as_draw
 from mcomb.errors import UserError, brief, require_whole
+from mcomb.evaluation.barriers import Barrier, barrier
 from mcomb.evaluation.evaluate import Metrics, evaluate, list_objectives, measure_examples, require_tuple, score
 from mcomb.evaluation.objectives import Objective, accuracy, agreement, cross_entropy, on_label, predicted
 from mcomb.evaluation.plotting import plot_sweeps
@@ -21,26 +22,6 @@ from mcomb.runtime.progress import SILENCE, progress_bar
 from mcomb.symmetry.derive import derive_spec
 from mcomb.symmetry.spec import PermutationSpec
 from mcomb.trees import Apply, Inputs, Labels, Params, from_lists
-
-
-class Barrier(NamedTuple):
-    """The paper's empirical barriers: how much worse the worst combination is than the mean of the networks.
-
-    Attributes:
-        loss: The largest loss of a combination minus the mean loss of the networks.
-        accuracy: The mean accuracy of the networks minus the lowest accuracy of a combination; None without accuracies.
-
-    Examples:
-        >>> networks = a, aligned.params
-        >>> mcomb.sweep(apply, networks, x_test, y_test, mcomb.linear).barrier
-        Barrier(loss=0.0276, accuracy=0.0176)
-    """
-
-    loss: float
-    accuracy: float | None = None
-
-    def __repr__(self) -> str:
-        return f"Barrier({', '.join(f'{name}={x:.4f}' for name, x in self._asdict().items() if x is not None)})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,15 +66,8 @@ class Sweep:
         Returns:
             The barriers in loss and accuracy.
         """
-        ends = {
-            name: float(np.mean([end.values[name] for end in self.ends]))
-            for name in self.values
-            if name in ("loss", "accuracy")
-        }
-        loss = float(self.values["loss"].max()) - ends["loss"]
-        if "accuracy" not in ends:
-            return Barrier(loss)
-        return Barrier(loss, ends["accuracy"] - float(self.values["accuracy"].min()))
+        names = [name for name in Barrier._fields if name in self.values]
+        return Barrier(**{m: barrier(m, self.values[m], *(end.values[m] for end in self.ends)) for m in names})
 
     def plot(self, path: str | AnyPath, *, naive: "Sweep | None" = None, title: str = "") -> None:
         """Plot loss and accuracy: mean, range and each combination, with the levels of the networks.

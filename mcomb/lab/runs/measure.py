@@ -1,7 +1,7 @@
 """Measure networks and their combinations: the tools of an experiment's `measure`."""
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Int, Key
 
 from mcomb.combination import Distribution, Draw
+from mcomb.evaluation.barriers import barrier
 from mcomb.evaluation.evaluate import Metrics, evaluate, measure_examples, score
 from mcomb.evaluation.objectives import accuracy, agreement, cross_entropy, on_label, predicted
 from mcomb.evaluation.repair import repaired
@@ -20,8 +21,7 @@ from mcomb.lab.cache.networks import Network
 from mcomb.lab.cache.store import Store
 from mcomb.lab.data.datasets import Split
 from mcomb.lab.runs import temperatures
-from mcomb.lab.runs.barriers import barriers
-from mcomb.lab.runs.results import VARIANTS, Calibrated, Parameter, SweepResults, scores_of
+from mcomb.lab.runs.results import METRICS, SPLITS, VARIANTS, Calibrated, Parameter, Scores, SweepResults, scores_of
 from mcomb.lab.runs.rows import Rows
 from mcomb.matching.matching import objective
 from mcomb.runtime.batching import BATCH
@@ -209,7 +209,8 @@ class Run:
             for name, by_split in measured.items()
         }
         scores = [self.basics["models"][letter] for letter in ends]
-        found: dict[str, Any] = {"ends": list(ends), "curves": curves, "barriers": barriers(scores, curves, between)}
+        barriers = {name: curve_barriers(scores, curve, between) for name, curve in curves.items()}
+        found: dict[str, Any] = {"ends": list(ends), "curves": curves, "barriers": barriers}
         if self.config.temperatures:
             found["at_best_temperature"] = self._measure_at_best_temperature(tasks, shape, ends, between)
         return self.basics | found
@@ -242,6 +243,15 @@ class Run:
         tasks = {variant: Task(draw, pairs[variant], parameters) for variant in VARIANTS}
         curves = self.measure_curves(tasks, (len(values), samples), between=between)
         return SweepResults(parameter=Parameter(name, label, np.asarray(values).tolist()), **curves)
+
+
+def curve_barriers(ends: Sequence[Scores], curve: Scores, between: Any = ...) -> Scores:
+    """Return the barriers of a curve between networks with the scores `ends`, over the points `between`."""
+
+    def of(split: str, metric: str) -> float:
+        return barrier(metric, np.array(curve[split][metric])[between], *(end[split][metric] for end in ends))
+
+    return {split: {metric: of(split, metric) for metric in METRICS} for split in SPLITS}
 
 
 def guessing(labels: np.ndarray) -> dict[str, float]:

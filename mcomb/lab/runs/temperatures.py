@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from mcomb.evaluation.barriers import barrier
 from mcomb.evaluation.evaluate import Metrics
 from mcomb.evaluation.objectives import cross_entropy, tempered_cross_entropy
 from mcomb.lab.data.datasets import Split
-from mcomb.lab.runs.barriers import barrier
 from mcomb.lab.runs.results import Calibrated
 
 TEMPERATURES = tuple(2.0 ** (i / 4) for i in range(-16, 17))  # from a sixteenth to sixteen

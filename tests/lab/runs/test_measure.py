@@ -14,7 +14,7 @@ from mcomb.lab.cache.matchings import B_TO_A
 from mcomb.lab.cache.store import Store
 from mcomb.lab.flags import SweepConfig
 from mcomb.lab.runs import measure
-from mcomb.lab.runs.measure import Run, Task, as_lists, guessing
+from mcomb.lab.runs.measure import Run, Task, as_lists, curve_barriers, guessing
 from mcomb.lab.runs.results import Parameter, to_json
 from mcomb.lab.runs.rows import Rows
 from mcomb.lab.runs.temperatures import TEMPERATURES, cross_fit
@@ -211,3 +211,11 @@ def test_align_applies_matching_to_b(run):
     examples = jnp.asarray(run.store.data.test.inputs[:20])
     before, after = (run.store.apply(params, examples) for params in (run.networks["B"].params, run.align()))
     assert_close(after, before, roundings=64)
+
+
+def test_curve_barriers_use_selected_points_and_given_ends():
+    ends = [{s: {"loss": loss, "accuracy": 1 - loss} for s in ("train", "test")} for loss in (0.0, 0.5)]
+    curve = {s: {"loss": [[0.5], [1.0], [2.0]], "accuracy": [[0.5], [0.25], [0.0]]} for s in ("train", "test")}
+    every, some = (curve_barriers(ends, curve, between) for between in (..., [True, True, False]))
+    assert every["train"] == {"loss": 1.75, "accuracy": 0.75}
+    assert some["train"] == {"loss": 0.75, "accuracy": 0.5}
