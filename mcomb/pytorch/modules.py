@@ -1,4 +1,4 @@
-"""Convert PyTorch modules to JAX functions and back; align and merge them."""
+"""Convert PyTorch modules to JAX functions and back; align, sweep and merge them."""
 
 import copy
 import dataclasses
@@ -11,8 +11,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from mcomb.combination import Distribution, Draw
 from mcomb.errors import UserError, brief, name_error
 from mcomb.evaluation.objectives import Objective, cross_entropy
+from mcomb.evaluation.sweep import Sweep
+from mcomb.evaluation.sweep import sweep as sweep_params
 from mcomb.matching.align import align as align_params
 from mcomb.matching.matchers import Matcher
 from mcomb.merging.merge import Method, as_method
@@ -91,6 +94,45 @@ def align(
     return build_module(aligned.params, b, share=True)
 
 
+def sweep(
+    modules: Sequence[Module],
+    inputs: Inputs,
+    labels: Labels,
+    draw: Distribution | Draw,
+    *,
+    output: Output = None,
+    options: Mapping[str, Any] | None = None,
+    **others: Any,
+) -> Sweep:
+    """Measure combinations of modules along a parameter.
+
+    Args:
+        modules: Modules of one architecture: A and B for a distribution.
+        inputs: Inputs with examples along the first axis: a tensor, a tuple, or a dict of keyword arguments.
+        labels: Labels with examples along the first axis.
+        draw: A distribution of shares, such as `mcomb.uniform`.
+        output: The output to measure; see `from_module`.
+        options: Further keyword arguments of `forward`.
+        **others: Further options of `mcomb.sweep`, such as `points` and `statistics_from`.
+
+    Returns:
+        The sweep; see `mcomb.sweep`.
+
+    Raises:
+        UserError: A package is missing, or the modules, the data and the options do not fit together.
+
+    Examples:
+        >>> mcomb.pytorch.sweep((model_a, model_b), x, y, mcomb.linear, points=5)
+        Sweep(5 values of share, 1 combination each: loss barrier 0.1362, accuracy barrier 0.0100)
+        >>> mcomb.pytorch.sweep((model_a, aligned), x, y, mcomb.linear, points=5)
+        Sweep(5 values of share, 1 combination each: loss barrier 0.0024, accuracy barrier 0.0000)
+    """
+    _require_several(modules)
+    inputs = to_arrays(inputs)
+    apply, networks = same_function(modules, inputs, output, options)
+    return sweep_params(apply, networks, inputs, to_arrays(labels), draw, **to_arrays(others))
+
+
 def merge(
     modules: Sequence[Module],
     inputs: Inputs,
@@ -124,9 +166,8 @@ def merge(
     Examples:
         >>> merged = mcomb.pytorch.merge((model_a, aligned), x, method="refit")
     """
+    _require_several(modules)
     inputs = to_arrays(inputs)
-    if not isinstance(modules, Sequence) or len(modules) < 2:
-        raise UserError("Merging needs two or more modules: pass a tuple of modules.")
     apply, networks = same_function(modules, inputs, output, options)
     method = as_method(method)
     if method.base is not None:
@@ -392,6 +433,11 @@ def _unwrap(outputs: Any) -> Any:
 def _is_tensor(value: Any) -> bool:
     """Return whether a value is a PyTorch tensor."""
     return hasattr(value, "__torch_function__") and hasattr(value, "is_floating_point")
+
+
+def _require_several(modules: Any) -> None:
+    if not isinstance(modules, Sequence) or len(modules) < 2:
+        raise UserError(f"Expected two or more modules, not {brief(modules)}: pass a tuple of modules.")
 
 
 def _require_module(module: Any) -> None:

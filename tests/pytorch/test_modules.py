@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import mcomb
-from mcomb.pytorch import align, from_module, merge, to_arrays, to_module
+from mcomb.pytorch import align, from_module, merge, sweep, to_arrays, to_module
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("torchax", reason="torchax is not installed", exc_type=Exception)
@@ -305,6 +305,20 @@ def test_merge_estimates_batch_norm_statistics():
     torch.testing.assert_close(merged.stem[1].running_var, stem.var((0, 2, 3), correction=0))
 
 
+def test_sweep_measures_modules_as_their_functions():
+    a, b, labels = build("resnet"), build("resnet", seed=1), torch.tensor([0, 1, 2, 0])
+    found = sweep((a, b), IMAGES, labels, mcomb.linear, points=3, statistics_from=IMAGES)
+    apply, params = from_module(a)
+    images, labels = to_arrays((IMAGES, labels))
+    networks = params, from_module(b)[1]
+    wanted = mcomb.sweep(apply, networks, images, labels, mcomb.linear, points=3, statistics_from=images)
+    np.testing.assert_array_equal(found.loss, wanted.loss)
+    assert found.ends == wanted.ends
+    assert len(set(found.loss.ravel())) == 3
+    with pytest.raises(mcomb.UserError, match="tuple of modules"):
+        sweep((a,), IMAGES, labels, mcomb.linear)
+
+
 @pytest.mark.parametrize("method", ["refit", "fisher", "learned"])
 def test_merge_returns_a_module_for_each_method(method):
     a, b = build("mlp"), build("mlp", seed=1)
@@ -396,8 +410,9 @@ def test_documented_examples_run(capsys):
     first, second = re.findall(r"^```python\n(.*?)^```", page, re.S | re.M)[:2]
     scope = {}
     exec(first + second, scope)
-    assert "Barrier(" in capsys.readouterr().out
+    assert "Metrics(" in capsys.readouterr().out
     middle = (scope["model_a"][0].weight + scope["aligned"][0].weight) / 2
     torch.testing.assert_close(scope["middle"][0].weight, middle)
+    assert scope["sweep"].loss.shape == (5, 1)
     torch.testing.assert_close(scope["aligned"](scope["x"]), scope["model_b"](scope["x"]))
     assert isinstance(scope["merged"], nn.Sequential)
