@@ -122,10 +122,9 @@ def sweep(
         UserError: A package is missing, or the modules, the data and the options do not fit together.
 
     Examples:
-        >>> mcomb.pytorch.sweep((model_a, model_b), x, y, mcomb.linear, points=5)
-        Sweep(5 values of share, 1 combination each: loss barrier 0.1362, accuracy barrier 0.0100)
-        >>> mcomb.pytorch.sweep((model_a, aligned), x, y, mcomb.linear, points=5)
-        Sweep(5 values of share, 1 combination each: loss barrier 0.0024, accuracy barrier 0.0000)
+        >>> sweep = mcomb.pytorch.sweep((model_a, aligned), x, y, mcomb.linear, points=5)
+        >>> sweep.loss.shape  # 5 values, 1 combination each
+        (5, 1)
     """
     _require_several(modules)
     inputs = to_arrays(inputs)
