@@ -5,8 +5,8 @@
     python -m experiments.report --setup mlp-digits mlp-cifar10 --width 8 32    # several setups and widths
 
 The page shows the figure, the paper's claim, the finding, the barriers and the exact command of each experiment. The
-name of the file contains the flags that differ from their defaults. Without --run, an experiment that was run only with
-other flags is shown with those flags, and an experiment without results is listed with its command.
+name of the file contains the flags that differ from their defaults. Without --run, an experiment whose
+only results have other flags is shown with those flags, and the page lists the commands of experiments without results.
 """
 
 import itertools

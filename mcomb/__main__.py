@@ -20,8 +20,8 @@ weights, such as PyTorch's. MODEL is one of:
 
     SETUP:WIDTH          a model of the lab, such as resnet20-cifar10:1
     MODULE:FUNCTION      your function without arguments, which returns (apply, inputs), (apply, inputs, labels) or
-                         (apply, inputs, labels, loss); `apply(params, inputs)` returns outputs, `evaluate` and some
-                         matchers need labels, and the default loss is that of a classifier
+                         (apply, inputs, labels, loss). `evaluate` and some matchers need labels. The default loss is
+                         that of a classifier.
 
 --torch names a function of yours that returns (module, inputs), and optionally labels and a loss.
 
@@ -338,7 +338,7 @@ def merge(config: MergeConfig) -> None:
     """
     base = [config.base] if config.base else []
     if len(config.networks) < 2:
-        raise UserError(f"{config.networks[0]} is the only network: pass two or more, and the result.")
+        raise UserError(f"Cannot merge {config.networks[0]} alone: pass two or more networks, then the result.")
     method = configure_method(config)
     similarity = None
     if is_pytorch(config.torch, *config.networks, *base):

@@ -67,7 +67,7 @@ def name_error(error: Exception) -> str:
 
 
 def require_positive(**values: int | float | None) -> None:
-    """Raise an error that names the first value that is not a positive, finite number; None passes."""
+    """Raise an error unless all values are positive and finite, or None."""
     for name, value in values.items():
         try:
             is_positive = value is None or bool(0 < value < math.inf)
@@ -78,21 +78,21 @@ def require_positive(**values: int | float | None) -> None:
 
 
 def require_number(**values: float) -> None:
-    """Raise an error that names the first value that is not a finite number."""
+    """Raise an error unless all values are finite numbers."""
     for name, value in values.items():
         if not isinstance(value, numbers.Real) or not math.isfinite(value):
             raise UserError(f"{name} is {brief(value)}: pass a finite number.")
 
 
 def require_fraction(**values: float) -> None:
-    """Raise an error that names the first value that is not above 0 and at most 1."""
+    """Raise an error unless all values are above 0 and at most 1."""
     for name, value in values.items():
         if not isinstance(value, numbers.Real) or not 0 < value <= 1:
             raise UserError(f"{name} is {brief(value)}: pass a number above 0 and at most 1.")
 
 
 def require_whole(least: int = 1, **values: int) -> None:
-    """Raise an error that names the first value that is not an integer of at least `least`."""
+    """Raise an error unless all values are integers of at least `least`."""
     for name, value in values.items():
         if not isinstance(value, numbers.Integral) or value < least:
             raise UserError(f"{name} is {brief(value)}: pass an integer of at least {least}.")

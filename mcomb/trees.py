@@ -134,7 +134,7 @@ def keep_non_floats(tree: Params, original: Params) -> Params:
 
 
 def require_finite(what: str, tree: Params, remedy: str = "replace them") -> None:
-    """Raise an error that names the first leaf with an infinite or NaN entry."""
+    """Raise an error unless all entries of all leaves are finite."""
     for name, leaf in named_leaves(tree).items():
         # NumPy on CPU, because JAX would compile a program for each shape.
         xp: Any = jnp if isinstance(leaf, jax.Array) and jax.default_backend() != "cpu" else np

@@ -104,7 +104,7 @@ def repaired(
 ) -> Repaired:
     """Return the function, the draw and the networks that `evaluate` needs to measure repaired combinations.
 
-    Statistics come from the inputs, of which a few are dropped to make all batches equal. In each batch, a layer is
+    Statistics come from the inputs; a few inputs are dropped to make all batches equal. In each batch, a layer is
     corrected before the next layer receives its output. The statistics are then averaged over batches. Constant units
     are only shifted. Least squares on the weights determine a network's share in a layer. Layers inside scans are not
     corrected.

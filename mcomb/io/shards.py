@@ -79,7 +79,7 @@ def read_header(path: Path) -> Shard:
         start, size = 8 + length, path.stat().st_size
         tensors = {name: _locate(path, start, size, **entry) for name, entry in header.items()}
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise UserError(f"{path} is no safetensors file ({first_words(error)}): download it again.") from error
+        raise UserError(f"{path} is not a safetensors file ({first_words(error)}): download it again.") from error
     in_order = sorted(tensors.items(), key=lambda item: item[1].start)
     return Shard(path, dict(in_order), metadata)
 

@@ -1,4 +1,4 @@
-"""Versions of the algorithms. Increment one when a code change alters its numbers.
+"""Define the versions of the algorithms. Increment one when a code change alters its numbers.
 
 Networks, matchings and results record the version that made them. Caches ignore entries of other versions.
 """

@@ -87,9 +87,10 @@ def align_many(
 ) -> MultiAlignment:
     """Align several networks by weights, so that any two can be combined.
 
-    Without a reference, each round visits the networks in a random order and matches each one to the sum of the
-    others, until the objective stops growing (MergeMany of Git Re-Basin). The first round matches each network only to
-    those visited before it, because a sum of networks with unrelated orders of units resembles none of them.
+    Without a reference, each round visits the networks in a random order, and matches each one to the sum of the
+    others. Rounds repeat until the objective stops growing (MergeMany of Git Re-Basin). The first round matches each
+    network only to those visited before it, because a sum of networks with unrelated orders of units resembles none of
+    them.
 
     Args:
         apply: The function that all networks belong to, called as `apply(params, inputs)`.
@@ -160,8 +161,8 @@ def align_many(
 def _align_groups(spec: SymmetrySpec, networks: Sequence[Params], reference: int | None, seed: int) -> MultiAlignment:
     """Align several networks by all groups of a spec.
 
-    Networks without a reference are brought to canonical form, because only rotations, permutations and signs keep the
-    inner products that the sum of the others is compared by.
+    Without a reference, all networks are first brought to canonical form. Only rotations, permutations and signs are
+    left there, and these keep inner products.
     """
     count, perms, moved = len(networks), [spec.identity() for _ in networks], list(networks)
 

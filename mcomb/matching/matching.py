@@ -1,4 +1,4 @@
-"""The result type and the objective of all matchers."""
+"""Define the result type and the objective of all matchers."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

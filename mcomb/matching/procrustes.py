@@ -1,8 +1,8 @@
 """Match the hidden spaces of network B to those of network A by rotations, invertible matrices, signs and permutations.
 
-Both networks are first brought to a canonical form (`SymmetrySpec.balance`), in which all that is left are rotations,
-permutations and signs. These keep norms, so that the best ones have the largest inner product with A. For given moves
-of all other spaces, let S_ij be the inner product of A's unit i with B's unit j:
+Both networks are first brought to a canonical form (`SymmetrySpec.balance`), in which only rotations, permutations and
+signs are left. These keep norms, so that the best ones have the largest inner product with A. For given moves of all
+other spaces, let S_ij be the inner product of A's unit i with B's unit j:
 
     space                   best move
     permutations            assignment on S
@@ -174,7 +174,7 @@ class Alternation:
         return Matching(self.element, trace[-1], tuple(trace), solved=(len(trace) - 1) * len(self.spec.sizes))
 
     def grow(self, shuffle: bool) -> None:
-        """Visit each space once, by the weights whose other spaces are matched already, the most weights first."""
+        """Visit each space once, the most constrained first, by weights whose other spaces are matched already."""
         todo = list(self.outermost)
         inner = [name for name in self.spec.sizes if name not in todo]
 

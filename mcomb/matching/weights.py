@@ -64,8 +64,7 @@ def match_weights(
     the starting point and on the order of visits.
 
     With several `restarts`, it runs repeatedly in different orders and keeps the best result. The starting points take
-    turns: `start`, permutations that are matched one by one with the weights they share with earlier ones (`_grow`),
-    `start` again, and random permutations.
+    turns: `start`, the result of `_grow`, `start` again, and random permutations.
 
     With `coarse`, each descent is preceded by one on the centres of the convolution kernels. This costs a fraction of
     the products and leaves few sweeps for the full weights. It ends at another optimum, which is usually as good.

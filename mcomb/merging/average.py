@@ -1,4 +1,4 @@
-"""Weighted averages of networks."""
+"""Average networks."""
 
 from collections.abc import Sequence
 from typing import Any

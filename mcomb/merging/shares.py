@@ -1,4 +1,4 @@
-"""Shares of networks in a merge, which may differ between layers."""
+"""Resolve the shares of networks in a merge, which may differ between layers."""
 
 import math
 import numbers

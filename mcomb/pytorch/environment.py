@@ -89,7 +89,7 @@ def get_environment() -> Any:
 
 
 def compute_all_experts(module: Any) -> None:
-    """Make mixtures of experts of transformers compute all experts, so that each expert has its own order of units."""
+    """Make the mixtures of experts in transformers compute all experts, so that each has its own order of units."""
     for part in module.modules():
         if all(hasattr(part, name) for name in ("num_experts", "has_gate", "is_transposed", "_apply_gate")):
             part.forward = partial(_all_experts, part)

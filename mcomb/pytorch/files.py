@@ -309,8 +309,8 @@ def _read_state(path: Path) -> dict[str, Any]:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # broken files raise many kinds of errors
         if isinstance(error, pickle.UnpicklingError) and zipfile.is_zipfile(path):
-            raise UserError(f"{path} has other objects than tensors, never loaded: save model.state_dict().") from error
-        raise UserError(f"{path} is damaged, or no file of torch.save: save model.state_dict() again.") from error
+            raise UserError(f"{path} contains more than tensors: save model.state_dict() alone.") from error
+        raise UserError(f"{path} is damaged or not a file of torch.save: save model.state_dict() again.") from error
     if not isinstance(found, Mapping):
         raise UserError(f"{path} contains a {type(found).__name__}, not a state dict: save model.state_dict().")
     if others := [str(name) for name, value in found.items() if not isinstance(value, torch.Tensor)]:

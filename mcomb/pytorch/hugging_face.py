@@ -257,7 +257,7 @@ def read_model_class(path: Path) -> tuple[Any, Any]:
     try:
         import transformers
     except ImportError as error:
-        raise UserError(f"{path} is a Hugging Face folder ({error}): install mcomb[pytorch].") from error
+        raise UserError(f"Cannot open the Hugging Face folder {path} ({error}): install mcomb[pytorch].") from error
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     require_model_folder(path)
@@ -268,9 +268,7 @@ def read_model_class(path: Path) -> tuple[Any, Any]:
     names = config.architectures or ["None"]
     model_class: Any = getattr(transformers, names[0], None)
     if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
-        raise UserError(
-            f"{path} needs the class {names[0]!s:.50}, which transformers lacks: mcomb runs no code of folders."
-        )
+        raise UserError(f"{path} needs code for {names[0]!s:.50}, which mcomb never runs: use a class of transformers.")
     return config, model_class
 
 

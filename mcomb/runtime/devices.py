@@ -1,4 +1,4 @@
-"""Device meshes, replication and sharding."""
+"""Create device meshes, and replicate and shard arrays on them."""
 
 import contextlib
 import os
@@ -92,9 +92,9 @@ def _as_numpy(leaf: Any) -> Any:
 def on_each_device(
     function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, jaxpr: core.ClosedJaxpr
 ) -> Callable[..., Any]:
-    """Map a function with `jax.shard_map`, unless `jaxpr`, which it will call, contains a `shard_map` itself.
+    """Map a function with `jax.shard_map`, unless the `jaxpr` that it calls contains a `shard_map`.
 
-    `shard_map` cannot be nested. A function with its own is called once for all devices, which it uses by itself.
+    `shard_map` cannot be nested. Such a function is therefore called once, and uses all devices by itself.
     """
     for eqn in all_equations(jaxpr):
         if eqn.primitive.name == "shard_map":

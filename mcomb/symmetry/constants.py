@@ -1,4 +1,4 @@
-"""Constants: arrays that depend on neither parameters nor inputs.
+"""Find axes of constants: arrays that depend on neither parameters nor inputs.
 
 This module finds the entries of constants that may change places, and folds operations on constants. It folds only
 integers and booleans, because XLA and NumPy may round floats differently.

@@ -1,4 +1,4 @@
-"""Facts about arrays, and the relations between arrays that rules find.
+"""Describe arrays by facts, and operations by relations between arrays.
 
 A rule is a pure function of an equation and the facts about its operands. It returns a `Relation`, which the
 interpreter imposes.

@@ -169,8 +169,8 @@ class SymmetrySpec(PermutationSpec):
         """
         if isinstance(perms, Mapping) and perms.keys() != self._shapes.keys():
             raise UserError(
-                f"the element has arrays for {list_some(perms) or 'nothing'}, and the spec has "
-                f"{list_some(self._shapes)}: give one for each name"
+                f"The element has arrays for {list_some(perms) or 'nothing'}, and the spec has "
+                f"{list_some(self._shapes)}: pass one for each name."
             )
         self.permutations.check_perms(self._index_arrays(perms) if isinstance(perms, Mapping) else perms)
         for name, shape in self._shapes.items():
@@ -178,7 +178,7 @@ class SymmetrySpec(PermutationSpec):
                 continue
             values = perms[name]
             if np.shape(values) != shape or not is_inexact(values):
-                raise UserError(f"{name} has shape {np.shape(values)}: give an array of floats of shape {shape}")
+                raise UserError(f"{name} has shape {np.shape(values)}: pass an array of floats of shape {shape}.")
             if not isinstance(values, jax.core.Tracer):
                 self._check_values(name, np.asarray(values, np.float64))
 
@@ -196,7 +196,7 @@ class SymmetrySpec(PermutationSpec):
             if self.groups[name].kind == CENTRED and not problem and moved > MATRIX_TOLERANCE:
                 problem = f"does not keep the mean (error {moved:.2g})"
         if problem:
-            raise UserError(f"{name} {problem}: give another matrix or other factors")
+            raise UserError(f"{name} {problem}: pass another matrix or other factors.")
 
     def _index_arrays(self, element: Element) -> Perms:
         """Return the element's permutations, with the identity for spaces of matrices."""
@@ -400,8 +400,8 @@ class SymmetrySpec(PermutationSpec):
         """Bring a network to a canonical form: fold its gains, and balance its heads and scales.
 
         The weights that write into a space of invertible matrices and those that read from it become orthogonal with
-        equal singular values. Scales give each unit the smallest sum of squared weights. What is left to choose are
-        permutations, rotations and signs.
+        equal singular values. Scales give each unit the smallest sum of squared weights. Only permutations, rotations
+        and signs are left to choose.
 
         Args:
             params: Parameters of a network.

@@ -111,7 +111,7 @@ def generic_weights(params: Params, rng: np.random.Generator) -> Params:
 
 
 def _split_floats(tree: Params) -> tuple[list[Any], Callable[[list[Any]], Params]]:
-    """Return the float leaves of a tree, and a function that puts others in their place."""
+    """Return the float leaves of a tree, and a function that replaces them."""
     leaves, structure = jax.tree.flatten(tree)
     floats = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)]
 
@@ -243,7 +243,7 @@ class _Finder:
     def _candidates(
         self, name: str, scales: list[dict[Place, float]], gains: list[Place], moments: Moments, writer: Place
     ) -> Iterator[_Found]:
-        """Yield symmetries of a space, the largest first."""
+        """Yield symmetries of a space, from the largest to the smallest."""
         for powers in scales:
             if powers.keys() == moments.keys() and self._is_invertible(powers, moments):
                 writes = powers[writer]

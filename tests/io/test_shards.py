@@ -71,5 +71,5 @@ def test_damaged_files_are_named(tmp_path):
     content = path.read_bytes()
     for damaged in (b"", b"\xff" * 20, content[:-8], content[:20], b"\x02" + bytes(7) + b"[]"):
         path.write_bytes(damaged)
-        with pytest.raises(UserError, match="is no safetensors file"):
+        with pytest.raises(UserError, match="is not a safetensors file"):
             read_header(path)

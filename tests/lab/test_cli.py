@@ -143,7 +143,7 @@ def stopping(error):
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
-        (UserError("no such file: give another"), 2, "error: no such file: give another\n"),
+        (UserError("no such file: pass another"), 2, "error: no such file: pass another\n"),
         (Diverged("the loss is not a number"), 1, "error: the loss is not a number\n"),
         (KeyboardInterrupt(), 130, "Interrupted; run the same command to resume.\n"),
     ],

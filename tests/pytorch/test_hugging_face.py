@@ -193,7 +193,7 @@ def change_json(path, **changes):
         ),
         (lambda b: (b / "config.json").write_text("{"), "both", r"config\.json is damaged"),
         (lambda b: next(b.glob("model-00002-of*")).unlink(), "both", "lacks the file model-00002-of"),
-        (lambda b: next(b.glob("model-00002-of*")).write_bytes(b"no"), "both", "is no safetensors file"),
+        (lambda b: next(b.glob("model-00002-of*")).write_bytes(b"no"), "both", "is not a safetensors file"),
         (
             lambda b: change_json(b / "config.json", model_type="opt"),
             "merge",

@@ -86,7 +86,7 @@ def test_check_finds_a_wrong_group():
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("attention", lambda e: {k: x for k, x in e.items() if k != "q"}, "give one for each name"),
+        ("attention", lambda e: {k: x for k, x in e.items() if k != "q"}, "pass one for each name"),
         ("attention", lambda e: e | {"q": e["q"][0]}, "q has shape"),
         ("stream, RMSNorm", lambda e: e | {"embed": 2 * e["embed"]}, "embed is not orthogonal"),
         ("stream, LayerNorm", lambda e: e | {"embed": -e["embed"]}, "embed does not keep the mean"),

@@ -1,1 +1,1 @@
-"""Datasets, augmentation and splits."""
+"""Load datasets, augment and split them."""

@@ -17,7 +17,7 @@ LONGEST_WAVE = 10_000.0  # of rotary positions
 
 
 class Transformer(Model):
-    """Base class of pre-norm transformers with 16·width dimensions and a head for every 32 of them.
+    """Base class of pre-norm transformers with 16·width dimensions and one head for each 32 of them.
 
     Attributes:
         norm: LayerNorm with gain and bias, or RMSNorm with gain.
@@ -126,7 +126,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head attention with a head for every 32 dimensions, and one head below that."""
+    """Multi-head attention with one head for each 32 dimensions, and at least one head."""
 
     rotary: bool
     bias: bool

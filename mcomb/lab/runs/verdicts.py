@@ -121,7 +121,7 @@ def judge_sweep(results: Curves, limits: LossAndAccuracy = LIMITS, variant: str 
         good, part = works(results, aligned, limits), cost(results, aligned)
         beside = (
             f" The aligned barriers are {part['loss']:.0%} of the networks' advantage over guessing in loss and "
-            f"{part['accuracy']:.0%} in accuracy; the effect allows {limits['loss']:.0%} and {limits['accuracy']:.0%}."
+            f"{part['accuracy']:.0%} in accuracy; the limits are {limits['loss']:.0%} and {limits['accuracy']:.0%}."
         )
     a, b = results.ends
     return Verdict(

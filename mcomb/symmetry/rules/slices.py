@@ -95,7 +95,7 @@ def sliced_axis(eqn: core.JaxprEqn) -> int | None:
 
 
 def slice_reshape(eqn: core.JaxprEqn, operand: Array) -> Relation:
-    """Return the relation of the source of a deferred reshape and the reshaped slices."""
+    """Relate the source of a deferred reshape to the reshaped slices."""
     axis, relation, name = sliced_axis(eqn), operand.reshape, eqn.primitive.name
     assert relation is not None, "the operand is deferred"
     assert axis is not None, "a deferred reshape is only read in slices"
