@@ -119,7 +119,7 @@ def _renamed(table: Table, theirs: Mapping[str, Array]) -> list[tuple[str, tuple
         )
         row, found = next(((row, found) for row, found in rows if found), (None, None))
         if row is None or found is None:
-            raise UserError(f"No row of the table of names matches {name} of shape {array.shape}: add one.")
+            raise UserError(f"No row of the table of names matches {name} of shape {array.shape}: add a row.")
         try:
             new = found.expand(row.name).replace(".", "/")
         except (re.error, IndexError) as error:

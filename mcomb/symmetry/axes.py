@@ -44,7 +44,7 @@ def find(axis: Axis) -> Axis:
 
 
 def cells(axis: Axis) -> list[tuple[Axis, Axis]]:
-    """Return each segment of the groups of a cells axis, with the axis inside its groups."""
+    """Return the segments of the groups of a cells axis, each with the axis inside its groups."""
     assert axis.groups is not None
     segments = split_segments(axis.groups, axis.counts, "")
     assert segments is not None, "groups are made of these segments"
@@ -107,7 +107,7 @@ def concatenation(axes: Sequence[Axis]) -> Axis:
 def flat_parts(axis: Axis, kind: str, keep: Collection[Axis] = ()) -> list[Axis]:
     """Return the factors ("blocks") or segments of an axis, flattening nested ones except those in `keep`.
 
-    An axis of another kind is its own only part.
+    An axis of another kind has one part: itself.
     """
     parts, stack = [], [axis]
     while stack:

@@ -188,7 +188,7 @@ def test_pytorch_embeddings_and_batch_norms_round_trip(tmp_path, monkeypatch):
     assert read_metadata("middle.safetensors") == {"format": "pt"}
 
 
-def test_pytorch_transposed_convolutions_and_attention_have_names(tmp_path):
+def test_pytorch_names_transposed_convolutions_and_attention(tmp_path):
     """Transposed convolutions are Flax's with `transpose_kernel`; attention has one kernel for all projections."""
     import flax.linen as nn
 

@@ -65,7 +65,7 @@ def test_shards_of_a_wrong_index_are_named(tmp_path, index, words):
         list_shards(folder)
 
 
-def test_damaged_files_are_named(tmp_path):
+def test_shards_name_damaged_files(tmp_path):
     path = tmp_path / "a.safetensors"
     save_file({"a": np.ones(30)}, path)
     content = path.read_bytes()

@@ -57,7 +57,7 @@ def test_related_networks_are_not_matched(name):
 
 
 @pytest.mark.parametrize("name", ["dense", "heads", "parts"])
-def test_one_swapped_pair_of_units_is_matched(name):
+def test_match_unless_related_matches_one_swapped_pair(name):
     """Cosines of whole networks would stay high."""
     spec, a = case(name)
     perms = spec.identity()

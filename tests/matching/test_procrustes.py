@@ -29,7 +29,7 @@ PLANTED = [
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_planted_elements_are_found(name):
+def test_match_groups_finds_planted_elements(name):
     network, spec = case(name)
     moved = spec.apply(spec.random(jax.random.key(5)), network.params)
     aligned = align(network.apply, network.params, moved, network.inputs, spec=spec, matcher=mcomb.weights(restarts=4))
@@ -38,7 +38,7 @@ def test_planted_elements_are_found(name):
 
 
 @pytest.mark.parametrize("name", ["attention", "stream, LayerNorm with bias"])
-def test_aligned_network_computes_the_same_function(name):
+def test_align_by_groups_keeps_the_function(name):
     network, spec = case(name)
     rng = np.random.default_rng(3)
     other = {leaf: x + 0.3 * np.float32(rng.normal(size=x.shape)) for leaf, x in network.params.items()}
@@ -69,7 +69,7 @@ def transported(name: str, groups: str):
 
 @pytest.mark.parametrize("groups", ["permutations", "all"])
 @pytest.mark.parametrize("name", TRANSPORTED)
-def test_transported_updates_change_the_function_alike(name, groups):
+def test_transport_of_updates_changes_the_function_alike(name, groups):
     network, other, aligned, update = transported(name, groups)
     carried = aligned.transport(update)
     wanted, found, unchanged = (
@@ -82,7 +82,7 @@ def test_transported_updates_change_the_function_alike(name, groups):
 
 @pytest.mark.parametrize("groups", ["permutations", "all"])
 @pytest.mark.parametrize("name", TRANSPORTED)
-def test_transported_gradients_are_those_of_the_aligned_network(name, groups):
+def test_transport_of_gradients_gives_those_of_aligned_network(name, groups):
     network, other, aligned, _ = transported(name, groups)
     gradient = jax.grad(lambda params: (network.apply(params, network.inputs) ** 2).mean())
     found = aligned.transport(gradient(other), kind="gradient")
@@ -123,7 +123,7 @@ ACTIVE = ["MLP, ReLU", "MLP, tanh", "gated MLP", "attention", "stream, RMSNorm",
 
 
 @pytest.mark.parametrize("name", ACTIVE)
-def test_planted_elements_are_found_by_activations(name):
+def test_match_groups_by_activations_finds_planted_elements(name):
     network, spec = case(name)
     moved = spec.apply(spec.random(jax.random.key(5)), network.params)
     aligned = align(network.apply, network.params, moved, network.inputs, spec=spec, matcher="activations")
@@ -169,7 +169,7 @@ def test_coarse_matching_is_for_permutations():
 
 
 @pytest.mark.parametrize("reference", [1, None])
-def test_several_networks_are_aligned(reference):
+def test_align_many_by_groups_aligns_several_networks(reference):
     network, spec = case("stream, RMSNorm")
     networks = [spec.apply(spec.random(jax.random.key(i)), network.params) for i in range(3)]
     several = mcomb.align_many(network.apply, networks, network.inputs, groups="all", reference=reference)
@@ -182,7 +182,7 @@ def test_several_networks_are_aligned(reference):
 
 
 @pytest.mark.parametrize("method", ["average", "refit", mcomb.partial(budget=1.5)])
-def test_aligned_networks_are_merged(method):
+def test_merge_by_groups_aligns_networks_first(method):
     network, spec = case("stream, RMSNorm")
     moved = spec.apply(spec.random(jax.random.key(5)), network.params)
     aligned = align(network.apply, network.params, moved, network.inputs, groups="all")

@@ -325,7 +325,7 @@ def test_merge_passes_loss_on():
     assert np.abs(flat(found) - flat(by_labels)).max() > 0.01
 
 
-def test_method_of_users_own():
+def test_merge_accepts_a_users_method():
     """Any function that returns parameters can merge."""
 
     def scale_first(apply, networks, inputs, *, scale):

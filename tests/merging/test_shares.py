@@ -33,7 +33,7 @@ def test_keys_name_consecutive_parts(key, wanted):
     assert {shares for name, shares in found.items() if name not in wanted} <= {(0.5, 0.5)}
 
 
-def test_first_matching_key_applies():
+def test_resolve_shares_applies_first_matching_key():
     found = resolve_shares({"layers.0-1": 0, "mlp": 1, "layers": 0.25}, NAMES, 2)
     assert found["model.layers.1.mlp.up.weight"] == (1, 0)
     assert found["model.layers.9.mlp.up.weight"] == (0, 1)

@@ -246,7 +246,7 @@ def test_running_statistics_are_estimated(name):
         ),
     ],
 )
-def test_wrong_options_are_named(configure, words):
+def test_task_vectors_name_wrong_options(configure, words):
     with pytest.raises(UserError, match=words):
         merge(configure(), (A, B))
 

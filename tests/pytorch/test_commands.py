@@ -91,7 +91,7 @@ def test_align_writes_a_state_dict(mine, tmp_path, endings):
         assert torch.equal(tensor, module.state_dict()[name]), name
 
 
-def test_wrong_state_dicts_are_named(mine, tmp_path):
+def test_state_dicts_that_are_wrong_are_named(mine, tmp_path):
     module = mine.model()[0]
     good, bad, out = (str(tmp_path / name) for name in ("a.pt", "b.pt", "c.pt"))
     torch.save(module.state_dict(), good)
@@ -191,7 +191,7 @@ def test_merge_of_folders_uses_data(folders):
     assert (place / "d" / "model.safetensors").exists()
 
 
-def test_wrong_folders_are_named(folders):
+def test_folders_that_are_wrong_are_named(folders):
     _, place = folders
     a, b, out = (place / name for name in ("a", "b", "out"))
     config = json.loads((b / "config.json").read_text())

@@ -203,7 +203,7 @@ def change_json(path, **changes):
         (shutil.rmtree, "both", "There is no folder b: check the path"),
     ],
 )
-def test_wrong_folders_are_named_and_nothing_is_written(place, change, command, words):
+def test_folders_that_are_wrong_are_named_and_none_is_written(place, change, command, words):
     change(place / "b")
     before = sorted(place.iterdir())
     for name in ("align", "merge") if command == "both" else (command,):
@@ -241,7 +241,7 @@ def test_align_compares_outputs_before_it_writes(place, monkeypatch):
     assert sorted(path.name for path in place.iterdir()) == ["a", "b", "base"]
 
 
-def test_pickled_state_dicts_merge_without_their_module(tmp_path, monkeypatch):
+def test_state_dicts_in_pickles_merge_without_their_module(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rng = torch.Generator().manual_seed(0)
     states = [{"w": torch.randn(4, 3, generator=rng).bfloat16(), "n": torch.tensor(3)} for _ in range(3)]

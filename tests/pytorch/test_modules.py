@@ -237,7 +237,7 @@ def test_to_module_returns_an_exact_independent_copy():
     }
 
 
-def test_aligned_modules_share_no_memory_with_their_source():
+def test_align_shares_no_memory_with_its_source():
     a, b = build("unet"), build("unet", seed=1)
     aligned, before = align(a, b, IMAGES), copy.deepcopy(b)
     with torch.no_grad():
@@ -263,7 +263,7 @@ def test_tied_tensors_stay_tied(share_memory):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_kept(dtype):
+def test_modules_keep_half_precision(dtype):
     a, x = build("mlp").to(dtype), VECTORS.to(dtype)
     b = plant(a, x)
     aligned = align(a, b, x)
@@ -336,7 +336,7 @@ def test_partial_merges_are_refused():
         merge((build("mlp"), build("mlp", 1)), VECTORS, method=mcomb.partial(budget=1.5))
 
 
-def test_positional_inputs_and_outputs_can_be_chosen():
+def test_from_module_takes_positional_inputs_and_chosen_outputs():
     module = build("keywords")
     inputs = (VECTORS, VECTORS[:, 0])
     apply, params = from_module(module, output=lambda answer: answer.logits[:, :1])
@@ -346,7 +346,7 @@ def test_positional_inputs_and_outputs_can_be_chosen():
         from_module(module, output="nonsense")[0](params, to_arrays(inputs))
 
 
-def test_different_modules_are_refused():
+def test_modules_that_differ_are_refused():
     with pytest.raises(mcomb.UserError, match=r"0\.bias is \(16,\) in A and missing in B"):
         align(build("mlp"), build("resnet"), VECTORS)
     other = nn.Sequential(*(nn.ReLU() if isinstance(part, nn.GELU) else part for part in MLP()))
@@ -360,7 +360,7 @@ def test_different_modules_are_refused():
         align({}, {}, VECTORS)
 
 
-def test_functions_that_jax_cannot_run_are_named():
+def test_modules_that_jax_cannot_run_are_named():
     class Branching(nn.Linear):
         def forward(self, x):
             return super().forward(x) if x.sum() > 0 else x
@@ -371,7 +371,7 @@ def test_functions_that_jax_cannot_run_are_named():
         align(build("mlp"), build("mlp"), VECTORS[:, :3])
 
 
-def test_missing_weights_are_named():
+def test_modules_name_missing_weights():
     module = build("mlp")
     params = from_module(module)[1]
     del params["3.bias"]
@@ -379,7 +379,7 @@ def test_missing_weights_are_named():
         to_module(params, module)
 
 
-def test_unknown_operations_are_named():
+def test_modules_name_unknown_operations():
     class Odd(nn.Module):
         def forward(self, x):
             return torch.special.airy_ai(x)
@@ -388,12 +388,12 @@ def test_unknown_operations_are_named():
         from_module(Odd())[0]({}, to_arrays(VECTORS))
 
 
-def test_import_leaves_pytorch_alone():
+def test_pytorch_is_not_imported_by_mcomb():
     code = "import sys, mcomb, mcomb.pytorch; assert not {'torch', 'torchax', 'transformers'} & {*sys.modules}"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_missing_packages_are_named():
+def test_pytorch_names_missing_packages():
     code = """
 import sys
 sys.modules["torchax"] = None
@@ -405,7 +405,7 @@ except mcomb.UserError as error: print(error)
     assert "install mcomb[pytorch]" in done.stdout
 
 
-def test_documented_examples_run(capsys):
+def test_pytorch_page_examples_run(capsys):
     page = (Path(__file__).parents[2] / "docs" / "pytorch.md").read_text()
     first, second = re.findall(r"^```python\n(.*?)^```", page, re.S | re.M)[:2]
     scope = {}

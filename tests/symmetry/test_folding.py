@@ -27,7 +27,7 @@ def test_folding_sets_gains_to_one(name):
     assert_close(network.apply(folded, network.inputs), network.apply(negative, network.inputs), roundings=200)
 
 
-def test_balanced_heads_have_orthogonal_columns_of_equal_norms():
+def test_balance_gives_heads_orthogonal_columns_of_equal_norms():
     network, spec = case("attention")
     balanced = spec.balance(network.params)
     for write, read in (("q", "k"), ("v", "out")):
@@ -39,14 +39,14 @@ def test_balanced_heads_have_orthogonal_columns_of_equal_norms():
         assert_close(grams[0], np.eye(3) * norms[:, None], roundings=100)
 
 
-def test_balanced_heads_do_not_depend_on_the_basis():
+def test_balance_of_heads_does_not_depend_on_the_basis():
     network, spec = case("attention, query, key and value in one")
     moved = spec.apply(spec.identity() | {n: spec.random(jax.random.key(1))[n] for n in spec.groups}, network.params)
     one, other = spec.balance(network.params), spec.balance(moved)
     assert_close(np.abs(other["qkv"]), np.abs(one["qkv"]), roundings=2_000)
 
 
-def test_balanced_scales_have_the_smallest_sum_of_squares():
+def test_balance_gives_scales_the_smallest_sum_of_squares():
     network, spec = case("MLP, squared ReLU")
     balanced = spec.balance(network.params)
     incoming = (balanced["up"] ** 2).sum(0) + balanced["bias"] ** 2

@@ -94,7 +94,7 @@ def test_check_finds_a_wrong_group():
         ("MLP, tanh", lambda e: e | {"up:sign": 2 * e["up:sign"]}, "factors that are not sign"),
     ],
 )
-def test_wrong_elements_are_refused(name, change, message):
+def test_elements_that_are_wrong_are_refused(name, change, message):
     network, spec = case(name)
     with pytest.raises(UserError, match=message):
         spec.apply(change(spec.identity()), network.params)
