@@ -82,7 +82,9 @@ def test_page_is_readable_at_any_width(page, width):
     small = [(text, size) for text, size, *_ in page.evaluate(TEXTS) if size < 14]
     assert not small
     beyond = "[...document.querySelectorAll('body *')].filter(it => it.getBoundingClientRect().right > innerWidth + 1)"
-    clipped = page.evaluate(f"{beyond}.filter(it => !it.closest('.scroll')).map(it => it.outerHTML.slice(0, 80))")
+    clipped = page.evaluate(
+        f"{beyond}.filter(it => !it.closest('.scroll, .card')).map(it => it.outerHTML.slice(0, 80))"
+    )
     assert not clipped
 
 
@@ -91,6 +93,16 @@ def test_page_tables_fit_a_phone(page):
     boxes = page.evaluate("[...document.querySelectorAll('.scroll')].map(it => [it.scrollWidth, it.clientWidth])")
     assert len(boxes) > len(PLACES)
     assert all(wanted <= shown for wanted, shown in boxes), boxes
+
+
+def test_page_figures_scroll_at_a_readable_size_on_a_phone(page):
+    page.look(390, 844)
+    sizes = (
+        "[...document.querySelectorAll('.card')].map(it => [it.firstChild.clientWidth, it.scrollWidth, it.clientWidth])"
+    )
+    boxes = page.evaluate(sizes)
+    assert len(boxes) == len(PLACES) * len(NAMES)
+    assert all(shown >= 560 and shown <= wanted and box < 390 for shown, wanted, box in boxes), boxes
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
