@@ -48,6 +48,7 @@ class GaugeConfig(SweepConfig):
     bases: Annotated[int, Flag("random bases", at_least=1)] = 3
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if SETUPS[self.setup].model not in (Decoder, ViT):
             raise UserError(f"--setup {self.setup} has no rotations: use a transformer such as decoder-text.")
 

@@ -37,6 +37,7 @@ class GenerateConfig(Config):
     length: Annotated[int, Flag("characters to generate", at_least=1)] = 200
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if SETUPS[self.setup].dataset.unit != "token":
             raise UserError(f"--setup {self.setup} generates no text: use a language model, such as decoder-text.")
         if self.prompt == "":

@@ -80,6 +80,7 @@ class MergeConfig(Config):
     steps: Annotated[int, Flag("maximum number of gradient steps of learned and fine-tuned networks", at_least=1)] = 400
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_own_training("merge", self)
         if self.skew is not None and (self.split == "none" or (self.split == "biased" and self.skew > 1)):
             range_ = "remove it" if self.split == "none" else "use a fraction from 0 to 1"

@@ -16,11 +16,13 @@ from mcomb.lab.data.splits import Subset
 from mcomb.lab.setups import SETUPS, STREAM, WIDEST
 from mcomb.lab.training.train import Recipe, Training
 from mcomb.matching.matchers import MATCHERS
+from mcomb.matching.straight_through import STEPS
 from mcomb.symmetry.derive import GROUPS
 
 C = TypeVar("C", bound="Config")
 T = TypeVar("T", bound="TrainingConfig")
 DTYPES = ("float32", "bfloat16")
+LEARNED = "ste"
 
 
 @dataclass(frozen=True)
@@ -66,12 +68,18 @@ class TrainingConfig(Output):
         """The symmetries to match by."""
         return "permutations"
 
+    @property
+    def matcher_steps(self) -> int:
+        """The number of gradient steps of a matcher that learns."""
+        return STEPS
+
 
 @dataclass(frozen=True)
 class Config(TrainingConfig):
     """Flags that all experiments share."""
 
     matcher: Annotated[str, Flag("method for matching units", choices=MATCHERS.keys())] = "weights"
+    matcher_steps: Annotated[int, Flag(f"gradient steps of --matcher {LEARNED}", at_least=1)] = STEPS
     groups: Annotated[
         str, Flag("symmetries to match by: permutations, or all groups (rotations, scales, …)", choices=GROUPS)
     ] = "permutations"
@@ -100,6 +108,11 @@ class Config(TrainingConfig):
     vmap_size: Annotated[
         int | None, Flag("combinations in one batch on a device (default: automatic)", at_least=1, identity=False)
     ] = None
+
+    def __post_init__(self) -> None:
+        if self.matcher_steps != STEPS and self.matcher not in (LEARNED, ""):  # "": all matchers
+            given = f"--matcher-steps {self.matcher_steps}"
+            raise UserError(f"--matcher {self.matcher} takes no {given}: use --matcher {LEARNED}.")
 
     # Defaults of flags that only some experiments define.
 
@@ -172,6 +185,7 @@ class CurveConfig(CombinationConfig):
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.temperatures and self.test_examples == 1:
             raise UserError("--temperatures fits on one half of the test examples: use --test-examples 2 or more.")
 
@@ -197,6 +211,7 @@ YOUNGER_FLAGS: dict[str, Any] = {
     "temperatures": False,
     "frozen": (),
     "groups": "permutations",
+    "matcher_steps": STEPS,
     "search_steps": 400,
 }
 YOUNGER_FIELDS = ("algorithm", "stages")  # of a recipe, in a network's key only if changed, for the same reason

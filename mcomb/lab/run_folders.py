@@ -15,9 +15,18 @@ from typing import Any
 
 from mcomb.io.paths import AnyPath
 from mcomb.lab.cli import flags
-from mcomb.lab.flags import CHECKPOINT_FLAGS, RECIPE_FLAGS, TrainingConfig, default_flags, identity_flags, recipe
+from mcomb.lab.flags import (
+    CHECKPOINT_FLAGS,
+    LEARNED,
+    RECIPE_FLAGS,
+    TrainingConfig,
+    default_flags,
+    identity_flags,
+    recipe,
+)
 from mcomb.lab.setups import SETUPS
 from mcomb.lab.training.train import Training
+from mcomb.matching.straight_through import STEPS
 
 # The files in an experiment's folder, besides its figures.
 RESULTS = "results.json"
@@ -65,6 +74,8 @@ class RunFolders:
         name = f"{b}-to-{a}"
         name += ",".join(["", f"matcher={matcher}", *self.other_dtype]) if matcher != "weights" else ""
         name += f",restarts={restarts}" if restarts > 1 else ""
+        steps = self.config.matcher_steps
+        name += f",steps={steps}" if matcher == LEARNED and steps != STEPS else ""
         name += f",frozen={_in_a_name(self.config.frozen)}" if self.config.frozen else ""
         name += f",groups={self.config.groups}" if self.config.groups != "permutations" else ""
         if len(name.encode()) > 180:  # file systems allow 255 bytes, and temporary files and locks extend the name

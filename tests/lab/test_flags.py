@@ -250,6 +250,26 @@ def test_frozen_permutations_are_part_of_every_identity():
         _ = Store(wrong).spec
 
 
+def test_matcher_steps_are_part_of_every_identity():
+    words = ["--setup", "mlp-digits", "--matcher", "ste"]
+    usual = parse_flags(SweepConfig, "", words)
+    more = parse_flags(SweepConfig, "", [*words, "--matcher-steps", "300"])
+    assert [Store(config).folder("uniform").name for config in (usual, more)] == [
+        "uniform,matcher=ste",
+        "uniform,matcher=ste,matcher-steps=300",
+    ]
+    assert "matcher_steps" not in flags_identity("uniform", usual)["config"]
+    assert flags_identity("uniform", more)["config"]["matcher_steps"] == 300
+    files = [Store(config).folders.matching("a", "b", "ste").name for config in (usual, more)]
+    assert files == ["b-to-a,matcher=ste.npz", "b-to-a,matcher=ste,steps=300.npz"]
+    assert Store(more).folders.matching("a", "b", "weights").name == "b-to-a.npz"
+
+
+def test_matcher_steps_need_a_matcher_that_learns():
+    with pytest.raises(UserError, match=r"--matcher weights takes no --matcher-steps 5: use --matcher ste"):
+        parse_flags(SweepConfig, "", ["--setup", "mlp-digits", "--matcher-steps", "5"])
+
+
 def test_groups_are_part_of_every_identity():
     words = ["--setup", "decoder-text", "--width", "2"]
     plain = parse_flags(SweepConfig, "", words)

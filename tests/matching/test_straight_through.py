@@ -127,7 +127,7 @@ def test_straight_through_says_when_loss_still_falls(pair, monkeypatch, capsys, 
     monkeypatch.setattr(straight_through, "score", lambda *args, **options: SimpleNamespace(loss=next(losses)))
     found = match_straight_through(*pair, steps=1, learning_rate=1.0)
     assert len(set(found.losses)) == 2
-    assert ("the held-out loss is lowest after step 1 of 1, and more steps" in capsys.readouterr().err) == falls
+    assert ("the held-out loss is lowest after step 1 of 1; more steps" in capsys.readouterr().err) == falls
 
 
 def test_straight_through_starts_from_last_matching(pair, monkeypatch):

@@ -17,10 +17,12 @@ from mcomb.io.paths import AnyPath, atomic, make_writable
 from mcomb.lab import algorithm_versions
 from mcomb.lab.cache.durations import Durations, compilation_seconds
 from mcomb.lab.cache.networks import Network, NotKeptError
+from mcomb.lab.flags import LEARNED
 from mcomb.lab.run_folders import RunFolders
 from mcomb.lab.setups import SETUPS, load_data
-from mcomb.matching.matchers import as_matcher, weights
+from mcomb.matching.matchers import MATCHERS, weights
 from mcomb.matching.matching import Matching
+from mcomb.matching.straight_through import STEPS
 from mcomb.runtime.processes import from_first
 from mcomb.runtime.progress import say, warn
 from mcomb.symmetry.spec import PermutationSpec
@@ -92,6 +94,8 @@ class MatchingCache:
             made_from += [load_data(self.config.setup, self.config.data_dir).fingerprint, *self.folders.other_dtype]
         made_from += [f"without {name}" for name in self.config.frozen]
         made_from += [f"all groups, version {algorithm_versions.GROUPS}"] if self.config.groups == "all" else []
+        steps = self.config.matcher_steps
+        made_from += [f"{steps} steps"] if matcher == LEARNED and steps != STEPS else []
         kept = from_first(read_matching, path, made_from, spec)
         if kept is None:
             if not make:
@@ -121,7 +125,8 @@ class MatchingCache:
                 examples = load_data(self.config.setup, self.config.data_dir).splits.train.subset(MATCHING_EXAMPLES)
                 data: Any = dict(zip(("inputs", "labels"), examples, strict=True))
                 apply = self.setup.apply(self.config.width, self.config.dtype)
-                matching = as_matcher(matcher).match(spec, a.params, b.params, apply=apply, **data)
+                options = {"steps": self.config.matcher_steps} if matcher == LEARNED else {}
+                matching = MATCHERS[matcher](**options).match(spec, a.params, b.params, apply=apply, **data)
         seconds = time.monotonic() - start - (compilation_seconds() - compiled)
         return KeptMatching(matching, seconds, fingerprint(matching.perms))
 

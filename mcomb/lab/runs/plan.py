@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from mcomb.io.paths import AnyPath
 from mcomb.lab.cache.matchings import MATCHING_EXAMPLES, MatchingKey
 from mcomb.lab.cache.store import Store
-from mcomb.lab.flags import Config
+from mcomb.lab.flags import LEARNED, Config
 from mcomb.lab.runs.experiment import Experiment, count_combinations
 from mcomb.lab.runs.measure import REPAIR_EXAMPLES
 from mcomb.lab.runs.pairs import over_pairs
@@ -23,7 +23,7 @@ from mcomb.lab.runs.reuse import find_results
 from mcomb.lab.tables import columns, readable_bytes
 from mcomb.lab.training.side_by_side import device_share
 from mcomb.lab.training.train import Training
-from mcomb.matching.straight_through import BATCH_SIZE, STEPS
+from mcomb.matching.straight_through import BATCH_SIZE
 from mcomb.runtime.batching import BATCH
 from mcomb.trees import named_leaves
 
@@ -165,8 +165,8 @@ def _matching(job: Job, work: Work) -> Iterator[Step]:
         if matcher == "activations":
             flop = 2 * work.flop * min(MATCHING_EXAMPLES, store.setup.dataset.count()[0])
             memory = 2 * size + _copies(devices) * 2 * BATCH * COMPARED * work.largest
-        elif matcher == "ste":
-            flop = STEPS * (flop + BATCH_SIZE * GRADIENT * work.flop)
+        elif matcher == LEARNED:
+            flop = store.config.matcher_steps * (flop + BATCH_SIZE * GRADIENT * work.flop)
             memory = 2 * size + _copies(devices) * (4 * size + BATCH_SIZE / devices * KEPT * work.activations)
         yield Step(what, "", flop, memory)
 

@@ -54,6 +54,13 @@ def test_matching_roundtrips_through_file(tmp_path):
     assert kept == {f"{pair}.npz", f"{pair},restarts=3.npz", f"{pair},matcher=activations.npz"}
 
 
+def test_matching_takes_steps_of_matcher(tmp_path):
+    for steps in (1, 2):
+        store = Store(dataclasses.replace(CONFIG, epochs=0, matcher="ste", matcher_steps=steps, out=tmp_path))
+        a, b = store.networks.get("AB").values()
+        assert len(match(store, a, b, "ste").matching.losses) == steps + 1
+
+
 @pytest.mark.parametrize("matcher", ["weights", "activations"])
 def test_matching_of_first_process_is_used_by_all(matcher, tmp_path, monkeypatch):
     store = Store(dataclasses.replace(CONFIG, epochs=0, out=tmp_path))
