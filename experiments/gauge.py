@@ -5,8 +5,9 @@
 A residual stream can be rotated, and heads can be mixed by invertible matrices, without changing the function. Moving
 two aligned networks together by such an element keeps the line between them. However, mixtures with a share for each
 weight change, because they depend on the basis. The experiment measures `linear`, `uniform` and `bernoulli` between A
-and aligned B as trained, in canonical form (folded and balanced), and in random bases. The paper's networks have only
-permutations and scales, so it does not ask this question.
+and aligned B as trained, in canonical form (folded and balanced), in the basis learned for uniform mixtures of the
+train examples, and in random bases. The paper's networks have only permutations and scales, so it does not ask this
+question.
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from mcomb.combination import bernoulli, linear, uniform
 from mcomb.errors import UserError
 from mcomb.io.paths import AnyPath
 from mcomb.keys import stream
-from mcomb.lab.cache.matchings import B_TO_A
+from mcomb.lab.cache.matchings import B_TO_A, MATCHING_EXAMPLES
 from mcomb.lab.cli import Flag
 from mcomb.lab.figures import STYLE, save
 from mcomb.lab.flags import SweepConfig
@@ -31,13 +32,14 @@ from mcomb.lab.runs.measure import Run, Task
 from mcomb.lab.runs.results import METRICS, Curves, spread
 from mcomb.lab.runs.verdicts import Verdict
 from mcomb.lab.setups import SETUPS
+from mcomb.matching.learned_groups import learn_basis
 from mcomb.symmetry.folding import balancing
 from mcomb.symmetry.groups import Element, SymmetrySpec
 from mcomb.trees import Params
 
 SWEEPS = {"linear": (linear, 1.0), "uniform": (uniform, 0.5), "bernoulli": (bernoulli, 1.0)}  # with the last value
 MARKS = {"linear": ("o", "#0072B2"), "uniform": ("s", "#D55E00"), "bernoulli": ("D", "#CC79A7")}
-TRAINED, BALANCED = "as trained", "balanced"
+TRAINED, BALANCED, LEARNED = FIXED = ("as trained", "balanced", "learned")  # bases that are not random
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class GaugeConfig(SweepConfig):
 
     groups: ClassVar[str] = "all"  # type: ignore[misc]
     bases: Annotated[int, Flag("random bases", at_least=1)] = 3
+    basis_steps: Annotated[int, Flag("gradient steps of the learned basis", at_least=1)] = 200
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,7 +58,7 @@ class GaugeConfig(SweepConfig):
 
 def bases(config: GaugeConfig) -> list[str]:
     """Return the names of the bases."""
-    return [TRAINED, BALANCED, *(f"random {i}" for i in range(1, config.bases + 1))]
+    return [*FIXED, *(f"random {i}" for i in range(1, config.bases + 1))]
 
 
 def measure(run: Run) -> Curves:
@@ -63,8 +66,11 @@ def measure(run: Run) -> Curves:
     config, spec = run.config, run.store.symmetries
     assert isinstance(spec, SymmetrySpec)
     networks = run.networks["A"].params, run.align(B_TO_A)
-    elements: dict[str, Element] = {TRAINED: spec.identity(), BALANCED: balancing(spec, networks[0])}
-    elements |= {name: spec.random(stream(config.seed, "basis", name)) for name in bases(config)[2:]}
+    combine, last = SWEEPS["uniform"]
+    examples, apply = run.store.data.train.subset(MATCHING_EXAMPLES), run.store.apply
+    learned = learn_basis(spec, networks, apply, *examples, combine, last, seed=config.seed, steps=config.basis_steps)
+    elements: dict[str, Element] = {TRAINED: spec.identity(), BALANCED: balancing(spec, networks[0]), LEARNED: learned}
+    elements |= {name: spec.random(stream(config.seed, "basis", name)) for name in bases(config)[len(FIXED) :]}
     tasks: dict[str, Task] = {}
     for sweep, (combine, last) in SWEEPS.items():
         samples = 1 if sweep == "linear" else config.samples
@@ -81,11 +87,11 @@ def judge(results: Curves) -> Verdict:
     parts, answers = [], []
     for sweep in SWEEPS:
         of_basis = {name.partition(", ")[2]: loss for name, loss in lost.items() if name.startswith(f"{sweep}, ")}
-        random = [loss for basis, loss in of_basis.items() if basis not in (TRAINED, BALANCED)]
+        random = [loss for basis, loss in of_basis.items() if basis not in FIXED]
         answers += [of_basis[TRAINED] < min(random)] if sweep != "linear" else []
         parts.append(
-            f"{sweep}: {of_basis[TRAINED]:.3f} as trained, {of_basis[BALANCED]:.3f} balanced, and "
-            f"{min(random):.3f} to {max(random):.3f} in random bases"
+            f"{sweep}: {', '.join(f'{of_basis[name]:.3f} {name}' for name in FIXED)}, and {min(random):.3f} to "
+            f"{max(random):.3f} in random bases"
         )
     return Verdict(all(answers), f"Test loss barriers of {'; '.join(parts)}.")
 

@@ -9,10 +9,12 @@ The descent starts from the alignment by weights, between networks in canonical 
     permutations            the assignment on scores, with the scores' gradient passed straight through
 
 Each step draws a share of B from 0.4 to 0.6. All groups act linearly, so moving A by p and B by q gives the same losses
-on the line as moving B alone by p⁻¹q. One network is therefore enough.
+on the line as moving B alone by p⁻¹q. One network is therefore enough. Mixtures with a share for each weight differ
+from the line: they depend on the basis of both networks, which `learn_basis` learns in the same way.
 """
 
 import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -23,7 +25,7 @@ import numpy as np
 import optax
 from jaxtyping import Float, Int32, PRNGKeyArray
 
-from mcomb.combination import combine
+from mcomb.combination import Distribution, combine, mix, sample
 from mcomb.errors import Diverged, require_positive, require_whole
 from mcomb.evaluation.evaluate import score
 from mcomb.evaluation.objectives import Objective, count_training, cross_entropy, minibatch_loss
@@ -42,6 +44,7 @@ from mcomb.trees import Apply, Array, Inputs, Labels, Params, from_lists, map_na
 
 SHARES = (0.4, 0.6)  # of B
 EVALUATIONS = 20  # of the held-out loss; the best result counts
+HELD_OUT_DRAWS = 3  # mixtures whose mean loss judges a basis
 SCORE_SIZE = 0.1  # standard deviation of the scores of permutations: a step of Adam changes all parameters alike
 
 
@@ -74,31 +77,105 @@ def match_by_learning(
     from_b = spec.compose(to_a, matching.perms)  # brings B to its matched canonical form
     canonical = [spec.apply(to_a, wide(a)), spec.apply(from_b, wide(b))]
     scores = _scores(spec, *canonical)
-    latent = _latents(spec, scores)
-    matrices = _with_matrices(spec, [*scores])
     networks = [map_named(lambda name, leaf, own=own: np.asarray(own[name], leaf.dtype), a) for own in canonical]
     given = replicate((*networks, inputs, labels))
     held_out = jax.tree.map(lambda x: x[train_count:], (inputs, labels))
 
-    def element(latent: Any) -> Element:
-        """Return the move of B in canonical form."""
-        return _element(spec, jax.device_get(latent), _orders(latent))
-
     def held_out_loss(move: Element) -> float:
         moved = spec.apply(move, networks[1])
+        return score(apply, combine(networks[0], moved, 0.5), *held_out, loss=loss).loss
+
+    best, losses = _descend(
+        spec,
+        _latents(spec, scores),
+        _loss(apply, _with_matrices(spec, [*scores]), loss),
+        lambda latent: (*given, _orders(latent)),
+        held_out_loss,
+        minibatches(seed, train_count, batch_size),
+        steps,
+        learning_rate,
+        stream(seed),
+        "learning the alignment",
+    )
+    perms = spec.compose(spec.invert(to_a), spec.compose(best, from_b))
+    return replace(matching, perms=perms, losses=losses)
+
+
+def learn_basis(
+    spec: SymmetrySpec,
+    networks: tuple[Params, Params],
+    apply: Apply,
+    inputs: Inputs,
+    labels: Labels,
+    distribution: Distribution,
+    point: float,
+    *,
+    loss: Objective = cross_entropy,
+    seed: int = 0,
+    steps: int = 100,
+    learning_rate: float = 0.01,
+    batch_size: int = 100,
+) -> Element:
+    """Return an element that lowers the loss of mixtures if it moves both networks.
+
+    The line between two networks does not depend on their common basis, but mixtures with a share for each weight do.
+    The descent starts at the canonical form of the first network, and minimises the loss of mixtures whose shares come
+    from `distribution` at `point`. The last tenth of the data is held out, as in `match_by_learning`.
+    """
+    train_count = count_training(apply, networks[0], inputs, labels, loss)
+    start = balancing(spec, networks[0])
+    a, b = (spec.apply(start, params) for params in networks)
+    given = replicate((a, b, inputs, labels))
+    held_out = jax.tree.map(lambda x: x[train_count:], (inputs, labels))
+
+    def held_out_loss(move: Element) -> float:
+        moved = [spec.apply(move, params) for params in (a, b)]
+        mixtures = (sample(*moved, distribution, point, seed=draw) for draw in range(HELD_OUT_DRAWS))
+        return float(np.mean([score(apply, mixture, *held_out, loss=loss).loss for mixture in mixtures]))
+
+    best, _ = _descend(
+        spec,
+        _latents(spec, {}),
+        _basis_loss(apply, spec, distribution, point, loss),
+        lambda latent: given,
+        held_out_loss,
+        minibatches(seed, train_count, batch_size),
+        steps,
+        learning_rate,
+        stream(seed),
+        "learning the basis",
+    )
+    return spec.compose(best, start)
+
+
+def _descend(
+    spec: SymmetrySpec,
+    latent: Any,
+    loss: Loss,
+    given_of: Callable[[Any], Any],
+    held_out_loss: Callable[[Element], float],
+    batches: Iterable[Int32[np.ndarray, "1 b"]],
+    steps: int,
+    learning_rate: float,
+    key: PRNGKeyArray,
+    what: str,
+) -> tuple[Element, tuple[float, ...]]:
+    """Return the element with the lowest held-out loss during a descent, and the held-out losses."""
+
+    def measure(move: Element) -> float:
         try:
-            return score(apply, combine(networks[0], moved, 0.5), *held_out, loss=loss).loss
+            return held_out_loss(move)
         except Diverged as error:
             raise _diverged("on the held-out data") from error
 
+    best = spec.identity()
+    losses = [lowest := measure(best)]
     current = latent
-    batches = ((rows, (*given, _orders(current))) for rows in minibatches(seed, train_count, batch_size))
-    losses = [held_out_loss(spec.identity())]
-    best, lowest = spec.identity(), losses[0]
     optimizer = _optimizer(float(learning_rate), max(1, steps))
-    fitting = fit(_loss(apply, matrices, loss), initial_state(latent, optimizer), batches, optimizer, stream(seed))
+    data = ((rows, given_of(current)) for rows in batches)
+    fitting = fit(loss, initial_state(latent, optimizer), data, optimizer, key)
     every = max(1, steps // EVALUATIONS)
-    with progress_bar(steps, "step", "learning the alignment") as bar:
+    with progress_bar(steps, "step", what) as bar:
         for step in range(1, steps + 1):
             try:
                 state, (step_loss,), _ = next(fitting)
@@ -106,14 +183,13 @@ def match_by_learning(
                 raise _diverged(f"in step {step}") from error
             current = jax.device_get(state.params)
             if step % every == 0 or step == steps:
-                move = element(current)
-                losses.append(held_out_loss(move))
+                move = _element(spec, current, _orders(current))
+                losses.append(measure(move))
                 if losses[-1] < lowest:
                     best, lowest = move, losses[-1]
             bar.set_postfix(loss=f"{step_loss:.4f}", best=f"{lowest:.4f}", refresh=False)
             bar.update()
-    perms = spec.compose(spec.invert(to_a), spec.compose(best, from_b))
-    return replace(matching, perms=perms, losses=tuple(losses))
+    return best, tuple(losses)
 
 
 def _diverged(where: str) -> Diverged:
@@ -196,6 +272,22 @@ def _loss(apply: Apply, spec: SymmetrySpec, objective: Objective) -> Loss:
         share = jax.random.uniform(key, minval=SHARES[0], maxval=SHARES[1])
         x, y = jax.tree.map(lambda leaf: leaf[rows], (inputs, labels))
         return minibatch_loss(objective, apply(combine(a, moved, share), x), y, rows >= 0), None
+
+    return loss
+
+
+@cache  # the same function object for the same arguments, so that it is compiled only once
+def _basis_loss(
+    apply: Apply, spec: SymmetrySpec, distribution: Distribution, point: float, objective: Objective
+) -> Loss:
+    """Return the loss of a random mixture of two networks that an element moves together."""
+
+    def loss(latent: Any, rows: Int32[Array, "b"], given: Any, key: PRNGKeyArray) -> tuple[Float[Array, ""], None]:
+        *networks, inputs, labels = given
+        element = _element(spec, latent, {})
+        mixture = mix(distribution)(key, jnp.float32(point), *(spec.apply(element, params) for params in networks))
+        x, y = jax.tree.map(lambda leaf: leaf[rows], (inputs, labels))
+        return minibatch_loss(objective, apply(mixture, x), y, rows >= 0), None
 
     return loss
 

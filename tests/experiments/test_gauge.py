@@ -8,8 +8,8 @@ from mcomb.lab import cli
 from mcomb.lab.runs.run import run
 
 FLAGS = ["--setup", "vit-digits", "--width", "1", "--epochs", "1", "--train-examples", "20", "--test-examples", "20"]
-SWEEP = ["--points", "3", "--samples", "1", "--bases", "1"]
-BASES = ["as trained", "balanced", "random 1"]
+SWEEP = ["--points", "3", "--samples", "1", "--bases", "1", "--basis-steps", "2"]
+BASES = ["as trained", "balanced", "learned", "random 1"]
 
 
 def distance(losses, others):
@@ -35,7 +35,7 @@ def test_gauge_keeps_the_line_and_changes_the_cube(tmp_path):
 
 @pytest.mark.parametrize(("trained", "answer"), [(0.1, True), (0.3, False)])
 def test_gauge_answer_compares_random_bases(trained, answer):
-    values = {"as trained": trained, "balanced": 0.05, "random 1": 0.2, "random 2": 0.4}
+    values = {"as trained": trained, "balanced": 0.05, "learned": 0.04, "random 1": 0.2, "random 2": 0.4}
     barriers = {
         f"{sweep}, {basis}": {"test": {"loss": value, "accuracy": value}}
         for sweep in gauge.SWEEPS
@@ -43,7 +43,10 @@ def test_gauge_answer_compares_random_bases(trained, answer):
     }
     agrees, finding = gauge.judge(results_of(gauge.EXPERIMENT.results, {"barriers": barriers}))
     assert agrees is answer
-    assert finding.count(f"{trained:.3f} as trained, 0.050 balanced, and 0.200 to 0.400 in random bases") == 3
+    assert (
+        finding.count(f"{trained:.3f} as trained, 0.050 balanced, 0.040 learned, and 0.200 to 0.400 in random bases")
+        == 3
+    )
 
 
 def test_gauge_refuses_networks_without_rotations():

@@ -10,6 +10,8 @@ from numerics import assert_close, assert_never_falls
 
 import mcomb
 from mcomb import UserError, align
+from mcomb.matching.learned_groups import learn_basis
+from mcomb.symmetry.folding import balancing
 
 pytestmark = pytest.mark.usefixtures("any_rank")
 
@@ -151,6 +153,27 @@ def test_learned_alignment_lowers_the_loss_between_networks(name):
     assert min(losses) < 0.95 * losses[0]
     before, after = (network.apply(own, network.inputs) for own in (other, aligned.params))
     assert_close(after, before, roundings=2_000)
+
+
+@pytest.mark.parametrize("name", ["attention", "MLP, linear", "stream, RMSNorm"])
+def test_learned_basis_lowers_the_loss_of_mixtures(name):
+    network, spec = case(name)
+    rng = np.random.default_rng(3)
+    other = {leaf: x + np.float32(rng.normal(size=x.shape)) for leaf, x in network.params.items()}
+    pair = network.params, align(network.apply, network.params, other, network.inputs, spec=spec).params
+    targets = np.asarray(network.apply(network.params, network.inputs))
+    data = network.apply, network.inputs, targets
+    options = {"loss": mcomb.squared_error, "learning_rate": 0.02, "batch_size": 16}
+    basis = learn_basis(spec, pair, *data, mcomb.bernoulli, 0.5, steps=200, **options)
+
+    def mean_loss(element):
+        moved = [spec.apply(element, params) for params in pair]
+        draws = [mcomb.sample(*moved, mcomb.bernoulli, 0.5, seed=seed) for seed in range(100, 130)]
+        return np.mean([mcomb.score(network.apply, draw, *data[1:], loss=mcomb.squared_error).loss for draw in draws])
+
+    assert mean_loss(basis) < 0.96 * mean_loss(balancing(spec, pair[0]))
+    moved = spec.apply(basis, pair[1])
+    assert_close(network.apply(moved, network.inputs), network.apply(pair[1], network.inputs), roundings=5_000)
 
 
 def test_matchers_for_permutations_only_refuse_other_groups():
