@@ -117,8 +117,9 @@ def test_benchmark_memory_measures_first_and_all_calls(capsys, tmp_path):
     memory.main(memory.MemoryConfig(("evaluation",), "mlp-digits", widths=(64,), **few, json=path))
     rows = rows_in(path)
     assert [row["task"] for row in rows] == ["two networks", "evaluation, 1 of 2", "evaluation, 2 of 2"]
-    # The peak never falls, and two networks are there all the time.
-    assert 2 <= rows[0]["× parameters"] <= rows[1]["× parameters"] <= rows[2]["× parameters"]
+    # The peak never falls, and two networks are there all the time. Linux counts pages with a small error.
+    peaks = [row["× parameters"] for row in rows]
+    assert 2 <= peaks[0] <= 1.01 * peaks[1] <= 1.01**2 * peaks[2]
 
 
 def test_benchmark_precision_measures_both_dtypes(capsys, tmp_path):
