@@ -21,6 +21,7 @@ from docs.pictures import reduce_picture
 from mcomb.lab import cli
 from mcomb.lab.cache.store import Store
 from mcomb.lab.cli import Flag
+from mcomb.lab.flags import parse_flags
 from mcomb.lab.runs.experiment import Experiment
 from mcomb.lab.runs.run import run
 
@@ -61,7 +62,7 @@ def page(name: str, rest: str = "") -> str:
 
 def run_and_write(name: str, experiment: Experiment, line: str, out: Path) -> str:
     """Run an experiment, write its figure, and return its page after the docstring."""
-    config = replace(cli.parse(experiment.config, "", shlex.split(line)[3:]), out=out)
+    config = replace(parse_flags(experiment.config, "", shlex.split(line)[3:]), out=out)
     results = run(experiment, config)
     numbers = [experiment.table(results)] if results.models else []
     printed = "\n".join(part.rstrip() for part in "\n".join([results.title, *numbers]).splitlines())
