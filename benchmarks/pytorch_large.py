@@ -26,7 +26,7 @@ import jax
 import numpy as np
 
 import mcomb
-from mcomb.io.shards import SINGLE, list_shards, write_shard
+from mcomb.io.safetensors_shards import SINGLE, list_shards, write_shard
 from mcomb.lab import cli
 from mcomb.lab.cli import Flag
 from mcomb.matching import ancestor

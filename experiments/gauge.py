@@ -34,7 +34,7 @@ from mcomb.lab.runs.verdicts import Verdict
 from mcomb.lab.setups import SETUPS
 from mcomb.matching.learned_groups import learn_basis
 from mcomb.symmetry.folding import balancing
-from mcomb.symmetry.groups import Element, SymmetrySpec
+from mcomb.symmetry.matrix_groups import Element, SymmetrySpec
 from mcomb.trees import Params
 
 SWEEPS = {"linear": (linear, 1.0), "uniform": (uniform, 0.5), "bernoulli": (bernoulli, 1.0)}  # with the last value

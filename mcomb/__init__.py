@@ -51,7 +51,7 @@ from mcomb.merging.merge import (
 from mcomb.merging.partial import PartlyMerged
 from mcomb.runtime.progress import set_progress
 from mcomb.symmetry.derive import derive_spec
-from mcomb.symmetry.groups import SymmetrySpec
+from mcomb.symmetry.matrix_groups import SymmetrySpec
 from mcomb.symmetry.spec import Blocks, PermutationSpec, Segments
 
 __version__ = "0.1.0"

@@ -21,7 +21,7 @@ from mcomb.runtime.batching import BATCH, equal_batches
 from mcomb.runtime.devices import replicate
 from mcomb.symmetry.intermediates import ArrayId, Equation, Intermediate, Intermediates, list_intermediates
 from mcomb.symmetry.interpreter import ARGUMENTS
-from mcomb.symmetry.jaxprs import all_equations
+from mcomb.symmetry.jaxpr_walk import all_equations
 from mcomb.symmetry.spec import PermutationSpec
 from mcomb.trees import (
     Apply,

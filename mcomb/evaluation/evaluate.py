@@ -28,7 +28,7 @@ from mcomb.runtime.batching import BATCH, Sizes, compile_to_fit, equal_batches, 
 from mcomb.runtime.devices import COMBINATIONS, EXAMPLES, on_each_device, share_out, two_axis_mesh
 from mcomb.runtime.processes import are_several
 from mcomb.runtime.progress import say
-from mcomb.symmetry.jaxprs import all_equations
+from mcomb.symmetry.jaxpr_walk import all_equations
 from mcomb.trees import (
     Apply,
     Array,

@@ -23,8 +23,8 @@ from mcomb.runtime.batching import BATCH, Sizes, compile_to_fit, in_batches
 from mcomb.runtime.devices import AXIS, device_mesh, on_each_device, replicate
 from mcomb.symmetry.dead_units import varies
 from mcomb.symmetry.folding import balancing
-from mcomb.symmetry.groups import SymmetrySpec
 from mcomb.symmetry.intermediates import Intermediate, Intermediates, list_intermediates, unit_activations
+from mcomb.symmetry.matrix_groups import SymmetrySpec
 from mcomb.symmetry.spec import Layout, Perms, PermutationSpec
 from mcomb.trees import Apply, Array, Inputs, Params, count_examples, map_examples, output_shapes, require_finite_result
 

@@ -12,7 +12,7 @@ from mcomb.evaluation.objectives import Objective, cross_entropy
 from mcomb.matching.matchers import Matcher, as_matcher
 from mcomb.matching.matching import Matching
 from mcomb.symmetry.derive import derive_spec
-from mcomb.symmetry.groups import SymmetrySpec
+from mcomb.symmetry.matrix_groups import SymmetrySpec
 from mcomb.symmetry.null_space import first_examples
 from mcomb.symmetry.spec import PermutationSpec
 from mcomb.trees import Apply, Inputs, Labels, Params, in_dtype_of, is_inexact, map_named, named_leaves, require_alike

@@ -38,7 +38,7 @@ from mcomb.runtime.processes import from_first
 from mcomb.runtime.progress import progress_bar
 from mcomb.runtime.training_loop import Loss, fit, initial_state, minibatches
 from mcomb.symmetry.folding import balancing
-from mcomb.symmetry.groups import CENTRED, ROTATION, Element, Group, SymmetrySpec, centring
+from mcomb.symmetry.matrix_groups import CENTRED, ROTATION, Element, Group, SymmetrySpec, centring
 from mcomb.symmetry.places import places_of
 from mcomb.trees import Apply, Array, Inputs, Labels, Params, from_lists, map_named
 

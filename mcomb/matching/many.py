@@ -18,7 +18,7 @@ from mcomb.matching.procrustes import match_groups
 from mcomb.matching.weights import match_weights
 from mcomb.symmetry.derive import derive_spec
 from mcomb.symmetry.folding import balancing
-from mcomb.symmetry.groups import Element, SymmetrySpec
+from mcomb.symmetry.matrix_groups import Element, SymmetrySpec
 from mcomb.symmetry.spec import PermutationSpec, require_spec
 from mcomb.trees import Apply, Inputs, Params, require_alike
 

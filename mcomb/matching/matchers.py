@@ -13,7 +13,7 @@ from mcomb.matching.procrustes import match_groups
 from mcomb.matching.straight_through import match_straight_through
 from mcomb.matching.weights import match_weights
 from mcomb.runtime.batching import BATCH
-from mcomb.symmetry.groups import SymmetrySpec
+from mcomb.symmetry.matrix_groups import SymmetrySpec
 from mcomb.symmetry.spec import Perms, PermutationSpec
 from mcomb.trees import Apply, Inputs, Labels, Params
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from mcomb.symmetry.groups import Element
+from mcomb.symmetry.matrix_groups import Element
 from mcomb.symmetry.spec import Layout, Perms, PermutationSpec, require_spec
 from mcomb.trees import Params, at_least_float32, is_inexact, named_leaves, require_alike, require_finite
 

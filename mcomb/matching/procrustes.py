@@ -30,7 +30,7 @@ from mcomb.errors import UserError, require_whole
 from mcomb.matching.assignment import solve_assignment
 from mcomb.matching.matching import Matching, check_networks
 from mcomb.symmetry.folding import balancing
-from mcomb.symmetry.groups import CENTRED, Element, SymmetrySpec, centring
+from mcomb.symmetry.matrix_groups import CENTRED, Element, SymmetrySpec, centring
 from mcomb.symmetry.places import Place, unit_axes
 from mcomb.symmetry.spec import Layout
 from mcomb.trees import Params, is_inexact, named_leaves

@@ -30,7 +30,7 @@ from mcomb.runtime.devices import replicate
 from mcomb.runtime.processes import from_first
 from mcomb.runtime.progress import SILENCE, progress_bar, warn
 from mcomb.runtime.training_loop import Loss, TrainState, fit, initial_state, shuffled_rows, steps_per_call
-from mcomb.symmetry.jaxprs import all_equations, inner_jaxprs
+from mcomb.symmetry.jaxpr_walk import all_equations, inner_jaxprs
 from mcomb.trees import (
     Apply,
     Array,

@@ -12,7 +12,7 @@ from mcomb.merging.average import require_networks
 from mcomb.merging.fisher import fisher_average
 from mcomb.merging.learned_shares import LearnedShares, learn_shares
 from mcomb.merging.partial import PartlyMerged, merge_partly
-from mcomb.merging.refit import refit_average
+from mcomb.merging.refit_regression import refit_average
 from mcomb.merging.shares import Shares
 from mcomb.merging.task_vectors import (
     LeafByLeaf,
@@ -23,7 +23,7 @@ from mcomb.merging.task_vectors import (
     ties_leaf,
 )
 from mcomb.symmetry.derive import derive_spec
-from mcomb.symmetry.groups import SymmetrySpec
+from mcomb.symmetry.matrix_groups import SymmetrySpec
 from mcomb.symmetry.spec import PermutationSpec, require_spec
 from mcomb.trees import Apply, Inputs, Labels, Params, from_lists, require_alike, require_finite
 

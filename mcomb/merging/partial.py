@@ -40,7 +40,7 @@ from mcomb.symmetry.intermediates import (
     unit_activations,
 )
 from mcomb.symmetry.interpreter import EqnPath
-from mcomb.symmetry.jaxprs import inner_equations
+from mcomb.symmetry.jaxpr_walk import inner_equations
 from mcomb.symmetry.spec import Layout, PermutationSpec, axis_names
 from mcomb.trees import (
     Apply,

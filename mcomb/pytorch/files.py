@@ -19,7 +19,7 @@ from mcomb.errors import UserError, first_words, list_some, name_error
 from mcomb.evaluation.batch_statistics import names_of_statistics, statistics_of
 from mcomb.evaluation.objectives import Objective, cross_entropy
 from mcomb.io.checkpoints import read_checkpoint
-from mcomb.io.shards import read_header
+from mcomb.io.safetensors_shards import read_header
 from mcomb.matching.ancestor import Match, match_unless_related
 from mcomb.matching.matchers import Matcher
 from mcomb.merging.merge import BASED_METHODS, Method

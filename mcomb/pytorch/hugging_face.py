@@ -17,7 +17,7 @@ import numpy as np
 
 from mcomb.errors import UserError, first_words
 from mcomb.evaluation.batch_statistics import names_of_statistics
-from mcomb.io.shards import INDEX, Shard, StoredTensor, list_shards, write_shard
+from mcomb.io.safetensors_shards import INDEX, Shard, StoredTensor, list_shards, write_shard
 from mcomb.matching.ancestor import Match, match_unless_related
 from mcomb.matching.matchers import Matcher
 from mcomb.merging.merge import Method

@@ -13,7 +13,7 @@ from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mcomb.errors import UserError
-from mcomb.symmetry.jaxprs import all_equations
+from mcomb.symmetry.jaxpr_walk import all_equations
 
 AXIS = "mcomb_device"  # the only axis of the mesh; the prefix avoids clashes with the user's axes
 COMBINATIONS, EXAMPLES = "mcomb_combinations", "mcomb_examples"  # the axes of the mesh for evaluation

@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend import core
 
 from mcomb.errors import UserError, require_whole
-from mcomb.symmetry.jaxprs import all_equations
+from mcomb.symmetry.jaxpr_walk import all_equations
 from mcomb.trees import Array, Params, named_leaves, output_shapes
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from mcomb.symmetry.jaxprs import called_jaxpr, live_equations, open_jaxpr, split_list, split_scan
+from mcomb.symmetry.jaxpr_walk import called_jaxpr, live_equations, open_jaxpr, split_list, split_scan
 from mcomb.symmetry.rules import CALLS
 
 DTYPES = ("new_dtype", "preferred_element_type", "dtype")  # parameters of equations that name a dtype

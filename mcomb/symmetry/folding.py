@@ -10,7 +10,7 @@ from mcomb.symmetry.places import Place, part_at, unit_rows
 from mcomb.trees import Array, Params, is_inexact, named_leaves
 
 if TYPE_CHECKING:
-    from mcomb.symmetry.groups import Element, Scaling, SymmetrySpec
+    from mcomb.symmetry.matrix_groups import Element, Scaling, SymmetrySpec
 
 RANK = 1e-6  # singular values of a head below this fraction of the norm are not balanced
 NEWTON_STEPS = 50  # at most; the problem of each unit is convex

@@ -18,7 +18,7 @@ from jax.extend import core
 from mcomb.symmetry.axes import Axis, find, flat_parts, split_product, split_segments, write_cells
 from mcomb.symmetry.derive import axis_layout, infer_axes
 from mcomb.symmetry.interpreter import ARGUMENTS, EqnPath, Interpreter
-from mcomb.symmetry.jaxprs import called_jaxpr, evaluate, split_scan
+from mcomb.symmetry.jaxpr_walk import called_jaxpr, evaluate, split_scan
 from mcomb.symmetry.rules import CALLS
 from mcomb.symmetry.spec import Blocks, Layout, PermutationSpec, Segments, axis_names
 from mcomb.trees import Params

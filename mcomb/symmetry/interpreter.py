@@ -12,7 +12,7 @@ from mcomb.symmetry.axes import Axis, find
 from mcomb.symmetry.constants import constant, fold
 from mcomb.symmetry.constraints import Constraints, atoms_of
 from mcomb.symmetry.facts import Array, ArrayAxes, Relation, shape_of
-from mcomb.symmetry.jaxprs import evaluate, live_equations
+from mcomb.symmetry.jaxpr_walk import evaluate, live_equations
 from mcomb.symmetry.rules import CONTROL, EXPLANATIONS, FACT_RULES, RULES
 from mcomb.symmetry.rules.distinct import distinct_axes
 from mcomb.symmetry.rules.elementwise import freeze_everything

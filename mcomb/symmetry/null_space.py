@@ -33,7 +33,7 @@ from jaxtyping import Float
 
 from mcomb.errors import UserError, name_error
 from mcomb.symmetry.double_precision import in_double
-from mcomb.symmetry.groups import (
+from mcomb.symmetry.matrix_groups import (
     CENTRED,
     EXACT,
     INVERTIBLE,

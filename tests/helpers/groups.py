@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mcomb import derive_spec
-from mcomb.symmetry.groups import SymmetrySpec
+from mcomb.symmetry.matrix_groups import SymmetrySpec
 
 HEADS, HEAD_SIZE = 2, 3
 

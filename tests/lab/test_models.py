@@ -10,7 +10,7 @@ from inputs import raw_inputs
 from mcomb.lab.data.datasets import TextDataset
 from mcomb.lab.data.digits import DIGITS
 from mcomb.lab.models import MLP, ResNet20, Tiny10, network_function
-from mcomb.symmetry.jaxprs import all_equations
+from mcomb.symmetry.jaxpr_walk import all_equations
 from mcomb.trees import named_leaves
 
 

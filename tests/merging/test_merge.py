@@ -12,7 +12,7 @@ from mcomb.errors import UserError
 from mcomb.merging.average import average_networks
 from mcomb.merging.fisher import fisher_average, fisher_information
 from mcomb.merging.learned_shares import GRANULARITIES, LearnedShares
-from mcomb.merging.refit import refit_average
+from mcomb.merging.refit_regression import refit_average
 from mcomb.trees import named_leaves
 
 rng = np.random.default_rng(0)

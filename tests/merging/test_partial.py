@@ -12,7 +12,7 @@ import mcomb
 from mcomb import merge
 from mcomb.errors import UserError
 from mcomb.merging.partial import _any_unit, _masks, _split, apply_partly_merged, merge_partly
-from mcomb.symmetry.jaxprs import all_equations
+from mcomb.symmetry.jaxpr_walk import all_equations
 from mcomb.trees import is_inexact, named_leaves
 
 RNG = np.random.default_rng(0)

@@ -14,7 +14,7 @@ import mcomb
 from benchmarks.pytorch_families import FAMILIES
 from mcomb.__main__ import main
 from mcomb.errors import UserError
-from mcomb.io.shards import INDEX, list_shards
+from mcomb.io.safetensors_shards import INDEX, list_shards
 from mcomb.pytorch import files, from_module, to_arrays, to_module
 
 torch = pytest.importorskip("torch", reason="torch is not installed")

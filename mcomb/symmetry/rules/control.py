@@ -7,7 +7,7 @@ from jax.extend import core
 
 from mcomb.symmetry.axes import Axis, unite
 from mcomb.symmetry.facts import Array, ArrayAxes, Relation, shape_of
-from mcomb.symmetry.jaxprs import called_jaxpr, open_jaxpr, split_list, split_scan
+from mcomb.symmetry.jaxpr_walk import called_jaxpr, open_jaxpr, split_list, split_scan
 from mcomb.symmetry.rules.elementwise import BY_POSITION
 
 if TYPE_CHECKING:

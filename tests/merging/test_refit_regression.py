@@ -9,7 +9,7 @@ from zoo import random_arrays
 import mcomb
 from mcomb import merge
 from mcomb.errors import UserError
-from mcomb.merging.refit import find_places, list_fittable, refit_maps
+from mcomb.merging.refit_regression import find_places, list_fittable, refit_maps
 from mcomb.symmetry.intermediates import list_intermediates
 from mcomb.trees import map_named, named_leaves
 

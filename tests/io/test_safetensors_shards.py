@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from mcomb.errors import UserError
-from mcomb.io.shards import INDEX, SINGLE, list_shards, read_header, write_shard
+from mcomb.io.safetensors_shards import INDEX, SINGLE, list_shards, read_header, write_shard
 
 
 def tensors():

@@ -81,7 +81,7 @@ class SymmetrySpec(PermutationSpec):
     """The symmetries of a network's hidden units: permutations and larger groups of matrices.
 
     `mcomb.derive_spec(apply, params, inputs, groups="all")` derives it. Where the docstrings of `PermutationSpec` say
-    permutations, this class takes and returns elements of the larger group: see `mcomb.symmetry.groups`.
+    permutations, this class takes and returns elements of the larger group: see `mcomb.symmetry.matrix_groups`.
 
     A rotation mixes units, so it needs norms without gains. With gains, it acts as on the network whose gains are
     folded into the weights that read them: fold, rotate, unfold. The gains themselves stay the same.

@@ -8,7 +8,7 @@ from groups import case
 from numerics import assert_close
 
 from mcomb import UserError
-from mcomb.symmetry.groups import SymmetrySpec
+from mcomb.symmetry.matrix_groups import SymmetrySpec
 
 pytestmark = pytest.mark.usefixtures("any_rank")
 
