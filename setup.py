@@ -1,7 +1,7 @@
-"""Everything is in pyproject.toml, but for this: wheels have the experiments as mcomb.experiments.
+"""Install the experiments in wheels as mcomb.experiments; pyproject.toml contains everything else.
 
-Nobody wants a package called `experiments` among those they have installed. Mapping the folder in pyproject.toml would
-do for wheels, but makes an editable install one that mypy and editors cannot follow.
+An installed package called `experiments` could clash with others. A mapping of the folder in pyproject.toml would also
+work, but mypy and editors could not follow the resulting editable install.
 """
 
 from pathlib import Path

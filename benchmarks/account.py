@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks.tables import Row, show
+from benchmarks.derivation import Shape
+from benchmarks.tables import TableRow, show
 from mcomb.combination import mix, uniform
 from mcomb.evaluation import evaluate
 from mcomb.evaluation.objectives import accuracy, cross_entropy
@@ -31,7 +32,6 @@ from mcomb.runtime.batching import BATCH
 from mcomb.runtime.devices import COMBINATIONS, describe_devices, device_mesh, two_axis_mesh
 from mcomb.runtime.training_loop import initial_state, lower_call
 
-Shape = jax.ShapeDtypeStruct
 HERE = PartitionSpec()
 TASKS = ("evaluation", "activations", "ste")
 
@@ -55,7 +55,7 @@ def on(mesh: Mesh, tree: Any, spec: PartitionSpec = HERE) -> Any:
     return jax.tree.map(lambda leaf: Shape(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)), tree)
 
 
-def account(task: str, config: AccountConfig) -> list[Row]:
+def account(task: str, config: AccountConfig) -> list[TableRow]:
     """Return the memory that the programs of a task need; matchers have their default settings."""
     setup, devices, mesh = SETUPS[config.setup], len(jax.devices()), device_mesh()
     shapes, apply = setup.shapes(config.width), setup.apply(config.width)
@@ -90,7 +90,7 @@ def account(task: str, config: AccountConfig) -> list[Row]:
         "activations": (lower_activations, (BATCH,)),
         "ste": (lower_step, (-(-straight_through.BATCH_SIZE // devices),)),
     }[task]
-    rows: list[Row] = []
+    rows: list[TableRow] = []
     for images in sizes:
         needs = lower(images).compile().memory_analysis()
         rows.append(

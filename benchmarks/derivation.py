@@ -43,7 +43,7 @@ def linen(model: nn.Module, inputs: Shape) -> Problem:
     return Problem(model.apply, jax.eval_shape(model.init, jax.random.key(0), inputs), inputs)
 
 
-class Transformer(nn.Module):
+class PlainTransformer(nn.Module):
     """A decoder with causal attention and LayerNorm."""
 
     depth: int
@@ -125,7 +125,7 @@ def problems() -> Iterator[tuple[str, Problem]]:
     """Yield the name and the problem of each row."""
     tokens, images = Shape((2, 16), jnp.int32), Shape((2, 32, 32, 3), jnp.float32)
     for depth in (6, 12, 24, 48):
-        yield f"transformer of {depth} layers", linen(Transformer(depth), tokens)
+        yield f"transformer of {depth} layers", linen(PlainTransformer(depth), tokens)
     for name, blocks in (("50", (3, 4, 6, 3)), ("101", (3, 4, 23, 3)), ("152", (3, 8, 36, 3))):
         yield f"ResNet-{name}", linen(ResNet(blocks), images)
     for name, layers in (("121", (6, 12, 24, 16)), ("201", (6, 12, 48, 32))):

@@ -24,7 +24,7 @@ import numpy as np
 import optax
 
 from benchmarks.random_data import random_data
-from benchmarks.tables import Row, show
+from benchmarks.tables import TableRow, show
 from mcomb.combination import mix, uniform
 from mcomb.errors import UserError
 from mcomb.evaluation.evaluate import evaluate
@@ -51,11 +51,11 @@ class EvaluationConfig:
     json: Annotated[Path | None, Flag("JSON file for the table")] = None
 
 
-Problem = tuple[Setup, int, tuple[Any, Any], np.ndarray, np.ndarray, np.ndarray, jax.Array]
+EvaluationProblem = tuple[Setup, int, tuple[Any, Any], np.ndarray, np.ndarray, np.ndarray, jax.Array]
 """A setup, a width, two networks, images and labels, and the shares and keys of the mixtures."""
 
 
-def make_problem(name: str, config: EvaluationConfig) -> tuple[Problem, float]:
+def make_problem(name: str, config: EvaluationConfig) -> tuple[EvaluationProblem, float]:
     """Return the networks, images and mixtures to evaluate, and the number of operations."""
     named, _, width = name.partition(":")
     if named not in SETUPS or not width.isdecimal() or not int(width):
@@ -73,7 +73,7 @@ def make_problem(name: str, config: EvaluationConfig) -> tuple[Problem, float]:
     return (setup, int(width), networks, images, labels, shares, keys), analysis["flops"] * count * len(shares)
 
 
-def way_of_ours(problem: Problem) -> Callable[[], None]:
+def way_of_ours(problem: EvaluationProblem) -> Callable[[], None]:
     """Return a turn of `evaluate` with its default settings."""
     setup, width, networks, images, labels, shares, keys = problem
 
@@ -83,7 +83,7 @@ def way_of_ours(problem: Problem) -> Callable[[], None]:
     return turn
 
 
-def way_of_a_loop(problem: Problem, batch_size: int) -> Callable[[], None]:
+def way_of_a_loop(problem: EvaluationProblem, batch_size: int) -> Callable[[], None]:
     """Return a turn of a Python loop over mixtures and batches, with one jitted call for each."""
     setup, width, networks, images, labels, shares, keys = problem
     draw, apply = jax.jit(mix(uniform)), setup.apply(width)
@@ -104,7 +104,7 @@ def way_of_a_loop(problem: Problem, batch_size: int) -> Callable[[], None]:
     return turn
 
 
-def way_of_pytorch(problem: Problem, batch_size: int = BATCH) -> Callable[[], None]:
+def way_of_pytorch(problem: EvaluationProblem, batch_size: int = BATCH) -> Callable[[], None]:
     """Return a turn of a Python loop over mixtures and batches in PyTorch."""
     import torch
     from torch.func import functional_call
@@ -138,7 +138,7 @@ def ways_to_multiply() -> dict[str, Callable[[], Any]]:
     return {"XLA": lambda: multiply(on_device, on_device).block_until_ready(), "NumPy": lambda: matrix @ matrix}
 
 
-def compare(name: str, config: EvaluationConfig) -> list[Row]:
+def compare(name: str, config: EvaluationConfig) -> list[TableRow]:
     """Time all ways for one network, and return their rows."""
     problem, flop = make_problem(name, config)
     ways: dict[str, Callable[[], Any]] = {"evaluate": way_of_ours(problem)}

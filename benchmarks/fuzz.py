@@ -34,8 +34,8 @@ from mcomb.matching.activations import correlations, match_activations
 from mcomb.runtime.progress import progress_bar, say
 from tests.helpers.programs import Program
 
-TOLERANCE = 1e-7  # relative to the largest entry: the limit of accumulated rounding errors in double precision
-ROUNDING = 1e-13  # absolute, because numbers in these programs are about one: a smaller difference counts as zero
+FUZZ_TOLERANCE = 1e-7  # relative to the largest entry: the limit of accumulated rounding errors in double precision
+ROUNDING_ERROR = 1e-13  # absolute, because numbers in these programs are about one: a smaller difference counts as zero
 TRIALS = 64  # samples at once of parameters that differ only by rounding errors
 MOST_TRIALS = 64 * TRIALS  # enough for a dozen choices that rounding errors decide independently
 
@@ -98,12 +98,12 @@ def check_program(program: Program) -> PermutationSpec:
         try:
             before, *others = results_of(run, networks, x)
             changed = [distance(after, before) for after in others]
-            if max(changed) > TOLERANCE:
+            if max(changed) > FUZZ_TOLERANCE:
                 rng = np.random.default_rng(program.seed)
-                unexplained = [after for after, off in zip(others, changed, strict=True) if off > TOLERANCE]
+                unexplained = [after for after, off in zip(others, changed, strict=True) if off > FUZZ_TOLERANCE]
                 for _ in range(0, MOST_TRIALS, TRIALS):
                     similar = results_of(run, [jax.tree.map(partial(rounded, rng), exact) for _ in range(TRIALS)], x)
-                    unexplained = [o for o in unexplained if min(distance(o, one) for one in similar) > TOLERANCE]
+                    unexplained = [o for o in unexplained if min(distance(o, one) for one in similar) > FUZZ_TOLERANCE]
                     if not unexplained:
                         raise DecidedByRoundings
                 raise Unsound(f"the function changes by {max(changed):.1e}")
@@ -167,7 +167,7 @@ def check_matching_and_repair(program: Program, spec: PermutationSpec) -> None:
 def distance(found: Any, wanted: Any) -> float:
     """Return the largest difference relative to the largest entry, or infinity if infinities or NaNs differ.
 
-    Return zero for a difference below `ROUNDING`, such as that of the smallest singular value of a singular matrix.
+    Return zero for a difference below `ROUNDING_ERROR`, such as the smallest singular value of a singular matrix.
     """
     found, wanted = np.asarray(found), np.asarray(wanted)
     other, wanted_other = (np.where(np.isfinite(values), 0, values) for values in (found, wanted))
@@ -175,7 +175,7 @@ def distance(found: Any, wanted: Any) -> float:
         return float("inf")
     found, wanted = found[np.isfinite(found)], wanted[np.isfinite(wanted)]
     off, largest = (np.abs(values).max(initial=0) for values in (found - wanted, wanted))
-    if off <= ROUNDING:
+    if off <= ROUNDING_ERROR:
         return 0.0
     return float(off / largest) if largest else float("inf")
 

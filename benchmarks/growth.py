@@ -22,7 +22,7 @@ from matplotlib.ticker import EngFormatter
 
 from benchmarks.apart import measure_apart, peak_memory
 from benchmarks.random_data import random_data
-from benchmarks.tables import Row, show
+from benchmarks.tables import TableRow, show
 from mcomb.combination import uniform
 from mcomb.evaluation.evaluate import evaluate
 from mcomb.keys import stream
@@ -34,7 +34,7 @@ from mcomb.runtime.progress import progress_bar
 
 
 @dataclass(frozen=True)
-class Point:
+class GrowthPoint:
     """One evaluation to time."""
 
     setup: str
@@ -56,7 +56,7 @@ class GrowthConfig:
     out: Annotated[Path | None, Flag("folder for growth.json, growth.png and growth.pdf")] = None
 
 
-def measure(point: Point) -> Row:
+def measure(point: GrowthPoint) -> TableRow:
     """Return the seconds of one evaluation, the number of parameters, and the peak memory in bytes."""
     jax.config.update("jax_num_cpu_devices", point.devices)
     setup = SETUPS[point.setup]
@@ -79,7 +79,7 @@ def slope(x: Any, y: Any) -> float:
     return float(np.polyfit(np.log(x), np.log(y), 1)[0]) if len(set(x)) > 1 else float("nan")
 
 
-def draw(series: dict[str, list[Row]], folder: Path) -> None:
+def draw(series: dict[str, list[TableRow]], folder: Path) -> None:
     """Draw each series on logarithmic axes of equal scale, with its fitted slope."""
     panels = [(name, name, "seconds") for name in series] + [("width", "parameters", "megabytes")]
     short = EngFormatter(sep="")
@@ -107,7 +107,7 @@ def main(config: GrowthConfig) -> None:
     """Print the table and the slopes, and write the table and the figure if requested."""
     if config.out:
         config.out.mkdir(parents=True, exist_ok=True)
-    base = Point(config.setup)
+    base = GrowthPoint(config.setup)
     points = {
         "width": [replace(base, width=width) for width in config.widths],
         "combinations": [replace(base, combinations=count) for count in config.combinations],
@@ -115,12 +115,12 @@ def main(config: GrowthConfig) -> None:
         "devices": [replace(base, devices=count) for count in config.devices],
     }
     each = list(dict.fromkeys(point for its_points in points.values() for point in its_points))
-    measured: dict[Point, Row] = {}
+    measured: dict[GrowthPoint, TableRow] = {}
     with progress_bar(len(each), "point", "measuring") as bar:
         for point in each:  # a point may belong to several series
             measured[point] = measure_apart(measure, point)
             bar.update()
-    series: dict[str, list[Row]] = {
+    series: dict[str, list[TableRow]] = {
         name: [{"series": name, **vars(point), **measured[point]} for point in its_points]
         for name, its_points in points.items()
     }

@@ -21,14 +21,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.tables import Row, show
+from benchmarks.tables import TableRow, show
 from mcomb.keys import stream
 from mcomb.lab import cli
 from mcomb.lab.cli import Flag
 from mcomb.matching import weights
 from mcomb.symmetry.derive import derive_spec
 
-NOISE = 0.3  # in standard deviations of a leaf
+HEAD_NOISE = 0.3  # in standard deviations of a leaf
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,12 @@ def make_params(stream_size: int, config: HeadsConfig, seed: int) -> Any:
     return {"embed": draw(100, n), "layers": [layer() for _ in range(config.layers)], "head": draw(n, 10)}
 
 
-def measure(stream_size: int, kind: str, config: HeadsConfig) -> Row:
+def measure(stream_size: int, kind: str, config: HeadsConfig) -> TableRow:
     """Return the CPU seconds of one matching, in total and for families."""
     a, b = (make_params(stream_size, config, seed) for seed in (0, 1))
     spec = derive_spec(transformer, a, jnp.zeros((1, 4), jnp.int32))
     if kind == "permuted":
-        noisy = jax.tree.map(lambda x, y: x + NOISE * y, a, b)
+        noisy = jax.tree.map(lambda x, y: x + HEAD_NOISE * y, a, b)
         b = jax.device_get(spec.apply(spec.random(stream(0)), noisy))
     seconds: dict[str, float] = collections.defaultdict(float)
     inside: list[str] = []

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from benchmarks.tables import Row, show
+from benchmarks.tables import TableRow, show
 from mcomb.errors import UserError
 from mcomb.lab import cli
 from mcomb.lab.cli import Flag
@@ -36,7 +36,7 @@ class MainJobConfig:
     json: Annotated[Path | None, Flag("JSON file for the table")] = None
 
 
-def measure(config: MainJobConfig) -> list[Row]:
+def measure(config: MainJobConfig) -> list[TableRow]:
     """Return the seconds of each part of the run, then the time to the first bar and the CPU seconds."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "experiments.uniform", "--setup", config.setup, "--width", str(config.width)]
@@ -58,7 +58,7 @@ def measure(config: MainJobConfig) -> list[Row]:
         (path,) = Path(folder).rglob("results.json")
         durations = json.loads(path.read_text())["durations"]
     parts = durations | {"imports, figure and all else": seconds - sum(durations.values()), "in all": seconds}
-    rows: list[Row] = [{"": part, "seconds": taken, "of all": taken / seconds} for part, taken in parts.items()]
+    rows: list[TableRow] = [{"": part, "seconds": taken, "of all": taken / seconds} for part, taken in parts.items()]
     cpu = {"to the first bar": first_bar, "to the first bar, CPU": start_cpu}
     cpu |= {"in all, CPU": usage.ru_utime + usage.ru_stime}
     return rows + [{"": part, "seconds": taken, "of all": taken / seconds} for part, taken in cpu.items()]

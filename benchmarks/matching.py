@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from benchmarks.tables import Row, leave
+from benchmarks.tables import TableRow, leave
 from mcomb.errors import UserError
 from mcomb.io.checkpoints import read_checkpoint, write_checkpoint
 from mcomb.lab import cli
@@ -102,8 +102,8 @@ def reference(spec: PermutationSpec, a: Params, b: Params, seed: int = 0) -> Mat
     return Matching(perms, objective(spec, a, b, perms), tuple(trace), solved=visits)
 
 
-Matcher = Callable[..., Matching]
-MATCHERS: dict[str, Matcher] = {
+TimedMatcher = Callable[..., Matching]
+TIMED_MATCHERS: dict[str, TimedMatcher] = {
     "reference": reference,
     "ours": match_weights,
     "coarse": partial(match_weights, coarse=True),
@@ -164,11 +164,11 @@ class Measured:
 
 def measure(repeats: int, *problem: Any) -> dict[str, Measured]:
     """Call all matchers in turn with one problem, `repeats` times each."""
-    runs = {name: Measured() for name in MATCHERS}
+    runs = {name: Measured() for name in TIMED_MATCHERS}
     for _, (name, run) in itertools.product(range(repeats), runs.items()):
         with peak_memory() as peak:
             start = time.perf_counter()
-            run.found = MATCHERS[name](*problem)
+            run.found = TIMED_MATCHERS[name](*problem)
             run.seconds.append(time.perf_counter() - start)
         run.megabytes += peak
     return runs
@@ -188,7 +188,7 @@ def main(config: MatchingConfig) -> None:
     print(
         LINE.format("setup", "width", "matcher", "seconds", "faster", "sweeps", "solved", "skipped", "MB", "objective")
     )
-    rows: list[Row] = []
+    rows: list[TableRow] = []
     for setup, width in itertools.product(config.setups, config.widths):
         where: Any = {"data_dir": config.data_dir, "out": config.out, "pretrained": config.pretrained}
         store = Store(Config(setup=setup, width=width, **where))
@@ -201,7 +201,7 @@ def main(config: MatchingConfig) -> None:
             height = objective(spec, a, b, found.perms)
             numbers = len(found.trace) - 1, found.solved, found.skipped, f"{run.megabytes[0]:.0f}", f"{height:.4f}"
             print(LINE.format(setup, width, name, seconds, faster, *numbers), flush=True)
-            measured: Row = {"seconds": run.seconds, "faster": ratios.tolist(), "megabytes": run.megabytes}
+            measured: TableRow = {"seconds": run.seconds, "faster": ratios.tolist(), "megabytes": run.megabytes}
             rows.append({"setup": setup, "width": width, "matcher": name, **measured, "objective": height})
         theirs, ours = runs["reference"], runs["ours"]
         best, limit = min(ours.seconds), product_seconds(spec, a)
@@ -213,7 +213,7 @@ def main(config: MatchingConfig) -> None:
             flush=True,
         )
         if not np.isclose(ours.found.objective, theirs.found.objective, rtol=CLOSE, atol=0):
-            raise UserError(f"{setup}, width {width}: the two objectives differ by more than {CLOSE:g}")
+            raise UserError(f"{setup}, width {width}: objectives differ by more than {CLOSE:g}: report this to mcomb.")
     leave(rows, config.json)
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.apart import measure_apart, peak_memory
 from benchmarks.random_data import random_data
-from benchmarks.tables import Row, show
+from benchmarks.tables import TableRow, show
 from mcomb.combination import Distribution, Draw, uniform
 from mcomb.evaluation.evaluate import evaluate
 from mcomb.evaluation.repair import repaired
@@ -34,11 +34,11 @@ from mcomb.matching.weights import match_weights
 from mcomb.runtime.progress import progress_bar
 from mcomb.trees import Apply
 
-TASKS = ("evaluation", "weights", "activations", "ste", "repair")
+MEASURED_TASKS = ("evaluation", "weights", "activations", "ste", "repair")
 
 
 @dataclass(frozen=True)
-class Point:
+class MemoryPoint:
     """One task to measure."""
 
     task: str
@@ -54,7 +54,7 @@ class Point:
 class MemoryConfig:
     """Flags of the benchmark."""
 
-    tasks: Annotated[tuple[str, ...], Flag("tasks to measure", choices=TASKS)] = TASKS
+    tasks: Annotated[tuple[str, ...], Flag("tasks to measure", choices=MEASURED_TASKS)] = MEASURED_TASKS
     setup: Annotated[str, Flag("which networks", choices=tuple(SETUPS))] = "resnet20-cifar10"
     widths: Annotated[tuple[int, ...], Flag("width multipliers", at_least=1)] = (4, 8)
     devices: Annotated[tuple[int, ...], Flag("numbers of devices that share the cores", at_least=1)] = (1, 2)
@@ -64,7 +64,7 @@ class MemoryConfig:
     json: Annotated[Path | None, Flag("JSON file for the table")] = None
 
 
-def measure(point: Point) -> list[Row]:
+def measure(point: MemoryPoint) -> list[TableRow]:
     """Return the seconds and the peak memory up to the end of each stage of a task."""
     jax.config.update("jax_num_cpu_devices", point.devices)
     setup = SETUPS[point.setup]
@@ -72,7 +72,7 @@ def measure(point: Point) -> list[Row]:
     images, labels = random_data(setup, point.images)
     shares = np.full(point.combinations, 0.5, np.float32)
     keys = jax.random.split(stream(0), point.combinations)
-    before, start, stages = peak_memory(), time.perf_counter(), list[Row]()
+    before, start, stages = peak_memory(), time.perf_counter(), list[TableRow]()
     a, b = (jax.device_get(setup.init(point.width, seed)) for seed in (0, 1))
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(a))
 
@@ -110,12 +110,12 @@ def measure(point: Point) -> list[Row]:
 def main(config: MemoryConfig) -> None:
     """Print the table, and write it to `--json` if given."""
     points = [
-        Point(task, config.setup, width, devices, config.combinations, config.images, config.batch_size)
+        MemoryPoint(task, config.setup, width, devices, config.combinations, config.images, config.batch_size)
         for width in config.widths
         for devices in config.devices
         for task in config.tasks
     ]
-    rows: list[Row] = []
+    rows: list[TableRow] = []
     with progress_bar(len(points), "task", "measuring") as bar:
         for point in points:
             networks, *stages = measure_apart(measure, point)

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import jax
 import numpy as np
 
-from benchmarks.tables import Row, show
+from benchmarks.tables import TableRow, show
 from mcomb.combination import Draw, linear, uniform
 from mcomb.evaluation.barriers import barrier
 from mcomb.evaluation.evaluate import Metrics, evaluate, score
@@ -46,7 +46,7 @@ class PrecisionConfig:
     json: Annotated[Path | None, Flag("JSON file for the table")] = None
 
 
-def compare(name: str, config: PrecisionConfig) -> list[Row]:
+def compare(name: str, config: PrecisionConfig) -> list[TableRow]:
     """Evaluate the networks of one setup in both dtypes, and return the rows."""
     chosen: dict[str, Any] = {key: getattr(config, key) for key in ("width", "epochs", "pretrained", "data_dir", "out")}
     store = Store(Config(setup=name, **chosen))
@@ -57,7 +57,7 @@ def compare(name: str, config: PrecisionConfig) -> list[Row]:
         "linear": (linear, np.linspace(0, 1, config.points, dtype=np.float32)),
         "uniform": (uniform, np.full(config.samples, 0.5, np.float32)),
     }
-    rows: list[Row] = []
+    rows: list[TableRow] = []
     for sweep, (draw, values) in sweeps.items():
         keys = jax.random.split(stream(0, sweep), len(values))
         for variant, b in {"naive": networks["B"].params, "aligned": aligned}.items():
@@ -70,7 +70,7 @@ def compare(name: str, config: PrecisionConfig) -> list[Row]:
     return rows
 
 
-def changes(metric: str, found: Mapping[str, tuple[Metrics, list[Metrics]]]) -> Row:
+def changes(metric: str, found: Mapping[str, tuple[Metrics, list[Metrics]]]) -> TableRow:
     """Return the barriers of a metric, and the changes of barrier, combinations and networks."""
     combinations = [getattr(measured, metric) for measured, _ in found.values()]
     networks = [np.array([getattr(one, metric) for one in ends]) for _, ends in found.values()]

@@ -28,7 +28,7 @@ GROUPED: Shapes = [(2,), (2, 2), (2, 8)]
 TEXT = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 TEXT["max_position_embeddings"] = 16
 DECODER = TEXT | {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
-GROUPS = DECODER | {"num_key_value_heads": 2}
+GROUPED_DECODER = DECODER | {"num_key_value_heads": 2}
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 VISION |= {"image_size": 32, "patch_size": 8}
 BOTH = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
@@ -80,7 +80,7 @@ class Family:
 
 
 MASKED = ("input_ids", "attention_mask")
-IMAGE = ("pixel_values",)
+PIXELS = ("pixel_values",)
 GATED = "stream; groups; queries over groups; value dimensions over groups; MLP"
 FAMILIES = {
     # Causal language models: the stream, then attention and the MLP of each of two layers.
@@ -96,13 +96,19 @@ FAMILIES = {
         [(32,), *2 * [*HEADS, (48,)]],
         MASKED,
     ),
-    "Llama": Family("LlamaForCausalLM", GROUPS, [(32,), *2 * [*GROUPED, (48,)]], MASKED, GATED),
-    "Mistral": Family("MistralForCausalLM", GROUPS, [(32,), *2 * [*GROUPED, (48,)]], text=GATED),
-    "Qwen2": Family("Qwen2ForCausalLM", GROUPS, [(32,), *2 * [*GROUPED, (48,)]], MASKED, GATED),
-    "Qwen3": Family("Qwen3ForCausalLM", {**GROUPS, "head_dim": 8}, [(32,), *2 * [*GROUPED, (48,)]], text=GATED),
-    "Gemma": Family("GemmaForCausalLM", {**GROUPS, "head_dim": 8}, [(32,), *2 * [*GROUPED, (48,)]], text=GATED),
-    "Gemma 2": Family("Gemma2ForCausalLM", {**GROUPS, "head_dim": 8}, [(32,), *2 * [*GROUPED, (48,)]], text=GATED),
-    "Phi-3": Family("Phi3ForCausalLM", GROUPS, [(32,), *2 * [*GROUPED, (48,)]], text=GATED),
+    "Llama": Family("LlamaForCausalLM", GROUPED_DECODER, [(32,), *2 * [*GROUPED, (48,)]], MASKED, GATED),
+    "Mistral": Family("MistralForCausalLM", GROUPED_DECODER, [(32,), *2 * [*GROUPED, (48,)]], text=GATED),
+    "Qwen2": Family("Qwen2ForCausalLM", GROUPED_DECODER, [(32,), *2 * [*GROUPED, (48,)]], MASKED, GATED),
+    "Qwen3": Family(
+        "Qwen3ForCausalLM", {**GROUPED_DECODER, "head_dim": 8}, [(32,), *2 * [*GROUPED, (48,)]], text=GATED
+    ),
+    "Gemma": Family(
+        "GemmaForCausalLM", {**GROUPED_DECODER, "head_dim": 8}, [(32,), *2 * [*GROUPED, (48,)]], text=GATED
+    ),
+    "Gemma 2": Family(
+        "Gemma2ForCausalLM", {**GROUPED_DECODER, "head_dim": 8}, [(32,), *2 * [*GROUPED, (48,)]], text=GATED
+    ),
+    "Phi-3": Family("Phi3ForCausalLM", GROUPED_DECODER, [(32,), *2 * [*GROUPED, (48,)]], text=GATED),
     # Half of each head's eight dimensions are rotary. The other four can be permuted in queries and keys.
     "Phi": Family(
         "PhiForCausalLM",
@@ -135,7 +141,7 @@ FAMILIES = {
     # The experts of each layer, and the units of each expert.
     "Mixtral": Family(
         "MixtralForCausalLM",
-        {**GROUPS, "num_local_experts": 4},
+        {**GROUPED_DECODER, "num_local_experts": 4},
         [(32,), *2 * [*GROUPED, (4,), (4, 48)]],
         text="stream; groups; queries and value dimensions over groups; experts; units over experts",
     ),
@@ -186,15 +192,15 @@ FAMILIES = {
         [(32,), *3 * HEADS, (48,), (40,)],
         ("input_ids", "decoder_input_ids"),
     ),
-    "ViT": Family("ViTForImageClassification", VISION, [(32,), *2 * [*HEADS, (48,)]], IMAGE),
-    "DeiT": Family("DeiTForImageClassification", VISION, [(32,), *2 * [*HEADS, (48,)]], IMAGE),
-    "DINOv2": Family("Dinov2ForImageClassification", {**VISION, "mlp_ratio": 2}, [(32,), *2 * [*HEADS, (64,)]], IMAGE),
+    "ViT": Family("ViTForImageClassification", VISION, [(32,), *2 * [*HEADS, (48,)]], PIXELS),
+    "DeiT": Family("DeiTForImageClassification", VISION, [(32,), *2 * [*HEADS, (48,)]], PIXELS),
+    "DINOv2": Family("Dinov2ForImageClassification", {**VISION, "mlp_ratio": 2}, [(32,), *2 * [*HEADS, (64,)]], PIXELS),
     # One stream for each of two stages. The first stage has one layer; the second has two and is twice as wide.
     "Swin": Family(
         "SwinForImageClassification",
         {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [1, 2], "num_heads": [2, 4], "window_size": 4},
         [(16,), (2,), (2, 8), (2, 8), (64,), (32,), *2 * [*HEADS, (128,)]],
-        IMAGE,
+        PIXELS,
         "stream of each stage; heads; query-key and value dimensions; MLP",
     ),
     # For each stage, the stream and the hidden units of one block.
@@ -202,7 +208,7 @@ FAMILIES = {
         "ConvNextForImageClassification",
         {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2},
         [(8,), (32,), (16,), (64,)],
-        IMAGE,
+        PIXELS,
         "channels of each stage; channels inside each block",
     ),
     # For each stage, the stream and the hidden units of one block. The first stage shares the stream of the stem.
@@ -210,7 +216,7 @@ FAMILIES = {
         "ResNetForImageClassification",
         {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"},
         [(8,), (8,), (16,), (16,)],
-        IMAGE,
+        PIXELS,
         "channels of each stage; channels inside each block",
     ),
     # The stem; for each stage, the stream and two hidden layers of one block.
@@ -218,7 +224,7 @@ FAMILIES = {
         "ResNetForImageClassification",
         {"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [1, 1], "layer_type": "bottleneck"},
         [(8,), (16,), (4,), (4,), (32,), (8,), (8,)],
-        IMAGE,
+        PIXELS,
         "channels of each stage; channels inside each block",
     ),
     # For text and for images, the stream and two layers. The projections are outputs, which are frozen.

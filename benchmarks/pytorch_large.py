@@ -43,9 +43,9 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 SIZES["tiny"] |= {"vocab_size": 1000}
 SIZES["1B"] |= {"num_key_value_heads": 4, "vocab_size": 64000}
-METHODS = ("average", "slerp", "ties")
+LARGE_METHODS = ("average", "slerp", "ties")
 SCALE = 0.02  # standard deviation of A's weights
-NOISE = 0.5  # standard deviation of B's noise, relative to the weights
+NOISE_OF_B = 0.5  # standard deviation of B's noise, relative to the weights
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def write_networks(folder: Path) -> None:
 
     def compute(name: str) -> np.ndarray:
         leaf = spec.permute_array(perms, spec.axes[name], shard.tensors[name].read())
-        noise = torch.empty(leaf.shape).normal_(0, NOISE * SCALE, generator=random)
+        noise = torch.empty(leaf.shape).normal_(0, NOISE_OF_B * SCALE, generator=random)
         return noise.numpy().__iadd__(leaf).astype(leaf.dtype)
 
     write_shard(folder / "b" / SINGLE, shard, compute)
@@ -164,10 +164,10 @@ def main(flags: LargeConfig) -> None:
     write_networks(folder)
     a, b, aligned = (str(folder / name) for name in ("a", "b", "aligned"))
     run(["align", a, b, aligned])
-    for method in METHODS:
+    for method in LARGE_METHODS:
         base = ["--base", a] if method in BASED_METHODS else []
         found = run(["merge", a, aligned, str(folder / method), "--method", method, *base])
-    best = 1 / np.sqrt(1 + NOISE**2)
+    best = 1 / np.sqrt(1 + NOISE_OF_B**2)
     print(f"cosine similarity of A and the aligned B: {found['similarity']:.4f}; at best {best:.4f}")
 
 

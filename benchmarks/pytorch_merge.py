@@ -24,8 +24,8 @@ from mcomb.lab.data.text import CONTEXT, SYMBOLS, encode, read_topics
 from mcomb.pytorch import align, from_module, merge, to_arrays, to_module
 
 SHARES = np.linspace(0, 1, 5)
-METHODS: tuple[str | mcomb.Method, ...] = ("average", "slerp", "refit", mcomb.learned(per="unit", steps=100))
-MATCHERS = {
+MEASURED_METHODS: tuple[str | mcomb.Method, ...] = ("average", "slerp", "refit", mcomb.learned(per="unit", steps=100))
+NETWORK_MATCHERS = {
     "resnet": {"weights": mcomb.weights()},
     "gpt2": {"weights": mcomb.weights(restarts=8), "activations": mcomb.activations()},
 }
@@ -35,7 +35,7 @@ MATCHERS = {
 class PytorchMergeConfig:
     """Flags of the benchmark."""
 
-    network: Annotated[str, Flag("which networks", choices=tuple(MATCHERS))] = "resnet"
+    network: Annotated[str, Flag("which networks", choices=tuple(NETWORK_MATCHERS))] = "resnet"
     width: Annotated[int | None, Flag("channels or dimensions; by default 16 for ResNets and 64 for GPT-2", 1)] = None
     steps: Annotated[int | None, Flag("training steps; by default 500 for ResNets and 800 for GPT-2", 1)] = None
     seed: Annotated[int, Flag("seed of A; that of B is one more", 0)] = 0
@@ -195,15 +195,15 @@ def main(flags: PytorchMergeConfig) -> None:
     print(f"trained two networks in PyTorch in {time.perf_counter() - start:.0f} s", flush=True)
 
     modules = {"A": a, "naive": b}
-    for name, matcher in MATCHERS[flags.network].items():
+    for name, matcher in NETWORK_MATCHERS[flags.network].items():
         start = time.perf_counter()
         modules[name] = align(a, b, *data.held_out, matcher=matcher)
         print(f"aligned by {name} in {time.perf_counter() - start:.1f} s", flush=True)
     measure_barriers(flags, modules, data)
 
-    best = modules[list(MATCHERS[flags.network])[-1]]
+    best = modules[list(NETWORK_MATCHERS[flags.network])[-1]]
     rows = {"A": a, "B": b, "aligned B": best, "naive average": merge((a, b), *data.held_out, method="average")}
-    for method in METHODS:
+    for method in MEASURED_METHODS:
         name = method if isinstance(method, str) else method.name
         rows[name] = merge((a, best), *data.held_out, method=method)
     apply = from_module(a)[0]

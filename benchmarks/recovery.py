@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import derivation, fuzz
+from benchmarks.derivation import Shape
 from mcomb import PermutationSpec, derive_spec
 from mcomb.lab import cli
 from mcomb.lab.cli import Flag
@@ -31,10 +32,9 @@ from mcomb.runtime.progress import progress_bar
 from mcomb.trees import map_named
 from tests.helpers.programs import Program
 
-EXAMPLES = 64
+MATCHED_EXAMPLES = 64
 NOISE = 1e-3
 EQUAL = 1e-4  # relative to the score of the planted permutation
-Shape = jax.ShapeDtypeStruct
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class RecoveryConfig:
     programs: Annotated[int, Flag("number of random programs", at_least=0)] = 100
 
 
-class Network(NamedTuple):
+class PlantedNetwork(NamedTuple):
     """A function, its spec, parameters and inputs."""
 
     fn: Callable[..., Any]
@@ -86,7 +86,7 @@ def random_params(shapes: Any, rng: np.random.Generator) -> Any:
 def kinds() -> Iterator[tuple[str, derivation.Problem]]:
     """Yield the name and the problem of each kind of network."""
     tokens, images = Shape((2, 16), jnp.int32), Shape((2, 32, 32, 3), jnp.float32)
-    yield "transformer", derivation.linen(derivation.Transformer(2), tokens)
+    yield "transformer", derivation.linen(derivation.PlainTransformer(2), tokens)
     yield "grouped queries", derivation.Problem(grouped_queries, grouped_query_shapes(), Shape((2, 5), jnp.int32))
     yield "ResNet", derivation.linen(derivation.ResNet((1, 1, 1, 1)), images)
     yield "DenseNet", derivation.linen(derivation.DenseNet((2, 2)), images)
@@ -96,17 +96,17 @@ def kinds() -> Iterator[tuple[str, derivation.Problem]]:
         yield name.split("-")[0], derivation.Problem(setup.apply(1), setup.shapes(1), shape)
 
 
-def networks_of(problem: derivation.Problem, count: int) -> Iterator[Network]:
+def networks_of(problem: derivation.Problem, count: int) -> Iterator[PlantedNetwork]:
     """Yield random networks of one kind."""
     spec = derive_spec(*problem)
     for seed in range(count):
         rng = np.random.default_rng(seed)
-        shape, dtype = (EXAMPLES, *problem.inputs.shape[1:]), problem.inputs.dtype
+        shape, dtype = (MATCHED_EXAMPLES, *problem.inputs.shape[1:]), problem.inputs.dtype
         inputs = rng.integers(0, 4, shape) if dtype == jnp.int32 else rng.standard_normal(shape)
-        yield Network(problem.fn, spec, random_params(problem.params, rng), inputs.astype(dtype))
+        yield PlantedNetwork(problem.fn, spec, random_params(problem.params, rng), inputs.astype(dtype))
 
 
-def programs(count: int) -> Iterator[Network]:
+def programs(count: int) -> Iterator[PlantedNetwork]:
     """Yield random programs that have permutations and that JAX can map over examples."""
     seed = -1
     while count:
@@ -121,7 +121,9 @@ def programs(count: int) -> Iterator[Network]:
 
         rng = np.random.default_rng(seed)
         params = random_params({name: Shape(shape, jnp.float32) for name, shape in program.shapes.items()}, rng)
-        yield Network(apply, spec, params, rng.standard_normal((EXAMPLES, *program.input.shape), np.float32))
+        yield PlantedNetwork(
+            apply, spec, params, rng.standard_normal((MATCHED_EXAMPLES, *program.input.shape), np.float32)
+        )
         count -= 1
 
 
@@ -132,7 +134,7 @@ def add_noise(params: Any, rng: np.random.Generator) -> Any:
     )
 
 
-def try_all(network: Network, seed: int) -> dict[str, str]:
+def try_all(network: PlantedNetwork, seed: int) -> dict[str, str]:
     """Return whether each matcher finds, ties or misses a planted permutation."""
     fn, spec, a, x = network
     planted = spec.random(jax.random.key(seed))

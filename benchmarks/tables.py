@@ -9,17 +9,17 @@ from mcomb.lab.environment import environment
 from mcomb.lab.tables import columns
 from mcomb.runtime.devices import describe_devices
 
-Row = Mapping[str, Any]
+TableRow = Mapping[str, Any]
 
 
-def show(rows: Sequence[Row], json: Path | None = None) -> None:
+def show(rows: Sequence[TableRow], json: Path | None = None) -> None:
     """Print rows with the same keys as a table, and write them to `json` if given."""
     head = tuple(rows[0])
     print(columns([head, *(tuple(_written(row[name]) for name in head) for row in rows)]), flush=True)
     leave(rows, json)
 
 
-def leave(rows: Sequence[Row], json: Path | None) -> None:
+def leave(rows: Sequence[TableRow], json: Path | None) -> None:
     """Write rows, the devices and the environment to `json` if given."""
     if json:
         json.parent.mkdir(parents=True, exist_ok=True)

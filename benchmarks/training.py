@@ -42,7 +42,7 @@ OPTIMIZER = optax.chain(optax.add_decayed_weights(DECAY), optax.sgd(RATE, moment
 
 
 @dataclass(frozen=True)
-class TrainingConfig:
+class TrainingSpeedConfig:
     """Flags of the benchmark."""
 
     setups: Annotated[tuple[str, ...], Flag("setups to train", choices=tuple(SETUPS))] = (
@@ -125,7 +125,7 @@ def way_of_pytorch(setup: Setup, width: int, steps: int, data: Any, threads: int
     return turn
 
 
-def main(config: TrainingConfig) -> None:
+def main(config: TrainingSpeedConfig) -> None:
     """Print a table for each setup and width."""
     has_torch = importlib.util.find_spec("torch") is not None
     print(f"{describe_devices()}, examples/s" + ("" if has_torch else "; torch is not installed"), flush=True)
@@ -155,4 +155,4 @@ def main(config: TrainingConfig) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(lambda: main(cli.parse(TrainingConfig, __doc__ or "")))
+    cli.run(lambda: main(cli.parse(TrainingSpeedConfig, __doc__ or "")))

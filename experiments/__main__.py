@@ -28,10 +28,12 @@ from mcomb.runtime.progress import coloured, show, show_json
 from . import decay, gauge, generate, pretrained, report, train
 from .width import WidthConfig
 
-EXPERIMENTS = (*dict.fromkeys(report.ORDER), decay, gauge)
+LISTED_EXPERIMENTS = (*dict.fromkeys(report.ORDER), decay, gauge)
 PROGRAMS = (train, report, generate, pretrained)
-SHOWN = 3  # the maximum number of other runs listed for each experiment
-OTHERS = [name for name, flag in cli.flags(WidthConfig).items() if not flag.identity and name not in ("out", "json")]
+SHOWN_RUNS = 3  # the maximum number of other runs listed for each experiment
+IGNORED_FLAGS = [
+    name for name, flag in cli.flags(WidthConfig).items() if not flag.identity and name not in ("out", "json")
+]
 
 
 def first_line(module: ModuleType) -> str:
@@ -47,7 +49,7 @@ def name_of(module: ModuleType) -> str:
 def list_experiments(config: WidthConfig) -> list[dict[str, Any]]:
     """Return the name, description, command and state of each experiment."""
     listed = []
-    for module in EXPERIMENTS:
+    for module in LISTED_EXPERIMENTS:
         experiment = module.EXPERIMENT
         about = {"name": experiment.name, "about": first_line(module)}
         try:
@@ -95,8 +97,8 @@ def other_runs(listed: list[dict[str, Any]]) -> list[str]:
     found = []
     for entry in listed:
         if entry["others"]:
-            shown = [flags if i < SHOWN else "" for i, flags in enumerate(entry["others"])]
-            more = f"; and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
+            shown = [flags if i < SHOWN_RUNS else "" for i, flags in enumerate(entry["others"])]
+            more = f"; and {len(shown) - SHOWN_RUNS} more" if len(shown) > SHOWN_RUNS else ""
             found += textwrap.wrap(
                 f"{entry['name']}: {'; '.join(filter(None, shown))}{more}",
                 TABLE_WIDTH,
@@ -109,7 +111,7 @@ def other_runs(listed: list[dict[str, Any]]) -> list[str]:
 
 def main(argv: list[str] | None = None) -> None:
     """Print the list."""
-    config = parse_flags(WidthConfig, __doc__ or "", argv, setups_help(), "python -m experiments", OTHERS)
+    config = parse_flags(WidthConfig, __doc__ or "", argv, setups_help(), "python -m experiments", IGNORED_FLAGS)
     listed, places = list_experiments(config), other_places(config)
     programs = [{"name": name_of(module), "about": first_line(module)} for module in PROGRAMS]
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else TABLE_WIDTH

@@ -26,7 +26,9 @@ from mcomb.lab.setups import SETUPS
 
 from . import bernoulli, hyperplane, linear, subcube, uniform
 
-SWEEPS = {module.EXPERIMENT.name: module.EXPERIMENT for module in (bernoulli, subcube, hyperplane, uniform, linear)}
+FUNCTIONAL_SWEEPS = {
+    module.EXPERIMENT.name: module.EXPERIMENT for module in (bernoulli, subcube, hyperplane, uniform, linear)
+}
 FROM_A_TO_B = ("bernoulli", "subcube", "hyperplane", "linear")  # not uniform, which starts at the midpoint
 SUBSTANTIAL = 0.01  # of the test labels
 LARGEST_STEP = 0.35  # of the whole change from A to B; a larger step between neighbouring values is a jump
@@ -59,7 +61,7 @@ class FunctionalResults(Results):
 
 def sweeps(config: SweepConfig) -> Parts:
     """Return the five sweeps."""
-    return {name: (sweep, convert_config(config, sweep.config)) for name, sweep in SWEEPS.items()}
+    return {name: (sweep, convert_config(config, sweep.config)) for name, sweep in FUNCTIONAL_SWEEPS.items()}
 
 
 def measure(run: Run) -> FunctionalResults:

@@ -37,8 +37,9 @@ from mcomb.symmetry.folding import balancing
 from mcomb.symmetry.matrix_groups import Element, SymmetrySpec
 from mcomb.trees import Params
 
-SWEEPS = {"linear": (linear, 1.0), "uniform": (uniform, 0.5), "bernoulli": (bernoulli, 1.0)}  # with the last value
-MARKS = {"linear": ("o", "#0072B2"), "uniform": ("s", "#D55E00"), "bernoulli": ("D", "#CC79A7")}
+# The distribution and the last value of each sweep.
+GAUGE_SWEEPS = {"linear": (linear, 1.0), "uniform": (uniform, 0.5), "bernoulli": (bernoulli, 1.0)}
+GAUGE_MARKS = {"linear": ("o", "#0072B2"), "uniform": ("s", "#D55E00"), "bernoulli": ("D", "#CC79A7")}
 TRAINED, BALANCED, LEARNED = FIXED = ("as trained", "balanced", "learned")  # bases that are not random
 
 
@@ -66,13 +67,13 @@ def measure(run: Run) -> Curves:
     config, spec = run.config, run.store.symmetries
     assert isinstance(spec, SymmetrySpec)
     networks = run.networks["A"].params, run.align(B_TO_A)
-    combine, last = SWEEPS["uniform"]
+    combine, last = GAUGE_SWEEPS["uniform"]
     examples, apply = run.store.data.train.subset(MATCHING_EXAMPLES), run.store.apply
     learned = learn_basis(spec, networks, apply, *examples, combine, last, seed=config.seed, steps=config.basis_steps)
     elements: dict[str, Element] = {TRAINED: spec.identity(), BALANCED: balancing(spec, networks[0]), LEARNED: learned}
     elements |= {name: spec.random(stream(config.seed, "basis", name)) for name in bases(config)[len(FIXED) :]}
     tasks: dict[str, Task] = {}
-    for sweep, (combine, last) in SWEEPS.items():
+    for sweep, (combine, last) in GAUGE_SWEEPS.items():
         samples = 1 if sweep == "linear" else config.samples
         values = np.repeat(np.linspace(0, last, config.points, dtype=np.float32), samples)
         for basis, element in elements.items():
@@ -85,7 +86,7 @@ def judge(results: Curves) -> Verdict:
     """Answer whether both kinds of mixtures have lower test loss barriers as trained than in any random basis."""
     lost = {name: barrier["test"]["loss"] for name, barrier in results.barriers.items()}
     parts, answers = [], []
-    for sweep in SWEEPS:
+    for sweep in GAUGE_SWEEPS:
         of_basis = {name.partition(", ")[2]: loss for name, loss in lost.items() if name.startswith(f"{sweep}, ")}
         random = [loss for basis, loss in of_basis.items() if basis not in FIXED]
         answers += [of_basis[TRAINED] < min(random)] if sweep != "linear" else []
@@ -104,7 +105,7 @@ def draw(results: Curves, folder: AnyPath) -> None:
         panels = figure.subplots(1, len(METRICS), sharey=True)
         at = np.arange(len(names))[::-1]
         for axes, metric in zip(panels, METRICS, strict=True):
-            for (sweep, marker), offset in zip(MARKS.items(), (0.2, 0, -0.2), strict=True):
+            for (sweep, marker), offset in zip(GAUGE_MARKS.items(), (0.2, 0, -0.2), strict=True):
                 values, low, high = (
                     np.array([part.barriers[f"{sweep}, {basis}"]["test"][metric] for basis in names])
                     for part in (results, *spread(results))

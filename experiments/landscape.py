@@ -49,7 +49,7 @@ from mcomb.lab.tables import columns, with_range
 from mcomb.merging.learned_shares import GRANULARITIES, LearnedShares, learn_shares
 from mcomb.trees import Array, Params, map_named
 
-MARKS = {"midpoint": (0.5, 0.0), "learned": (0.5, 1.0)}  # positions on the slice
+SLICE_MARKS = {"midpoint": (0.5, 0.0), "learned": (0.5, 1.0)}  # positions on the slice
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def measure(run: Run) -> LandscapeResults:
         "slice": Task(blend, corners["aligned"], as_shares(grid.reshape(-1, 2))),
         "naive": Task(blend, corners["naive"], as_shares(path)),
     }
-    centre = np.full((config.scatter, 2), MARKS["midpoint"])
+    centre = np.full((config.scatter, 2), SLICE_MARKS["midpoint"])
     around = dict(zip(KINDS, (centre, *np.split(even_places(2 * config.scatter), 2)), strict=True))
     for name, kind in KINDS.items():
         given = (a, pairs["aligned"], shares), around[name].astype(np.float32)
@@ -225,7 +225,7 @@ def measure(run: Run) -> LandscapeResults:
         for name, kind in KINDS.items()
     }
     found: dict[str, Scores] = {}
-    for mark, (at_x, at_y) in MARKS.items():
+    for mark, (at_x, at_y) in SLICE_MARKS.items():
         column, row = np.flatnonzero(x == at_x)[0], np.flatnonzero(y == at_y)[0]
         found[mark] = _at(measured["slice"], row * len(x) + column)
         found[f"naive {mark}"] = _at(measured["naive"], row)
@@ -343,7 +343,7 @@ def _draw_slice(figure: Figure, axes: Any, results: LandscapeResults, metric: st
         style: Any = {"marker": marker, "s": 16, "edgecolors": "black", "linewidths": 0.5}
         axes.scatter(*places.T, c=own, label=f"{name}s (projected)", **style, **colours)
     box = {"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 1}
-    for name, place in {"A": (0, 0), "B": (1, 0), **MARKS}.items():
+    for name, place in {"A": (0, 0), "B": (1, 0), **SLICE_MARKS}.items():
         axes.plot(*place, "*" if name == "learned" else "X", color="white", markeredgecolor="black", markersize=8)
         axes.annotate(name, place, (0, 7), textcoords="offset points", ha="center").set_bbox(box)
     axes.set_ylabel("y: learned shares at 1")

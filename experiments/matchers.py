@@ -31,7 +31,7 @@ from mcomb.lab.runs.verdicts import Verdict, clearly_less
 from mcomb.lab.tables import columns
 from mcomb.matching.matchers import MATCHERS
 
-SWEEPS = {"linear": (linear, 1.0), "uniform": (uniform, 0.5)}  # the distribution and the last value
+MATCHER_SWEEPS = {"linear": (linear, 1.0), "uniform": (uniform, 0.5)}  # the distribution and the last value
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def measure(run: Run) -> MatchersResults:
     kept = {name: run.matchings[key] for name, key in keys.items()}
     pairs = {"naive": (a, b)} | {name: (a, run.align(key)) for name, key in keys.items()}
     tasks: dict[str, Task] = {}
-    for sweep, (combine, last) in SWEEPS.items():
+    for sweep, (combine, last) in MATCHER_SWEEPS.items():
         samples = 1 if sweep == "linear" else config.samples
         values = np.repeat(np.linspace(0, last, config.points, dtype=np.float32), samples)
         tasks |= {f"{sweep}, {name}": Task(combine, pair, values, rng_name=sweep) for name, pair in pairs.items()}
@@ -107,7 +107,7 @@ def judge(results: MatchersResults) -> Verdict:
     """Require that all matchers' barriers are at most half of the naive one and differ by at most a tenth of it."""
     barriers = {name: barrier["test"] for name, barrier in results.barriers.items()}
     close, below, sentences = True, True, []
-    for sweep in SWEEPS:
+    for sweep in MATCHER_SWEEPS:
         naive, three = barriers[f"{sweep}, naive"], {name: barriers[f"{sweep}, {name}"] for name in MATCHERS}
         below &= all(clearly_less(barrier, naive) for barrier in three.values())
         for metric in METRICS:

@@ -110,7 +110,7 @@ class MergeResults(Results):
     seen: dict[str, Number]
 
 
-class Merged(NamedTuple):
+class MergedFunction(NamedTuple):
     """A function and its parameters: one network, or for example an ensemble."""
 
     apply: Apply
@@ -144,12 +144,12 @@ class Pair(NamedTuple):
         return merge(self.apply, (self.a, self.aligned), *self.withheld, method=method, spec=self.run.store.spec).params
 
 
-Method = Callable[[Pair], Merged]
+ComparedMethod = Callable[[Pair], MergedFunction]
 
 
-def network(params: Callable[[Pair], Params]) -> Method:
+def network(params: Callable[[Pair], Params]) -> ComparedMethod:
     """Return a method whose result is one network."""
-    return lambda pair: Merged(pair.apply, params(pair))
+    return lambda pair: MergedFunction(pair.apply, params(pair))
 
 
 @dataclass(frozen=True)
@@ -169,13 +169,13 @@ def _with_bias(apply: Apply) -> Apply:
     return run
 
 
-def correct_bias(pair: Pair, params: Params) -> Merged:
+def correct_bias(pair: Pair, params: Params) -> MergedFunction:
     """Fit a network's output bias to the withheld examples, which are drawn from all groups alike."""
     apply, start = _with_bias(pair.apply), jnp.zeros(pair.run.store.setup.dataset.classes)
     how: Any = {"loss": cross_entropy, "batch_size": 100, "learning_rate": 0.1, "keep": None} | pair.learning
     how |= {"describe": "fitting the output bias"}
     found = descend(_Bias(), start, [(params, start)], apply, *pair.withheld, **how)
-    return Merged(apply, found.params)
+    return MergedFunction(apply, found.params)
 
 
 def best_sample(pair: Pair) -> Params:
@@ -188,19 +188,19 @@ def best_sample(pair: Pair) -> Params:
     return jax.jit(mix(uniform))(keys[losses.argmin()], halves[0], *both)
 
 
-def refit_and_repair(pair: Pair) -> Merged:
+def refit_and_repair(pair: Pair) -> MergedFunction:
     """Refit the average, then restore the variance of its activations by REPAIR."""
     fitted, both = pair.merge("refit"), (pair.a, pair.aligned)
     inputs = pair.withheld.first(REPAIR_EXAMPLES).inputs
     apply, draw, given = repaired(pair.apply, both, inputs, _take_parameter, spec=pair.run.store.spec)
-    return Merged(apply, jax.jit(draw)(stream(0), fitted, *given))
+    return MergedFunction(apply, jax.jit(draw)(stream(0), fitted, *given))
 
 
-def merge_to_budget(budget: float, pair: Pair) -> Merged:
+def merge_to_budget(budget: float, pair: Pair) -> MergedFunction:
     """Merge the units that match best, and keep the others apart within a budget of parameters."""
     store = pair.run.store
     found = merge_partly(pair.apply, (pair.a, pair.aligned), pair.withheld.inputs, spec=store.spec, budget=budget)
-    return Merged(found.apply, found.params)
+    return MergedFunction(found.apply, found.params)
 
 
 def _take_parameter(key: Any, parameter: Params, *networks: Params) -> Params:
@@ -224,7 +224,7 @@ def _mean_logits(apply: Apply) -> Apply:
     return run
 
 
-METHODS: Mapping[str, Method] = {
+COMPARED_METHODS: Mapping[str, ComparedMethod] = {
     "A": network(lambda pair: pair.a),
     "B": network(lambda pair: pair.b),
     "A, bias corrected": lambda pair: correct_bias(pair, pair.a),
@@ -241,13 +241,13 @@ METHODS: Mapping[str, Method] = {
     "refit + REPAIR": refit_and_repair,
     **{f"partial {budget:g}": partial(merge_to_budget, budget) for budget in BUDGETS},
     "fine-tuned": network(fine_tuned),
-    "ensemble": lambda pair: Merged(_mean_logits(pair.apply), (pair.a, pair.b)),
+    "ensemble": lambda pair: MergedFunction(_mean_logits(pair.apply), (pair.a, pair.b)),
     "joint": network(lambda pair: pair.run.networks["C"].params),
 }
 
 PARENTS = ("A", "B", "A, bias corrected", "B, bias corrected")
 CONTROLS = ("fine-tuned", "ensemble", "joint")
-MERGES = tuple(name for name in METHODS if name not in (*PARENTS, *CONTROLS))
+MERGES = tuple(name for name in COMPARED_METHODS if name not in (*PARENTS, *CONTROLS))
 ONE_NETWORK = tuple(name for name in MERGES if not name.startswith("partial"))
 IN_THE_CUBE = tuple(name for name in ONE_NETWORK if name != "midpoint, naive" and not name.startswith("refit"))
 
@@ -259,7 +259,7 @@ def measure(run: Run) -> MergeResults:
     withheld = train.take(run.config.subset("withheld").rows(groups))
     pair = Pair(run, run.networks["A"].params, run.networks["B"].params, run.align(), withheld)
     splits = {"withheld": withheld, "test": run.splits["test"]}
-    for name, method in METHODS.items():
+    for name, method in COMPARED_METHODS.items():
         if name not in run.rows:
             say(f"{name} …")
             with run.store.durations.timed("merging"):
@@ -268,7 +268,7 @@ def measure(run: Run) -> MergeResults:
                 found = {split: score(*merged, *splits[split]) for split in MEASURED}
             run.rows.add([{"name": name, **scores_of(found)}])
     counts: dict[str, Number] = {who: len(run.config.subset(who).rows(groups)) for who in ("A", "B", "withheld")}
-    scores = {name: {split: run.rows[name][split] for split in MEASURED} for name in METHODS}
+    scores = {name: {split: run.rows[name][split] for split in MEASURED} for name in COMPARED_METHODS}
     return MergeResults(**run.basics, methods=scores, seen=counts)
 
 

@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> None:
         from_first(path.parent.mkdir, parents=True, exist_ok=True)
         half = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), network.params)
         about = {"setup": config.setup, "width": str(config.width), "seed": str(seed)}
-        from_first(write_checkpoint, path, half, about)
+        from_first(write_checkpoint, path, half, metadata=about)
         params = read_checkpoint(path, store.setup.shapes(config.width))
         found = score(store.apply, params, *test)
         card = CARD.format(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mcomb.errors import UserError
-from mcomb.lab.runs.results import METRICS, SPLITS, Results, barriers_of
+from mcomb.lab.runs.results import METRICS, SPLITS, Number, Results, barriers_of
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ VERDICTS = {  # CSS class, mark and words, so that colour is never the only cue
     False: ("differs", "✗", "does not agree"),
     None: ("open", "○", "no verdict"),
 }
-OTHERS = {  # for networks that are not in the paper
+OTHER_VERDICTS = {  # for networks that are not in the paper
     True: ("agrees", "✓", "shows"),
     False: ("open", "✗", "does not show"),
     None: ("open", "○", "no verdict"),
@@ -54,9 +54,8 @@ ANSWERS = {True: "yes", False: "no", None: "no verdict"}  # for questions that t
 PNG = b"\x89PNG\r\n\x1a\n"
 NOTHING = "–"  # an empty cell
 CURVES = ("aligned", "naive")
-Number = float | int
 
-STYLE = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
+STYLESHEET = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
 
 
 class Html(str):
@@ -144,7 +143,7 @@ def full_name(item: Item, items: Sequence[Item]) -> str:
 
 def words_of(results: Results) -> tuple[str, str, str]:
     """Return the CSS class, mark and words of a verdict."""
-    kind, mark, words = (VERDICTS if results.is_papers else OTHERS)[results.agrees]
+    kind, mark, words = (VERDICTS if results.is_papers else OTHER_VERDICTS)[results.agrees]
     return kind, mark, ANSWERS[results.agrees] if results.is_open else words
 
 
@@ -417,7 +416,7 @@ def render(title: str, entries: Sequence[Entry], missing: Sequence[Missing]) -> 
         tag("meta", http_equiv="Content-Security-Policy", content=policy),
         tag("meta", name_="viewport", content="width=device-width, initial-scale=1"),
         tag("title", title),
-        tag("style", Html(STYLE)),
+        tag("style", Html(STYLESHEET)),
     )
     sections = [section(index, entry) for index, entry in enumerate(entries, 1)]
     top = (summary(entries, missing),) if entries else ()

@@ -48,10 +48,10 @@ from mcomb.symmetry.intermediates import list_intermediates, unit_activations
 from mcomb.symmetry.spec import Perms, PermutationSpec
 from mcomb.trees import Params, named_leaves
 
-EXAMPLES = 32  # examples for comparing activations
+COMPARED_EXAMPLES = 32  # examples for comparing activations
 MEASURING_EXAMPLES = 1000  # examples for estimating variances and the Fisher information
 VALUES = 100_000  # samples of a layer's activations or weights for comparing distributions
-PAPER = {("tiny10-cifar10", 32): ("conv1", "conv6", "conv7", "conv8")}  # layers that tolerate k = N
+PAPER_LAYERS = {("tiny10-cifar10", 32): ("conv1", "conv6", "conv7", "conv8")}  # layers that tolerate k = N
 
 
 Importance = dict[str, np.ndarray]
@@ -121,7 +121,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Layer:
+class PerturbedLayer:
     """The units of one permutation.
 
     Attributes:
@@ -147,7 +147,7 @@ class Layer:
 class RobustnessResults(Results):
     """Results of `robustness`: each layer, the barriers as matched, and their mean increase by each measure."""
 
-    layers: dict[str, Layer]
+    layers: dict[str, PerturbedLayer]
     unperturbed: Scores
     extra: dict[str, Scores]
 
@@ -203,7 +203,7 @@ def lines(spec: PermutationSpec) -> tuple[Any, Any]:
 
 def layer_activations(run: Run, params: Params) -> dict[str, np.ndarray]:
     """Concatenate the activations of each permutation's units on a few train examples."""
-    spec, apply, inputs = run.store.spec, run.store.apply, run.store.data.train.subset(EXAMPLES).inputs
+    spec, apply, inputs = run.store.spec, run.store.apply, run.store.data.train.subset(COMPARED_EXAMPLES).inputs
     intermediates = list_intermediates(spec, apply, params, inputs)
     arrays = unit_activations(spec, intermediates)
     tapped = intermediates.tap({array.id for found in arrays.values() for array in found})
@@ -256,14 +256,14 @@ def measure(run: Run) -> RobustnessResults:
     }
     as_matched = found["", "as matched", 0]
     before = layer_activations(run, aligned)
-    layers: dict[str, Layer] = {}
+    layers: dict[str, PerturbedLayer] = {}
     for perm in spec.sizes:
         deranged = spec.apply(cases[by[0], perm, ks[perm][-1]], aligned)
         curves = {
             name: {split: {m: [found[name, perm, k][split][m] for k in ks[perm]] for m in METRICS} for split in SPLITS}
             for name in by
         }
-        layers[perm] = Layer(
+        layers[perm] = PerturbedLayer(
             units=spec.sizes[perm],
             k=ks[perm],
             correlation=np.sort(correlation[perm], axis=None).tolist(),
@@ -313,14 +313,14 @@ def judge(results: RobustnessResults) -> Verdict:
     """
     layers, as_matched = results.layers, results.unperturbed["test"]
 
-    def extra(layer: Layer, k: float) -> dict[str, float]:
+    def extra(layer: PerturbedLayer, k: float) -> dict[str, float]:
         """Return the increase of the barrier when k of a layer's pairs are re-matched."""
         at = layer.barriers["test"]
         return {m: max(0.0, float(np.interp(k, layer.k, at[m])) - as_matched[m]) for m in METRICS}
 
     half = {name: extra(layer, layer.units / 2) for name, layer in layers.items()}
     survive = [name for name, layer in layers.items() if works(results, extra(layer, layer.units))]
-    expected = PAPER.get((results.config["setup"], results.config["width"]), survive[:1] or ["any layer"])
+    expected = PAPER_LAYERS.get((results.config["setup"], results.config["width"]), survive[:1] or ["any layer"])
     kept = all(layer.activations.alike and abs(layer.activations.magnitude - 1) < 0.01
                for layer in layers.values())  # fmt: skip
     alike = all(layer.weights.alike for layer in layers.values())

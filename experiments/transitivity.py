@@ -9,7 +9,7 @@ import numpy as np
 
 from mcomb.combination import linear
 from mcomb.lab import figures
-from mcomb.lab.cache.matchings import B_TO_A, MatchingKey
+from mcomb.lab.cache.matchings import B_TO_A, C_TO_A, MatchingKey
 from mcomb.lab.flags import LineConfig
 from mcomb.lab.runs.command import main
 from mcomb.lab.runs.experiment import Experiment
@@ -17,7 +17,7 @@ from mcomb.lab.runs.measure import Run, Task
 from mcomb.lab.runs.results import Parameter, SweepResults
 from mcomb.lab.runs.verdicts import Verdict, clearly_less, works
 
-C_TO_A, C_TO_B = MatchingKey("C", "A"), MatchingKey("C", "B")
+C_TO_B = MatchingKey("C", "B")
 
 
 def measure(run: Run) -> SweepResults:

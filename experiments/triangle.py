@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from mcomb.combination import blend
 from mcomb.evaluation.barriers import barrier
 from mcomb.io.paths import AnyPath
-from mcomb.lab.cache.matchings import B_TO_A, MatchingKey
+from mcomb.lab.cache.matchings import B_TO_A, C_TO_A
 from mcomb.lab.cli import Flag
 from mcomb.lab.figures import STYLE, save, wrap
 from mcomb.lab.flags import CombinationConfig
@@ -30,9 +30,8 @@ from mcomb.lab.runs.measure import Run, Task
 from mcomb.lab.runs.results import METRICS, Number, Results, Scores, scores_of
 from mcomb.lab.runs.verdicts import Verdict, works
 
-C_TO_A = MatchingKey("C", "A")
 PLACES = ("in the interior", "on an edge", "at a corner", "outside the triangle")
-PAPER = {("resnet20-cifar10", 40): 0.91}  # test accuracy of the worst network, by setup and width
+PAPER_ACCURACY = {("resnet20-cifar10", 40): 0.91}  # test accuracy of the worst network, by setup and width
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ def judge(results: TriangleResults) -> Verdict:
     lost = {m: barrier(m, np.array(points[m])[inside], level[m], level[m]) for m in METRICS}
     worst, best = (np.array(points["accuracy"])[at] for at in (inside, int(results.best.index)))
     config = results.config
-    least = PAPER.get((config["setup"], config["width"]))
+    least = PAPER_ACCURACY.get((config["setup"], config["width"]))
     corners = ", ".join(f"{score['test']['accuracy']:.1%}" for score in results.models.values())
     return Verdict(
         bool(works(results, lost) if least is None else worst.min() >= least),

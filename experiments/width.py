@@ -29,7 +29,9 @@ from mcomb.lab.setups import WIDEST
 
 from . import bernoulli, hyperplane, linear, subcube, uniform
 
-SWEEPS = {module.EXPERIMENT.name: module.EXPERIMENT for module in (linear, uniform, subcube, hyperplane, bernoulli)}
+WIDTH_SWEEPS = {
+    module.EXPERIMENT.name: module.EXPERIMENT for module in (linear, uniform, subcube, hyperplane, bernoulli)
+}
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def sweeps(config: WidthConfig) -> Parts:
     return {
         f"{name}, width {width}": (sweep, convert_config(config, sweep.config, width=width))
         for width in sorted(set(config.widths))
-        for name, sweep in SWEEPS.items()
+        for name, sweep in WIDTH_SWEEPS.items()
     }
 
 
@@ -71,7 +73,7 @@ def measure(run: Run) -> WidthResults:
         models={f"{x}, width {w}": line.models[x] for w, line in lines.items() for x in "AB"},
         guessing=lines[widths[0]].guessing,
         widths=widths,
-        by_width={name: [run.parts[f"{name}, width {width}"].barriers for width in widths] for name in SWEEPS},
+        by_width={name: [run.parts[f"{name}, width {width}"].barriers for width in widths] for name in WIDTH_SWEEPS},
     )
 
 

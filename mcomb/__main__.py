@@ -49,7 +49,7 @@ from mcomb.errors import Diverged, UserError, name_error
 from mcomb.evaluation.batch_statistics import estimate_statistics, names_of_statistics
 from mcomb.evaluation.evaluate import score
 from mcomb.evaluation.objectives import Objective, cross_entropy
-from mcomb.io.checkpoints import ENDINGS, FILES, fit_tree, read_checkpoint, read_metadata, write_checkpoint
+from mcomb.io.checkpoints import ENDINGS, FILES, SAFETENSORS, fit_tree, read_checkpoint, read_metadata, write_checkpoint
 from mcomb.io.paths import AnyPath, absolute, require_folder
 from mcomb.io.pytorch_names import TABLES, Table, read_table, to_theirs
 from mcomb.keys import LARGEST_SEED, stream
@@ -71,19 +71,19 @@ from mcomb.symmetry.derive import GROUPS, derive_spec
 from mcomb.symmetry.spec import PermutationSpec
 from mcomb.trees import Apply, Inputs, Labels, Params, count_examples, keep_non_floats, named_leaves, require_finite
 
-EXAMPLES = 64  # inputs for deriving and checking a spec
-MATCHING_EXAMPLES = 2_000  # inputs for matchers
+SPEC_EXAMPLES = 64  # inputs for deriving and checking a spec
+MATCHER_EXAMPLES = 2_000  # inputs for matchers
 MERGING_EXAMPLES = 10_000  # inputs for merge methods
 UNRELATED = 0.05  # cosine similarity of networks that seem to be neither aligned nor related
 ALL_METHODS = {**METHODS, **BASED_METHODS}
 DISTRIBUTIONS = {own.name: own for own in (linear, uniform, subcube, hyperplane, bernoulli, centered)}
 PARAMETERS = ("share", "s", "p")
 PICTURES = (".png", ".pdf", ".svg")
-RETURNS = "(apply, inputs), (apply, inputs, labels) or (apply, inputs, labels, loss)"
+MODEL_RETURNS = "(apply, inputs), (apply, inputs, labels) or (apply, inputs, labels, loss)"
 NO_COMMANDS = ("pretrained", "report_page")  # pretrained writes into a clone, and report_page is part of report
 
 
-class Model(NamedTuple):
+class LoadedModel(NamedTuple):
     """A function of parameters and inputs, example inputs, their labels if any, and the loss."""
 
     apply: Apply
@@ -126,7 +126,7 @@ class AlignConfig(Output):
 
 
 @dataclass(frozen=True)
-class MergeConfig(Output):
+class MergeFilesConfig(Output):
     """Flags of `merge`."""
 
     networks: Annotated[tuple[AnyPath, ...], Flag("two or more networks, aligned to the first or with a common base")]
@@ -174,14 +174,14 @@ class EvaluateConfig(Output):
     names: Annotated[str | None, Flag("names of weights in the files: pytorch, git-re-basin, or a table file")] = None
 
 
-def load_model(text: str) -> Model:
+def load_model(text: str) -> LoadedModel:
     """Return the model named by SETUP:WIDTH or MODULE:FUNCTION."""
     module, _, name = text.rpartition(":")
     if module in SETUPS:
         if not name.isdecimal() or int(name) < 1:
             raise UserError(f"--model {text} has no width: pass {module}:32 for width 32.")
         setup = SETUPS[module]
-        return Model(setup.apply(int(name)), *setup.dataset.load(None).test)
+        return LoadedModel(setup.apply(int(name)), *setup.dataset.load(None).test)
     if not module or not name:
         raise UserError(f"--model {text} is not a model: pass SETUP:WIDTH or MODULE:FUNCTION.")
     sys.path.insert(0, os.getcwd())  # as for `python -m`
@@ -191,22 +191,22 @@ def load_model(text: str) -> Model:
         raise
     except Exception as error:  # the user's code may raise anything
         raise UserError(
-            f"Cannot load --model {text} ({name_error(error)}): name a function that returns {RETURNS}."
+            f"Cannot load --model {text} ({name_error(error)}): name a function that returns {MODEL_RETURNS}."
         ) from error
-    if not isinstance(found, tuple | list) or not 2 <= len(found) <= len(Model._fields):
+    if not isinstance(found, tuple | list) or not 2 <= len(found) <= len(LoadedModel._fields):
         what = f"a tuple of {len(found)}" if isinstance(found, tuple) else f"an object of type {type(found).__name__}"
-        raise UserError(f"--model {text} returns {what}: return {RETURNS}.")
-    return Model(*found)
+        raise UserError(f"--model {text} returns {what}: return {MODEL_RETURNS}.")
+    return LoadedModel(*found)
 
 
-def require_model(command: str, text: str | None) -> Model:
+def require_model(command: str, text: str | None) -> LoadedModel:
     """Return the model of a command that requires one."""
     if not text:
         raise UserError(f"{command} needs the model of the networks: pass --model SETUP:WIDTH or MODULE:FUNCTION.")
     return load_model(text)
 
 
-def read_network(path: AnyPath, names: Table | None = None, model: Model | None = None) -> Params:
+def read_network(path: AnyPath, names: Table | None = None, model: LoadedModel | None = None) -> Params:
     """Read parameters from a file or folder; raise an error unless they are finite and fit the model."""
     params = read_checkpoint(path, names=names)
     require_finite(str(path), params)
@@ -237,12 +237,12 @@ def write_network(to: AnyPath, params: Params, table: Table | None, like: AnyPat
         params = to_theirs(table, named_leaves(params), named_leaves(read_checkpoint(like)))
     if table is TABLES["pytorch"]:
         metadata["format"] = "pt"  # required by loaders of PyTorch files
-    write_checkpoint(to, params, metadata)
+    write_checkpoint(to, params, metadata=metadata if to.suffix == SAFETENSORS else None)
 
 
-def symmetries(model: Model, params: Params, groups: str = "permutations") -> PermutationSpec:
+def symmetries(model: LoadedModel, params: Params, groups: str = "permutations") -> PermutationSpec:
     """Derive a network's spec, and check on a few inputs that its symmetries do not change the outputs."""
-    inputs = model.first(EXAMPLES)[0]
+    inputs = model.first(SPEC_EXAMPLES)[0]
     spec = derive_spec(model.apply, params, inputs, groups=groups)
     spec.check(model.apply, params, inputs)
     return spec
@@ -297,10 +297,10 @@ def align(config: AlignConfig) -> None:
     model, table = require_model("align", config.model), read_table(config.names) if config.names else None
     a, b = (read_network(path, table, model) for path in (config.a, config.b))
     spec = symmetries(model, a, config.groups)
-    inputs, labels = model.first(MATCHING_EXAMPLES)
+    inputs, labels = model.first(MATCHER_EXAMPLES)
     given = {"apply": model.apply, "inputs": inputs, "labels": labels, "loss": model.loss}
     match = match_unless_related(matcher, spec, a, b, force=config.force, **given)
-    spec.check(model.apply, b, model.first(EXAMPLES)[0], perms=match.matching.perms)
+    spec.check(model.apply, b, model.first(SPEC_EXAMPLES)[0], perms=match.matching.perms)
     aligned = spec.apply(match.matching.perms, b)
     write_network(config.to, aligned, table, config.b)
     show_alignment(match, config.to)
@@ -331,7 +331,7 @@ def show_alignment(match: Match, to: AnyPath) -> None:
     show_json({"path": str(absolute(to)), **found, "skipped": match.is_skipped, "similarity": match.similarity})
 
 
-def merge(config: MergeConfig) -> None:
+def merge(config: MergeFilesConfig) -> None:
     """Merge networks that are aligned or share a base, and write the result like the first network.
 
     With flags alone, as in `mcomb merge --setup SETUP`, the command runs the experiment instead.
@@ -354,7 +354,7 @@ def merge(config: MergeConfig) -> None:
     show_json({"path": str(absolute(config.to)), "method": config.method, "similarity": similarity})
 
 
-def configure_method(config: MergeConfig) -> Method:
+def configure_method(config: MergeFilesConfig) -> Method:
     """Return the merge method with the options of the command; reject options that it lacks."""
     make = ALL_METHODS[config.method]
     options: dict[str, Any] = {"scale": config.scale, "density": config.density, "base": config.base}
@@ -385,7 +385,7 @@ def parse_shares(words: Sequence[str]) -> Shares:
         raise UserError(f"--shares {text:.80} is not understood: pass 0.3, or layers.0-9=0.3 lm_head=0.") from None
 
 
-def merge_networks(config: MergeConfig, method: Method) -> None:
+def merge_networks(config: MergeFilesConfig, method: Method) -> None:
     """Merge networks in files that need not fit any model, unless the method needs data."""
     require_new(config.to, *config.networks, *([config.base] if config.base else []))
     model = load_model(config.model) if config.model else None
@@ -489,7 +489,7 @@ def evaluate(config: EvaluateConfig) -> None:
 COMMANDS: dict[str, tuple[type[Any], Callable[[Any], None]]] = {
     "inspect": (InspectConfig, inspect),
     "align": (AlignConfig, align),
-    "merge": (MergeConfig, merge),
+    "merge": (MergeFilesConfig, merge),
     "combine": (CombineConfig, combine),
     "evaluate": (EvaluateConfig, evaluate),
 }

@@ -73,7 +73,7 @@ def test_benchmark_recovery_counts_planted_permutations(capsys, monkeypatch):
 def test_benchmark_fuzz_counts_programs_and_names_failures(capsys, monkeypatch):
     fuzz.main(fuzz.FuzzConfig(programs=2, first=1))
     assert "2  programs\n" in capsys.readouterr().out
-    monkeypatch.setattr(fuzz, "TOLERANCE", -1.0)
+    monkeypatch.setattr(fuzz, "FUZZ_TOLERANCE", -1.0)
     fuzz.main(fuzz.FuzzConfig(programs=2, first=1))
     out, err = capsys.readouterr()
     assert "2  unsound\n" in out

@@ -739,6 +739,14 @@ MISUSE = {
         lambda: mcomb.align_many(apply, [A, B], X, spec=[A, B]),
         "spec is an object of type list: derive it with",
     ),
+    "all groups with a spec of permutations": (
+        lambda: mcomb.align(apply, A, B, X, spec=SPEC, groups="all"),
+        'groups="all" does not apply to a spec of permutations: drop groups or spec',
+    ),
+    "metadata in a format without metadata": (
+        lambda: mcomb.write_checkpoint("a.npz", A, metadata={"seed": "3"}),
+        r"Cannot store metadata in a\.npz: use \.safetensors, or drop the metadata",
+    ),
     "no spec to merge": (
         lambda: mcomb.merge(apply, (A, B), X, Y, spec=(A, B)),
         "spec is an object of type tuple: derive it with",
@@ -750,7 +758,7 @@ MISUSE = {
     "no spec to repair": (lambda: repair(spec="spec"), "spec is an object of type str: derive it with"),
     "no list to align": (
         lambda: mcomb.align_many(apply, A, X),
-        "Cannot align fewer than two networks, but got 1: pass a list",
+        r"Cannot align 1 network\(s\): pass a list of two or more",
     ),
     "the spec of another width": (lambda: SPEC.apply(MATCHING.perms, WIDE), "permutation up has 4: derive the spec"),
 }

@@ -9,7 +9,7 @@ from numerics import assert_equal
 from zoo import random_arrays
 
 import mcomb
-from mcomb.__main__ import Model, main
+from mcomb.__main__ import LoadedModel, main
 from mcomb.combination import blend, hyperplane, minmax, mix, stitch
 from mcomb.evaluation.repair import repaired
 from mcomb.io.checkpoints import read_checkpoint, write_checkpoint
@@ -134,7 +134,8 @@ def test_leaves_of_checkpoints_keep_their_bits(tmp_path, name):
 
 @pytest.mark.parametrize("ending", ["", ".safetensors"])
 def test_leaves_of_commands_keep_their_bits(tmp_path, monkeypatch, ending):
-    model = Model(lambda params, x: apply(params["net"], x), X, Y)  # a file with no "params" at its top is read whole
+    # A file without "params" at its top is read as a whole.
+    model = LoadedModel(lambda params, x: apply(params["net"], x), X, Y)
     monkeypatch.setattr("mcomb.__main__.load_model", lambda text: model)
     a, b, combined, aligned = (str(tmp_path / f"{name}{ending}") for name in ("a", "b", "combined", "aligned"))
     write_checkpoint(a, {"net": A})

@@ -42,7 +42,7 @@ SAME = (
     *("convert_element_type", "copy", "reduce_precision", "sharding_constraint"),
     *("transpose", "squeeze", "broadcast_in_dim", "reshape"),
 )
-NAMES = r"(^|/)batch_stats/|(^|[/._])(running_(mean|var)|(mean|var)_ema)($|[/.])"
+STATISTICS_NAMES = r"(^|/)batch_stats/|(^|[/._])(running_(mean|var)|(mean|var)_ema)($|[/.])"
 
 
 class Norm(NamedTuple):
@@ -122,7 +122,7 @@ def names_of_statistics(params: Params) -> list[str]:
 
     These are Flax's `batch_stats`, PyTorch's `running_mean` and `running_var`, and Haiku's `mean_ema` and `var_ema`.
     """
-    return [name for name in named_leaves(params) if re.search(NAMES, name)]
+    return [name for name in named_leaves(params) if re.search(STATISTICS_NAMES, name)]
 
 
 def normalise_by_batch(apply: Apply, params: Params, inputs: Inputs) -> tuple[Any, dict[str, Array]]:

@@ -33,7 +33,7 @@ from mcomb.trees import (
 )
 
 
-class Layer(NamedTuple):
+class RepairedLayer(NamedTuple):
     """A linear map to hidden units: its weights and its output, the pre-activations."""
 
     weights: ArrayId
@@ -46,7 +46,7 @@ class TracedLayers(NamedTuple):
     """A trace of a function, and the layers in it."""
 
     intermediates: Intermediates
-    layers: list[Layer]
+    layers: list[RepairedLayer]
 
 
 LayerFinder = Callable[[Params, Inputs], TracedLayers]
@@ -134,7 +134,7 @@ def repaired(
     )
 
 
-def list_layers(spec: PermutationSpec, intermediates: Intermediates) -> list[Layer]:
+def list_layers(spec: PermutationSpec, intermediates: Intermediates) -> list[RepairedLayer]:
     """Return the linear maps outside scans whose results have hidden units, in order of use."""
     layers = []
     for found in list_linear_maps(intermediates):
@@ -143,7 +143,7 @@ def list_layers(spec: PermutationSpec, intermediates: Intermediates) -> list[Lay
             layouts = enumerate(product.layouts)
             sample_axes = tuple(i for i, layout in layouts if not names.intersection(axis_names(layout)))
             kind = found.equation.eqn.primitive.name, found.weights.signature, product.layouts
-            layers.append(Layer(found.weights.id, found.output.id, sample_axes, kind))
+            layers.append(RepairedLayer(found.weights.id, found.output.id, sample_axes, kind))
     return layers
 
 
@@ -257,7 +257,7 @@ def _moments(
     """
     moments: dict[ArrayId, Moments] = {}
 
-    def edit(layer: Layer, *goal: Any) -> Callable[[Array], Array]:
+    def edit(layer: RepairedLayer, *goal: Any) -> Callable[[Array], Array]:
         def observe(values: Array) -> Array:
             exact = values.astype(jnp.float32)
             mean = exact.mean(layer.sample_axes, keepdims=True)

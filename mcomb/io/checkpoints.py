@@ -33,7 +33,9 @@ ITEMS = ("params", "default", "state", "pytree")  # folders of trees; the last t
 WIDE = ("float64", "complex128", "int64", "uint64")
 
 
-def write_checkpoint(path: str | os.PathLike[str], params: Params, metadata: Mapping[str, str] | None = None) -> None:
+def write_checkpoint(
+    path: str | os.PathLike[str], params: Params, *, metadata: Mapping[str, str] | None = None
+) -> None:
     """Write a parameter tree to a file or folder atomically.
 
     `.safetensors` files and orbax folders also store a fingerprint of the tree, so that reading detects damage.
@@ -42,17 +44,19 @@ def write_checkpoint(path: str | os.PathLike[str], params: Params, metadata: Map
         path: The file to write. Its ending (`.safetensors`, `.npz`, `.msgpack`) chooses the format; a path without
             an ending becomes an orbax folder. Object stores such as `gs://bucket/network` work too.
         params: The parameters.
-        metadata: Text entries to store in a `.safetensors` file. Other formats ignore them.
+        metadata: Text entries to store. Only `.safetensors` files have them.
 
     Raises:
         UserError: The path cannot be written, or the format cannot store the tree.
 
     Examples:
-        >>> mcomb.write_checkpoint("a.safetensors", a, {"dataset": "digits"})
+        >>> mcomb.write_checkpoint("a.safetensors", a, metadata={"dataset": "digits"})
     """
     path = as_path(path)
     if path.suffix in FOREIGN:
         raise UserError(f"Cannot write {path}, because mcomb does not write {path.suffix} files: use {ENDINGS}.")
+    if metadata and path.suffix != SAFETENSORS:
+        raise UserError(f"Cannot store metadata in {path}: use {SAFETENSORS}, or drop the metadata.")
     leaves = named_leaves(params)
     if path.suffix in FILES:
         require_folder(path)
@@ -123,7 +127,9 @@ def fingerprint_entry(params: Params) -> dict[str, str]:
     return {} if wide else {FINGERPRINT: fingerprint(leaves)}
 
 
-def read_checkpoint(path: str | os.PathLike[str], target: Params | None = None, names: Table | None = None) -> Params:
+def read_checkpoint(
+    path: str | os.PathLike[str], target: Params | None = None, *, names: Table | None = None
+) -> Params:
     """Read the parameters in a file or folder.
 
     If the stored tree has an entry `params`, the result is that entry, or `params` and `batch_stats` if it has both.
@@ -315,7 +321,7 @@ def reading(folder: AnyPath, read: Callable[[], T]) -> T:
     """Call `read` and report its errors as an unreadable checkpoint.
 
     Errors of the system, such as missing memory, file descriptors or permissions, do not concern the checkpoint and are
-    raised as such.
+    raised unchanged.
     """
     try:
         return read()

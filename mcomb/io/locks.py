@@ -16,10 +16,10 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)  # rais
 
 @contextmanager
 def lock(path: AnyPath, doing: str) -> Iterator[None]:
-    """Hold the lock file `path`; if another process holds it, print what that process is `doing` and wait.
+    """Hold the lock file `path`; while another process holds it, print `doing` and wait.
 
     The operating system frees the lock when its process ends for any reason. The first of several connected processes
-    holds the lock for all of them. Object stores and some network drives have no locks, which a warning says once.
+    holds the lock for all of them. Object stores and some network drives have no locks; a warning says so once.
     """
     if not is_first():
         yield

@@ -15,7 +15,7 @@ import numpy as np
 from mcomb.errors import UserError, first_words
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-DTYPES: Mapping[str, Any] = {
+STORED_DTYPES: Mapping[str, Any] = {
     **{"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "C64": np.complex64},
     **{"I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "BOOL": np.bool_},
     **{"U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8},
@@ -88,9 +88,9 @@ def _locate(
     path: Path, start: int, size: int, *, dtype: str, shape: list[int], data_offsets: list[int]
 ) -> StoredTensor:
     """Return the place of a tensor, given its entry in the header."""
-    if dtype not in DTYPES:
+    if dtype not in STORED_DTYPES:
         raise UserError(f"{path} has tensors of dtype {dtype}: convert them to a float dtype first.")
-    found = StoredTensor(path, start + data_offsets[0], np.dtype(DTYPES[dtype]), tuple(shape))
+    found = StoredTensor(path, start + data_offsets[0], np.dtype(STORED_DTYPES[dtype]), tuple(shape))
     length = math.prod(found.shape) * found.dtype.itemsize
     if data_offsets[1] - data_offsets[0] != length or not start <= found.start <= size - length:
         raise ValueError("its data end too early")
@@ -99,7 +99,7 @@ def _locate(
 
 def write_shard(path: Path, like: Shard, compute: Callable[[str], np.ndarray]) -> None:
     """Write a file with the names, shapes, dtypes and metadata of another, computing one tensor at a time."""
-    names = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+    names = {np.dtype(dtype): name for name, dtype in STORED_DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": dict(like.metadata)} if like.metadata else {}
     place = 0
     for name, tensor in like.tensors.items():

@@ -33,7 +33,7 @@ from mcomb.runtime.progress import coloured, set_mode
 
 C = TypeVar("C")
 INTERRUPTED = "Interrupted; run the same command to resume."
-LARGEST = 10**7  # limit for integers: a larger value is probably a typo and would exhaust memory
+LARGEST_INTEGER = 10**7  # limit for integers: a larger value is probably a typo and would exhaust memory
 MANY = 6  # choices: more are listed in the help, without braces
 METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH", as_path: "PATH"}
 
@@ -44,7 +44,7 @@ class Flag:
 
     help: str
     at_least: int | None = None
-    at_most: int | None = None  # defaults to LARGEST for integers
+    at_most: int | None = None  # defaults to LARGEST_INTEGER for integers
     choices: Collection[str] | None = None
     identity: bool = True  # whether it changes the result and therefore the folder's name
     old_name: str | None = None  # an earlier name, which is still accepted
@@ -59,13 +59,13 @@ class Output:
     json: Annotated[bool, Flag("print the result as JSON, and messages to standard error", identity=False)] = False
 
 
-UNKNOWN = "unrecognized arguments: "  # in messages of argparse
+UNKNOWN_FLAGS = "unrecognized arguments: "  # in messages of argparse
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        words = message.removeprefix(UNKNOWN).split()
-        near = difflib.get_close_matches(words[0], self._option_string_actions, 1) if UNKNOWN in message else []
+        words = message.removeprefix(UNKNOWN_FLAGS).split()
+        near = difflib.get_close_matches(words[0], self._option_string_actions, 1) if UNKNOWN_FLAGS in message else []
         remedy = f"did you mean {near[0]}?" if near else "see --help"
         raise UserError(f"{message[0].lower()}{message[1:]}: {remedy}")
 
@@ -183,7 +183,7 @@ def _kind(hint: Any) -> tuple[Callable[[str], Any], int | str | None]:
 
 
 def _checked(kind: Callable[[str], Any], flag: Flag) -> Callable[[str], Any]:
-    at_least, at_most = flag.at_least, LARGEST if kind is int and flag.at_most is None else flag.at_most
+    at_least, at_most = flag.at_least, LARGEST_INTEGER if kind is int and flag.at_most is None else flag.at_most
 
     def convert(text: str) -> Any:
         if text == flag.none:

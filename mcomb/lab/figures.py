@@ -13,7 +13,7 @@ LINES: Any = {"train": "--", "test": "-"}  # line styles of splits that share a 
 
 
 def save(figure: Any, folder: AnyPath, name: str) -> None:
-    """Write a figure as PNG and as PDF, each whole or not at all and the same bytes every time."""
+    """Write a figure as PNG and PDF, atomically and with the same bytes every time."""
     for suffix, metadata in (("png", {"Software": None}), ("pdf", {"CreationDate": None})):
         with atomic(folder / f"{name}.{suffix}") as temporary:
             figure.savefig(temporary, metadata=metadata)

@@ -23,7 +23,7 @@ from mcomb.lab.models import MLP, Decoder, Model, ResNet20, Tiny10, ViT, network
 from mcomb.lab.training.train import Recipe, Stage
 from mcomb.runtime.processes import require_agreement
 from mcomb.symmetry.derive import derive_spec
-from mcomb.symmetry.null_space import EXAMPLES, extend_spec
+from mcomb.symmetry.null_space import GROUP_EXAMPLES, extend_spec
 from mcomb.symmetry.spec import PermutationSpec
 from mcomb.trees import Apply, Params
 
@@ -73,7 +73,7 @@ class Setup:
     ) -> PermutationSpec:
         """Return the symmetries of the network, without those in `frozen`; see `derive_spec` for `groups`."""
         if groups == "all":
-            examples = self.dataset.random_inputs(EXAMPLES)
+            examples = self.dataset.random_inputs(GROUP_EXAMPLES)
             return extend_spec(self.spec(width, dtype, frozen), self.apply(width, dtype), self.init(width, 0), examples)
         if frozen:
             spec = self.spec(width, dtype)

@@ -28,7 +28,7 @@ from mcomb.symmetry.matrix_groups import SymmetrySpec
 from mcomb.symmetry.spec import Layout, Perms, PermutationSpec
 from mcomb.trees import Apply, Array, Inputs, Params, count_examples, map_examples, output_shapes, require_finite_result
 
-Scores = dict[str, Float[np.ndarray, "..."]]
+UnitScores = dict[str, Float[np.ndarray, "..."]]
 """The score of each unit of A with each unit of B, for each permutation.
 
 The indices are those of A's unit, then those of B's unit that can be permuted. For the dimensions of heads, they are
@@ -154,7 +154,7 @@ def variances(
     return _same_units(spec, _scores(spec, params, params, apply, inputs, kind="covariance", batch_size=batch_size))
 
 
-def _same_units(spec: PermutationSpec, scores: Scores) -> dict[str, Float[np.ndarray, "..."]]:
+def _same_units(spec: PermutationSpec, scores: UnitScores) -> dict[str, Float[np.ndarray, "..."]]:
     """Return the score of each unit of A with the same unit of B; zero for units in no array."""
     result: dict[str, np.ndarray] = {}
     for name in _innermost_first(spec):
@@ -166,7 +166,7 @@ def _same_units(spec: PermutationSpec, scores: Scores) -> dict[str, Float[np.nda
     return {name: result[name] for name in spec.sizes}
 
 
-def _best_permutations(spec: PermutationSpec, scores: Scores) -> Perms:
+def _best_permutations(spec: PermutationSpec, scores: UnitScores) -> Perms:
     """Return the permutations with the highest scores, without those that have no scores.
 
     Nested units, such as the dimensions of a head, are matched for each pair of outer units. The score of two heads is
@@ -184,7 +184,7 @@ def _best_permutations(spec: PermutationSpec, scores: Scores) -> Perms:
     return {name: perms[name] for name in spec.sizes if name in perms}
 
 
-def _as_weights(spec: PermutationSpec, scores: Scores, parts: Sequence[WeightPart]) -> Iterator[WeightPart]:
+def _as_weights(spec: PermutationSpec, scores: UnitScores, parts: Sequence[WeightPart]) -> Iterator[WeightPart]:
     """Yield weights whose inner products are the scores, scaled to outweigh all real weights.
 
     Each part has one row for each unit of B. In this row, A's units have their scores with that unit; B's unit has 1
@@ -240,7 +240,7 @@ def _score_matrices(spec: PermutationSpec, name: str, scores: np.ndarray, perms:
 
 def _scores(
     spec: PermutationSpec, a: Params, b: Params, apply: Apply, inputs: Inputs, *, kind: str, batch_size: int
-) -> Scores:
+) -> UnitScores:
     """Return the scores of all permutations, except those whose units occur only together with nested units.
 
     `kind` is that of `CrossMoments.score`.

@@ -11,13 +11,13 @@ from mcomb.errors import UserError, brief
 from mcomb.evaluation.objectives import Objective, cross_entropy
 from mcomb.matching.matchers import Matcher, as_matcher
 from mcomb.matching.matching import Matching
-from mcomb.symmetry.derive import derive_spec
+from mcomb.symmetry.derive import given_or_derived
 from mcomb.symmetry.matrix_groups import SymmetrySpec
 from mcomb.symmetry.null_space import first_examples
 from mcomb.symmetry.spec import PermutationSpec
 from mcomb.trees import Apply, Inputs, Labels, Params, in_dtype_of, is_inexact, map_named, named_leaves, require_alike
 
-NAMES = ("the network", "the tree")
+TREE_NAMES = ("the network", "the tree")
 
 
 @dataclass(frozen=True, repr=False)
@@ -68,7 +68,7 @@ class Alignment:
         """
         if kind not in ("update", "gradient"):
             raise UserError(f"Unknown kind {brief(kind)}: choose update or gradient.")
-        require_alike("The network and the tree to carry", named_leaves(self.params), named_leaves(tree), NAMES)
+        require_alike("The network and the tree to carry", named_leaves(self.params), named_leaves(tree), TREE_NAMES)
         perms = self.matching.perms
         if not isinstance(self.spec, SymmetrySpec):
             return self.spec.apply(perms, tree)
@@ -129,7 +129,7 @@ def align(
         matcher: A name (`"weights"`, `"activations"`, `"straight_through"`) or a configured matcher, such as
             `mcomb.weights(restarts=8)`.
         groups: "permutations" or "all"; see `derive_spec`.
-        spec: The symmetries of the network; derived from `apply` by default. It replaces `groups`.
+        spec: The symmetries of the network; derived from `apply` by default. Replaces `groups`.
         loss: The loss, for matchers that minimise it.
 
     Returns:
@@ -148,8 +148,7 @@ def align(
         Metrics(loss=0.5788, accuracy=0.8928)
         Metrics(loss=0.3202, accuracy=0.9012)
     """
-    if spec is None:
-        spec = derive_spec(apply, a, inputs, groups=groups)
+    spec = given_or_derived(spec, apply, a, inputs, groups)
     matching = as_matcher(matcher).match(spec, a, b, apply=apply, inputs=inputs, labels=labels, loss=loss)
     few = first_examples(inputs) if isinstance(spec, SymmetrySpec) else None
     rounding = spec.rounding(apply, b, few, matching.perms) if isinstance(spec, SymmetrySpec) else 0.0

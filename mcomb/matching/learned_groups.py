@@ -42,7 +42,7 @@ from mcomb.symmetry.matrix_groups import CENTRED, ROTATION, Element, Group, Symm
 from mcomb.symmetry.places import places_of
 from mcomb.trees import Apply, Array, Inputs, Labels, Params, from_lists, map_named
 
-SHARES = (0.4, 0.6)  # of B
+SHARE_RANGE = (0.4, 0.6)  # of B
 EVALUATIONS = 20  # of the held-out loss; the best result counts
 HELD_OUT_DRAWS = 3  # mixtures whose mean loss judges a basis
 SCORE_SIZE = 0.1  # standard deviation of the scores of permutations: a step of Adam changes all parameters alike
@@ -199,7 +199,7 @@ def _diverged(where: str) -> Diverged:
 
 
 def _scores(spec: SymmetrySpec, a: Params, b: Params) -> dict[str, Float[np.ndarray, "..."]]:
-    """Return, for each space of permutations that can be learned, the scores of its units, all of the same size."""
+    """Return the initial scores of the units of each space of learnable permutations, scaled alike."""
     alternation = Alternation(spec, list(canonical_parts(spec, a, b)), np.random.default_rng(0))
     free = [name for name in spec.sizes if name not in spec.groups and name not in spec.batched_over]
     outer = set(itertools.chain.from_iterable(spec.batched_over.values()))
@@ -269,7 +269,7 @@ def _loss(apply: Apply, spec: SymmetrySpec, objective: Objective) -> Loss:
             hard = jax.nn.one_hot(orders[name], len(scores))
             matrices[name] = hard + scores - jax.lax.stop_gradient(scores)
         moved = spec.apply(_element(spec, latent | {"scores": {}}, {}) | matrices, b)
-        share = jax.random.uniform(key, minval=SHARES[0], maxval=SHARES[1])
+        share = jax.random.uniform(key, minval=SHARE_RANGE[0], maxval=SHARE_RANGE[1])
         x, y = jax.tree.map(lambda leaf: leaf[rows], (inputs, labels))
         return minibatch_loss(objective, apply(combine(a, moved, share), x), y, rows >= 0), None
 

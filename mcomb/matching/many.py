@@ -16,13 +16,13 @@ from mcomb.keys import stream
 from mcomb.matching.matching import objective
 from mcomb.matching.procrustes import match_groups
 from mcomb.matching.weights import match_weights
-from mcomb.symmetry.derive import derive_spec
+from mcomb.symmetry.derive import given_or_derived
 from mcomb.symmetry.folding import balancing
 from mcomb.symmetry.matrix_groups import Element, SymmetrySpec
-from mcomb.symmetry.spec import PermutationSpec, require_spec
+from mcomb.symmetry.spec import PermutationSpec
 from mcomb.trees import Apply, Inputs, Params, require_alike
 
-TOLERANCE = 1e-6  # stop when a round adds less than this fraction of the objective
+ROUND_TOLERANCE = 1e-6  # stop when a round adds less than this fraction of the objective
 
 
 @dataclass(frozen=True, repr=False)
@@ -98,7 +98,7 @@ def align_many(
         inputs: Example inputs, to derive the symmetries from. Only their shapes matter for permutations.
         groups: "permutations" or "all"; see `derive_spec`. Without a reference, "all" returns the networks in canonical
             form: see `SymmetrySpec.balance`.
-        spec: The symmetries of the network; derived from `apply` by default. It replaces `groups`.
+        spec: The symmetries of the network; derived from `apply` by default. Replaces `groups`.
         reference: Index of the network to align the others to, or None to find a common order.
         seed: Seed of the visiting orders.
 
@@ -118,14 +118,12 @@ def align_many(
     """
     count = len(networks) if isinstance(networks, Sequence) else 1
     if count < 2:
-        raise UserError(f"Cannot align fewer than two networks, but got {count}: pass a list of parameter trees.")
+        raise UserError(f"Cannot align {count} network(s): pass a list of two or more parameter trees.")
     for i, network in enumerate(networks):
         require_alike("The networks to align", networks[0], network, ("network 0", f"network {i}"))
     if reference is not None:
         _require_index(reference, count)
-    if spec is None:
-        spec = derive_spec(apply, networks[0], inputs, groups=groups)
-    require_spec(spec)
+    spec = given_or_derived(spec, apply, networks[0], inputs, groups)
     if isinstance(spec, SymmetrySpec):
         if spec.groups or spec.scalings:
             return _align_groups(spec, networks, reference, seed)
@@ -152,7 +150,7 @@ def align_many(
     for n in range(1, count):
         rematch(order[n], order[:n])
     trace, gain = [_pairwise_objective(spec, permuted)], math.inf
-    while gain > TOLERANCE * abs(trace[-1]):
+    while gain > ROUND_TOLERANCE * abs(trace[-1]):
         gain = sum(rematch(i, [j for j in range(count) if j != i]) for i in visit_order(len(trace)))
         trace.append(trace[-1] + gain)
     return MultiAlignment(tuple(permuted), tuple(perms), spec, trace[-1], tuple(trace))
@@ -182,7 +180,7 @@ def _align_groups(spec: SymmetrySpec, networks: Sequence[Params], reference: int
     for n in range(1, count):
         rematch(order[n], _sum_of_networks([moved[i] for i in order[:n]]), balanced=True)
     trace = [_pairwise_objective(spec.permutations, moved)]
-    while len(trace) < 2 or trace[-1] - trace[-2] > TOLERANCE * abs(trace[-1]):
+    while len(trace) < 2 or trace[-1] - trace[-2] > ROUND_TOLERANCE * abs(trace[-1]):
         for i in rng.permutation(count).tolist():
             others = _sum_of_networks([moved[j] for j in range(count) if j != i])
             rematch(i, others, balanced=True, start=perms[i])

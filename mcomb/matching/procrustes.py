@@ -47,7 +47,7 @@ class Part:
     Attributes:
         leaf: The name of the leaf, or None for values of units.
         index: The number of the part.
-        labels: The space of each axis, or None or a size.
+        labels: For each axis, the name of its space; None or a size if it has no space.
         a: A's weights.
         b: B's weights.
     """
@@ -73,8 +73,8 @@ def match_groups(
     """Match `b` to `a` by their weights, and keep the best of several restarts.
 
     The first restart begins at `start`, an earlier result, or at the weights whose other axes are frozen. The others
-    visit the spaces in random orders. `balanced` says that A is a sum of networks in canonical form, and stays as it
-    is. Objectives are inner products of weights in canonical form, with a root mean square of 1 in each leaf.
+    visit the spaces in random orders. With `balanced`, A is a sum of networks in canonical form, and is used
+    unchanged. Objectives are inner products of weights in canonical form, with a root mean square of 1 in each leaf.
     """
     check_networks(spec, a, b, start)
     if coarse:
@@ -254,9 +254,9 @@ class Alternation:
         return {key: values.reshape(self.element[key].shape) for key, values in moves.items()}
 
     def scores(self, name: str, parts: Sequence[Part], outer: str | None = None) -> dict[tuple[int, ...], np.ndarray]:
-        """Return the inner products of the units of A and B by the signs that a part takes.
+        """Return the inner products of A's units with B's, added up over parts with the same parity.
 
-        With `outer`, each unit of A's outer space meets each of B's.
+        With `outer`, compare the units inside each pair of outer units.
         """
         found: dict[tuple[int, ...], Any] = {}
         still = frozenset({outer, *self.dependents[outer]} if outer else self.dependents[name])

@@ -29,8 +29,9 @@ def weighted_sum(leaves: Sequence[Any], weights: Sequence[Any]) -> Any:
 
 def require_networks(networks: Sequence[Params]) -> None:
     """Raise an error unless there are two or more finite networks with the same names and shapes."""
-    if not isinstance(networks, Sequence) or len(networks) < 2:
-        raise UserError("Merging needs two or more networks: pass a tuple of parameter trees.")
+    count = len(networks) if isinstance(networks, Sequence) else 1
+    if count < 2:
+        raise UserError(f"Cannot merge {count} network(s): pass a tuple of two or more parameter trees.")
     for i, network in enumerate(networks):
         require_alike("The networks to merge", networks[0], network, ("network 0", f"network {i}"))
         require_finite(f"network {i}", network)

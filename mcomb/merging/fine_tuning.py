@@ -47,7 +47,7 @@ from mcomb.trees import (
 )
 
 CHECKS = 20  # number of times that a descent measures the held-out loss
-PATIENCE = 5  # measurements without improvement before it stops
+STOPPING_PATIENCE = 5  # measurements without improvement before it stops
 
 
 @runtime_checkable
@@ -139,7 +139,7 @@ def descend(
     calls = ((rows, given) for rows in _minibatches(steps, every, per_call, train_count, size, seed, done))
     fitting = fit(step_loss, state, calls, optimizer, stream(seed), network=networks[0])
     with progress_bar(steps, "step", describe, done, delay=SILENCE) as bar:
-        while done < steps and min(losses[-PATIENCE:]) <= min(losses):
+        while done < steps and min(losses[-STOPPING_PATIENCE:]) <= min(losses):
             state, step_losses, _ = next(fitting)
             done += len(step_losses)
             bar.update(len(step_losses))

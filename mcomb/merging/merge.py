@@ -104,8 +104,9 @@ def merge(
         method: A name (`"average"`, `"slerp"`, `"fisher"`, `"refit"`, `"learned"`) or a configured method, such as
             `mcomb.refit(ridge=0.1)`, `mcomb.partial(budget=1.5)` or `mcomb.ties(base)`.
         groups: "permutations" or "all" to align the networks to the first one by weights, as `align_many` does. By
-            default they are merged as they are.
-        spec: The symmetries of the network; derived from `apply` by default. It replaces those that `groups` names.
+            default they are merged unaligned.
+        spec: The symmetries of the network; derived from `apply` by default. Replaces the symmetries of
+            `groups`.
         loss: The loss: a function of one example's output and label that returns a sum and a count.
 
     Returns:
@@ -197,6 +198,9 @@ def task_arithmetic(base: Params, *, scale: float = 1.0, shares: Shares = None) 
     Returns:
         A method for `merge`.
 
+    Raises:
+        UserError: `scale` is not a finite number.
+
     Examples:
         >>> method = mcomb.task_arithmetic(c, scale=0.5)  # `tuned` are fine-tuned from C
         >>> merged = mcomb.merge(apply, tuned, x, method=method)
@@ -220,6 +224,9 @@ def ties(base: Params, *, density: float = 0.2, scale: float = 1.0, shares: Shar
 
     Returns:
         A method for `merge`.
+
+    Raises:
+        UserError: `density` or `scale` is out of range.
 
     Examples:
         >>> method = mcomb.ties(c, density=0.2)  # `tuned` are fine-tuned from C
@@ -253,6 +260,9 @@ def dare(
 
     Returns:
         A method for `merge`.
+
+    Raises:
+        UserError: `density` or `scale` is out of range.
 
     Examples:
         >>> method = mcomb.dare(c, density=0.1)  # `tuned` are fine-tuned from C

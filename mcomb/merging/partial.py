@@ -233,7 +233,7 @@ def _statistics(spec: PermutationSpec, apply: Apply, params: Params, batches: In
 
 
 def _streams(spec: PermutationSpec, params: Params) -> list[Params]:
-    """Return the weights of each stream; there is one stream if nothing is apart."""
+    """Return the weights of each stream; return a single stream if everything is merged."""
     others, rest = named_leaves(params.get("others")), named_leaves(params.get("rest"))
     counts, masks = _counts(spec, params), _masks(spec, params, jnp)
 

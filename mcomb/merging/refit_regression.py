@@ -41,7 +41,7 @@ BLOCK = 200  # examples that are processed at once
 DIGIT = 256  # every float dtype represents integers below this exactly
 
 
-class Place(NamedTuple):
+class EntryPlace(NamedTuple):
     """The leaf that the entries of an array come from, and the position of each entry in it."""
 
     leaf: str
@@ -55,8 +55,8 @@ class Fittable(NamedTuple):
     """
 
     map: LinearMap
-    kernel: Place
-    bias: Place | None
+    kernel: EntryPlace
+    bias: EntryPlace | None
 
 
 def refit_average(
@@ -133,7 +133,7 @@ def list_fittable(intermediates: Intermediates, params: Params) -> list[Fittable
         weights = places.get(found.weights.id)
         if weights is None or not is_own(weights):
             continue
-        own = Fittable(found, Place(weights.leaf, _matrix(found, weights.positions)), None)
+        own = Fittable(found, EntryPlace(weights.leaf, _matrix(found, weights.positions)), None)
         if found.bias:
             bias = places.get(found.bias.id)
             if bias is None or not is_own(bias):
@@ -142,13 +142,13 @@ def list_fittable(intermediates: Intermediates, params: Params) -> list[Fittable
             samples = _rows(found, np.broadcast_to(bias.positions, shape))
             if (samples != samples[0]).any():  # it differs between samples, such as a bias for each position
                 continue
-            own = own._replace(bias=Place(bias.leaf, samples[0]))
+            own = own._replace(bias=EntryPlace(bias.leaf, samples[0]))
         if all(len(np.unique(place.positions)) == place.positions.size for place in own[1:] if place):
             fittable.append(own)
     return fittable
 
 
-def find_places(intermediates: Intermediates, params: Params, wanted: Collection[ArrayId]) -> dict[ArrayId, Place]:
+def find_places(intermediates: Intermediates, params: Params, wanted: Collection[ArrayId]) -> dict[ArrayId, EntryPlace]:
     """Find the positions of the wanted arrays' entries in the parameters, for arrays with entries of a single leaf.
 
     It numbers all entries of the parameters, evaluates the function on the digits of these numbers, and reads the
@@ -184,7 +184,7 @@ def find_places(intermediates: Intermediates, params: Params, wanted: Collection
         index = numbers[array] - starts[name]
         inside = (owners == owners.flat[0]).all() and index.min() >= 0 and index.max() < leaves[name].size
         if inside and (leaves[name].ravel()[index].astype(values.dtype) == values).all():
-            places[array] = Place(name, index)
+            places[array] = EntryPlace(name, index)
     return places
 
 

@@ -93,7 +93,7 @@ def average_leaf(leaf: Leaf) -> Vector:
 def slerp_leaf(leaf: Leaf) -> Vector:
     """Return the point on the arc between two leaves, or on the line if they are nearly parallel or one is zero."""
     if len(leaf.values) != 2:
-        raise UserError(f"slerp merges two networks, and {len(leaf.values)} are given: merge by average.")
+        raise UserError(f"slerp merges two networks, not {len(leaf.values)}: merge by average.")
     (a, b), weights = leaf.values, tuple(leaf.shares)
     lengths = float(np.linalg.norm(a)) * float(np.linalg.norm(b))
     angle = math.acos(min(1.0, max(-1.0, float(np.dot(a, b)) / lengths))) if lengths else 0.0

@@ -27,7 +27,7 @@ def run_in_jax(name: str) -> Iterator[None]:
             with environment, torch.device("jax"), torch.no_grad():
                 yield
     except OperatorNotFound as error:
-        raise UserError(f"{name} uses an operation that torchax lacks ({error}): replace it in `forward`") from error
+        raise UserError(f"{name} uses an operation that torchax lacks ({error}): replace it in `forward`.") from error
     except jax.errors.JAXTypeError as error:
         raise UserError(f"{name} needs the values of tensors, which JAX cannot trace: use torch.where.") from error
     except UserError:

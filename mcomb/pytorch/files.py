@@ -44,9 +44,9 @@ from mcomb.trees import Inputs, Labels, require_alike, require_finite
 
 Module = Any  # torch.nn.Module, with the attributes that transformers adds
 PICKLES = (".pt", ".pth", ".bin")
-RETURNS = "(module, inputs), (module, inputs, labels) or (module, inputs, labels, loss)"
+TORCH_RETURNS = "(module, inputs), (module, inputs, labels) or (module, inputs, labels, loss)"
 WITHOUT_DATA = ("average", "slerp", *BASED_METHODS)
-TOKENS, EXAMPLES = 8, 2  # sizes of example inputs
+TOKENS, EXAMPLE_ROWS = 8, 2  # sizes of example inputs
 IMAGE, SOUND = 64, 6400  # default sizes of example inputs without a size in the configuration
 
 
@@ -110,7 +110,7 @@ def align_files(
     if function:
         return read_state_dicts(paths, function).align(to, matcher, force)
     if not any(map(is_model_folder, paths)):
-        raise UserError(f"{paths[0]} is a state dict: pass --torch MODULE:FUNCTION, which returns {RETURNS}.")
+        raise UserError(f"{paths[0]} is a state dict: pass --torch MODULE:FUNCTION, which returns {TORCH_RETURNS}.")
     if matcher.name == "weights" and data is None and all(map(is_model_folder, paths)):
         get_environment()
         make_inputs = lambda module: to_arrays(example_inputs(module))  # noqa: E731
@@ -214,10 +214,10 @@ def example_inputs(module: Module) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def floats(*shape: int) -> Any:
-        return torch.randn(EXAMPLES, *shape, generator=random)
+        return torch.randn(EXAMPLE_ROWS, *shape, generator=random)
 
     def tokens() -> Any:
-        return torch.randint(0, text.vocab_size, (EXAMPLES, count), generator=random)
+        return torch.randint(0, text.vocab_size, (EXAMPLE_ROWS, count), generator=random)
 
     if main == "input_ids" or (hasattr(config, "text_config") and "input_ids" in known):
         found["input_ids"] = tokens()
@@ -291,7 +291,7 @@ def _call(function: str) -> Any:
     except Exception as error:
         raise UserError(f"--torch {function} fails ({name_error(error)}): correct the function.") from error
     if not isinstance(found, tuple) or not 2 <= len(found) <= 4 or not isinstance(found[0], torch.nn.Module):
-        raise UserError(f"--torch {function} does not return a module with inputs: return {RETURNS}.")
+        raise UserError(f"--torch {function} does not return a module with inputs: return {TORCH_RETURNS}.")
     return found
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 else:  # placeholders, so that annotations do not need PyTorch
     Module = Tensor = Any
 
-Output = str | Callable[[Any], Any] | None
+OutputChoice = str | Callable[[Any], Any] | None
 INTEGERS = {1: np.uint8, 2: np.int16}  # integer dtypes by size, to view float dtypes that NumPy lacks
 STATISTICS = "running_mean"  # a module with this buffer has running statistics
 
@@ -59,7 +59,7 @@ def align(
     groups: str = "permutations",
     spec: PermutationSpec | None = None,
     loss: Objective = cross_entropy,
-    output: Output = None,
+    output: OutputChoice = None,
     options: Mapping[str, Any] | None = None,
 ) -> Module:
     """Align module `b` to module `a`.
@@ -71,7 +71,7 @@ def align(
         labels: Labels of the inputs, for matchers that minimise the loss.
         matcher: A name (`"weights"`, `"activations"`, `"straight_through"`) or a configured matcher.
         groups: "permutations", or "all" for rotations, invertible matrices, scales and signs too; see `mcomb.align`.
-        spec: The symmetries of the modules; derived by default. It replaces `groups`.
+        spec: The symmetries of the modules; derived by default. Replaces `groups`.
         loss: The loss, for matchers that minimise it.
         output: The output to preserve; see `from_module`.
         options: Further keyword arguments of `forward`.
@@ -100,7 +100,7 @@ def sweep(
     labels: Labels,
     draw: Distribution | Draw,
     *,
-    output: Output = None,
+    output: OutputChoice = None,
     options: Mapping[str, Any] | None = None,
     **others: Any,
 ) -> Sweep:
@@ -138,9 +138,10 @@ def merge(
     labels: Labels = None,
     *,
     method: str | Method = "learned",
+    groups: str | None = None,
     spec: PermutationSpec | None = None,
     loss: Objective = cross_entropy,
-    output: Output = None,
+    output: OutputChoice = None,
     options: Mapping[str, Any] | None = None,
 ) -> Module:
     """Merge aligned modules into one.
@@ -151,7 +152,9 @@ def merge(
         labels: Labels with examples along the first axis; only `fisher` and `learned` need them.
         method: A name (`"average"`, `"slerp"`, `"fisher"`, `"refit"`, `"learned"`) or a configured method, such as
             `mcomb.ties(base)`, whose base is a module.
-        spec: The symmetries of the modules; derived by default.
+        groups: "permutations" or "all" to align the modules to the first one by weights; see `mcomb.merge`. By default
+            they are merged unaligned.
+        spec: The symmetries of the modules; derived by default. Replaces `groups`.
         loss: The loss: a function of one example's output and label that returns a sum and a count.
         output: The output to use; see `from_module`.
         options: Further keyword arguments of `forward`.
@@ -172,7 +175,8 @@ def merge(
     if method.base is not None:
         base = same_function((modules[0], method.base), inputs, output, options)[1][1]
         method = dataclasses.replace(method, base=base)
-    merged = merge_params(apply, networks, inputs, to_arrays(labels), method=method, spec=spec, loss=loss)
+    chosen: Any = {"method": method, "groups": groups, "spec": spec, "loss": loss}
+    merged = merge_params(apply, networks, inputs, to_arrays(labels), **chosen)
     if merged.apply is not apply:
         raise UserError(
             f"A merge by {merged.method.name} has another architecture than its modules: "
@@ -182,7 +186,7 @@ def merge(
 
 
 def from_module(
-    module: Module, *, output: Output = None, options: Mapping[str, Any] | None = None
+    module: Module, *, output: OutputChoice = None, options: Mapping[str, Any] | None = None
 ) -> tuple[Apply, dict[str, Any]]:
     """Return a module as a JAX function and its weights.
 
@@ -277,7 +281,7 @@ def to_arrays(tree: Any) -> Any:
 
 
 def same_function(
-    modules: Sequence[Module], inputs: Inputs, output: Output, options: Mapping[str, Any] | None
+    modules: Sequence[Module], inputs: Inputs, output: OutputChoice, options: Mapping[str, Any] | None
 ) -> tuple[Apply, tuple[Params, ...]]:
     """Return the common function of several modules and the weights of each, or raise an error if functions differ."""
     (apply, first), *others = (from_module(module, output=output, options=options) for module in modules)
@@ -403,7 +407,7 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(inputs), {}) if isinstance(inputs, tuple | list) else ((inputs,), {})
 
 
-def _select(outputs: Any, output: Output) -> Any:
+def _select(outputs: Any, output: OutputChoice) -> Any:
     """Select one output of a module."""
     if callable(output):
         return output(outputs)

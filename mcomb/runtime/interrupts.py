@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from threading import Event, Thread
 from typing import NoReturn
 
-PATIENCE = 3.0  # seconds for the main thread to end the program
+EXIT_PATIENCE = 3.0  # seconds for the main thread to end the program
 SAVING_PATIENCE = 60.0  # seconds if there are training steps to save
 
 _asked: list[int] = []  # signals received so far
@@ -62,7 +62,7 @@ def _watch(signals: socket.socket, end_now: Callable[[int], object]) -> None:
         return
     start, told = time.monotonic(), False
     signals.settimeout(0.5)
-    while time.monotonic() - start < (SAVING_PATIENCE if _is_unsaved() else PATIENCE):
+    while time.monotonic() - start < (SAVING_PATIENCE if _is_unsaved() else EXIT_PATIENCE):
         try:
             again = signals.recv(1)
         except TimeoutError:

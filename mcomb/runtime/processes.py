@@ -26,7 +26,7 @@ from mcomb.errors import UserError
 T = TypeVar("T")
 P = ParamSpec("P")
 
-PATIENCE = 60  # seconds to wait for the other processes to start
+START_PATIENCE = 60  # seconds to wait for the other processes to start
 HEARTBEAT = 30  # seconds without a heartbeat after which a process counts as dead
 FOREVER = 1000 * 60 * 60 * 24 * 365  # milliseconds
 REMEDY = "start all processes again with the same commands to resume."
@@ -57,7 +57,7 @@ def join(coordinator: str | None, processes: int | None, process: int | None) ->
     last_words = subprocess.Popen([sys.executable, "-c", LAST_WORDS], stdin=subprocess.PIPE, text=True)
     try:
         jax.distributed.initialize(
-            coordinator, processes, process, initialization_timeout=PATIENCE, heartbeat_timeout_seconds=HEARTBEAT
+            coordinator, processes, process, initialization_timeout=START_PATIENCE, heartbeat_timeout_seconds=HEARTBEAT
         )
     except (RuntimeError, ValueError) as error:
         last_words.communicate("said")
@@ -201,7 +201,7 @@ def _find(coordinator: str, first: bool) -> None:
         raise UserError(f"--coordinator {coordinator} is not an address: pass HOST:PORT of process 0.")
     if first:
         _require_free(int(port))
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + START_PATIENCE
     while not first:
         try:
             socket.create_connection((host, int(port)), timeout=5).close()

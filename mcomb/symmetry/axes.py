@@ -44,7 +44,7 @@ def find(axis: Axis) -> Axis:
 
 
 def cells(axis: Axis) -> list[tuple[Axis, Axis]]:
-    """Return the segments of the groups of a cells axis, each with the axis inside its groups."""
+    """Return the segments of a cells axis's groups, each with the axis of the cells in one of its groups."""
     assert axis.groups is not None
     segments = split_segments(axis.groups, axis.counts, "")
     assert segments is not None, "groups are made of these segments"

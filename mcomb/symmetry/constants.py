@@ -14,21 +14,21 @@ import numpy as np
 from jax.extend import core
 
 from mcomb.symmetry.axes import Axis, concatenation, product
-from mcomb.symmetry.facts import Array, shape_of
+from mcomb.symmetry.facts import ArrayFacts, shape_of
 
-LARGEST = 2**20  # maximum number of entries of an array whose values are kept
+LARGEST_CONSTANT = 2**20  # maximum number of entries of an array whose values are kept
 MOST_PERIODS = 16  # maximum number of periods to try; usually the first is right
 
 
-def constant(value: Any) -> Array:
+def constant(value: Any) -> ArrayFacts:
     """Return a constant, with frozen axes where its entries differ."""
     shape = np.shape(value)
     if jax.dtypes.issubdtype(getattr(value, "dtype", None), jax.dtypes.extended) or not math.prod(shape):
-        return Array(tuple(Axis(size, "a constant") if size > 1 else None for size in shape))
+        return ArrayFacts(tuple(Axis(size, "a constant") if size > 1 else None for size in shape))
     array = np.asarray(value)
     differs = [not _look_the_same(array, array.take([0], axis)).all() for axis in range(array.ndim)]
     axes = tuple(_constant_axis(array, axis) if differ else None for axis, differ in enumerate(differs))
-    return Array(axes, value=array if array.size <= LARGEST else None)
+    return ArrayFacts(axes, value=array if array.size <= LARGEST_CONSTANT else None)
 
 
 def _constant_axis(array: np.ndarray, axis: int) -> Axis:
@@ -39,7 +39,7 @@ def _constant_axis(array: np.ndarray, axis: int) -> Axis:
     """
     entries = np.moveaxis(array, axis, 0)
     count = len(entries)
-    if array.size > LARGEST:
+    if array.size > LARGEST_CONSTANT:
         return Axis(count, "a constant")
 
     def same(x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -65,13 +65,13 @@ def _look_the_same(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return x == y
 
 
-def fold(eqn: core.JaxprEqn, operands: Sequence[Array]) -> list[Array] | None:
+def fold(eqn: core.JaxprEqn, operands: Sequence[ArrayFacts]) -> list[ArrayFacts] | None:
     """Return the result of a simple equation of known integers, or None for any other equation."""
     operation = FOLDED.get(eqn.primitive.name)
     avals: list[Any] = [atom.aval for atom in (*eqn.invars, *eqn.outvars)]
     if operation is None or any(operand.value is None for operand in operands):
         return None
-    if math.prod(shape_of(eqn.outvars[0])) > LARGEST or not all(_is_whole(aval.dtype) for aval in avals):
+    if math.prod(shape_of(eqn.outvars[0])) > LARGEST_CONSTANT or not all(_is_whole(aval.dtype) for aval in avals):
         return None
     with np.errstate(all="ignore"):
         result = operation(eqn.params, *(operand.value for operand in operands))
@@ -103,7 +103,7 @@ FOLDED: dict[str, Callable[..., Any]] = {
 """NumPy equivalents of simple primitives, before broadcasting and conversion to the result's dtype."""
 
 
-def counts_up(array: Array, axis: int) -> bool:
+def counts_up(array: ArrayFacts, axis: int) -> bool:
     """Return whether a known array holds 0, 1, 2, … along an axis."""
     value = array.value
     return value is not None and bool(np.all(np.moveaxis(value, axis, -1) == np.arange(value.shape[axis])))

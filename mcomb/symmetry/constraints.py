@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from mcomb.symmetry.axes import Axis, atoms, concatenation, find, freeze, product, split_product, split_segments, unite
-from mcomb.symmetry.facts import Array, ArrayAxes, Compound, Grouping, Relation
+from mcomb.symmetry.facts import ArrayAxes, ArrayFacts, Compound, Grouping, Relation
 
 LabelledAxes = list[tuple[Hashable, Axis]]
 """The axes of one array in an operation, with their labels."""
@@ -37,7 +37,7 @@ class Constraints:
             if axis is not None:
                 freeze(axis, self.reason)
 
-    def plain(self, array: Array) -> ArrayAxes:
+    def plain(self, array: ArrayFacts) -> ArrayAxes:
         """Return the axes of an array that is used as plain numbers, which freezes the axis of any positions."""
         if array.positions is not None:
             freeze(array.positions.along, array.positions.reason)
@@ -118,12 +118,12 @@ class Constraints:
         self.loop_axes += [axis for axes in arrays for axis in axes if axis is not None]
 
     def group(self, sort: Grouping) -> None:
-        """Record a sort of rows by group; the devices of a `shard_map` would each sort only their own rows."""
+        """Record a sort of rows by group; inside a `shard_map`, freeze the groups, because devices sort separately."""
         self.freeze([sort.groups] if self.shards else [])
         self.groupings.append(replace(sort, reason=self.reason))
 
     def is_grouped(self, rows: Axis, source: object, matrices: Axis) -> bool:
-        """Return whether these rows were sorted by these positions, after uniting their groups with the matrices."""
+        """Unite the groups of rows with the matrices if these positions sorted the rows; return whether they did."""
         for sort in self.groupings:
             if find(sort.rows) is find(rows) and sort.source is source:
                 unite(sort.groups, matrices, self.reason)

@@ -19,10 +19,11 @@ from jax.extend import core
 from mcomb.errors import UserError, brief
 from mcomb.symmetry.axes import Axis, atoms, cells, find, flat_parts, freeze, groups_of, merge_cells, write_cells
 from mcomb.symmetry.constraints import LabelledAxes, new_axes
-from mcomb.symmetry.facts import Array, ArrayAxes
+from mcomb.symmetry.facts import ArrayAxes, ArrayFacts
 from mcomb.symmetry.interpreter import Interpreter
+from mcomb.symmetry.matrix_groups import SymmetrySpec
 from mcomb.symmetry.null_space import extend_spec
-from mcomb.symmetry.spec import Blocks, Frozen, Layout, PermutationSpec, Segments
+from mcomb.symmetry.spec import Blocks, Frozen, Layout, PermutationSpec, Segments, require_spec
 from mcomb.trees import Apply, Inputs, Params, leaf_name, named_leaves, output_shapes
 
 GROUPS = ("permutations", "all")
@@ -69,6 +70,18 @@ def derive_spec(apply: Apply, params: Params, inputs: Inputs, *, groups: str = "
     return extend_spec(spec, apply, params, inputs) if groups == "all" else spec
 
 
+def given_or_derived(
+    spec: PermutationSpec | None, apply: Apply, params: Params, inputs: Inputs, groups: str
+) -> PermutationSpec:
+    """Return the spec, or derive it if it is None; raise an error if `groups` requires more than the spec has."""
+    if spec is None:
+        return derive_spec(apply, params, inputs, groups=groups)
+    require_spec(spec)
+    if groups == "all" and not isinstance(spec, SymmetrySpec):
+        raise UserError('groups="all" does not apply to a spec of permutations: drop groups or spec.')
+    return spec
+
+
 def derive_from(function: Callable[..., Any], params: Params, *inputs: Any) -> PermutationSpec:
     """Derive the spec of a function of parameters and any number of inputs."""
     named_leaves(params)
@@ -80,10 +93,12 @@ def infer_axes(traced: core.ClosedJaxpr, params: Params, *inputs: Any) -> tuple[
     """Interpret a traced function, and return the axes of each parameter and the interpreter."""
     interp = Interpreter()
     leaves = {name: new_axes(np.shape(leaf)) for name, leaf in named_leaves(params).items()}
-    weights = [Array(axes, frozenset(range(len(axes)))) for axes in leaves.values()]  # floats: see `rules.distinct`
+    weights = [
+        ArrayFacts(axes, frozenset(range(len(axes)))) for axes in leaves.values()
+    ]  # floats: see `rules.distinct`
     paths = jax.tree_util.tree_flatten_with_path(inputs)[0]
     input_axes = [new_axes(np.shape(leaf), f"input {leaf_name(path)}") for path, leaf in paths]
-    results = interp.interpret_plain(traced.jaxpr, traced.consts, [*weights, *map(Array, input_axes)])
+    results = interp.interpret_plain(traced.jaxpr, traced.consts, [*weights, *map(ArrayFacts, input_axes)])
     interp.reason = "the output"
     interp.freeze(itertools.chain.from_iterable(results))
     _merge_loose_cells(interp.operations, itertools.chain.from_iterable(leaves.values()))

@@ -15,7 +15,7 @@ from jax.extend import core
 from mcomb.symmetry.jaxpr_walk import called_jaxpr, live_equations, open_jaxpr, split_list, split_scan
 from mcomb.symmetry.rules import CALLS
 
-DTYPES = ("new_dtype", "preferred_element_type", "dtype")  # parameters of equations that name a dtype
+DTYPE_PARAMETERS = ("new_dtype", "preferred_element_type", "dtype")  # parameters of equations that name a dtype
 
 
 def in_double(function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
@@ -77,7 +77,7 @@ def _equation(eqn: core.JaxprEqn, operands: list[Any]) -> Sequence[Any]:
     if name == "reduce_precision":
         return operands
     results = eqn.primitive.bind(
-        *operands, **{key: wide(value) if key in DTYPES else value for key, value in params.items()}
+        *operands, **{key: wide(value) if key in DTYPE_PARAMETERS else value for key, value in params.items()}
     )
     return results if eqn.primitive.multiple_results else [results]
 

@@ -33,7 +33,7 @@ class Positions:
 
 
 @dataclass(frozen=True, eq=False)
-class Array:
+class ArrayFacts:
     """The axes of an array and the known facts about it."""
 
     axes: ArrayAxes = ()
@@ -41,7 +41,7 @@ class Array:
     value: np.ndarray | None = None  # the entries, if they depend on neither parameters nor inputs
     positions: Positions | None = None  # if the entries are positions along an axis
     counts: object = None  # the source of the positions, if the entries count their occurrences
-    columns: "tuple[Array, ...]" = ()  # if the last axis holds indices into several axes, as in v[i, j]
+    columns: "tuple[ArrayFacts, ...]" = ()  # if the last axis holds indices into several axes, as in v[i, j]
     reshape: "Relation | None" = None  # for a reshape that is only read in slices: see `rules.slices`
 
 
@@ -100,7 +100,7 @@ class Relation:
     frozen: Collection[Hashable] = ()  # labels of axes whose order matters
     why: str = ""  # why it matters, if that is not the usual reason of the primitive
     new: Mapping[Hashable, Axis] = field(default_factory=dict)
-    facts: Sequence[Array] = ()  # further facts about the results, without their axes
+    facts: Sequence[ArrayFacts] = ()  # further facts about the results, without their axes
     positions: Collection[int] = ()  # the operands used as positions
     sort: Grouping | None = None  # a sort of rows by group
     grouped: tuple[Axis, object, Axis] | None = None  # rows, counted positions and matrices: see `ragged_dot`

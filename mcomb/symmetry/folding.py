@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 RANK = 1e-6  # singular values of a head below this fraction of the norm are not balanced
 NEWTON_STEPS = 50  # at most; the problem of each unit is convex
-SWEEPS, CONVERGED = 500, 1e-9  # visits of all scales, and the relative change that ends them
+VISITS, CONVERGED = 500, 1e-9  # visits of all scales, and the relative change that ends them
 SMALLEST = 1e-150  # keeps the logarithms of norms finite
 
 
@@ -61,7 +61,7 @@ def balancing(spec: "SymmetrySpec", params: Params) -> "Element":
         for name, own in spec.scalings.items()
         if own.gain is None and own.values != "sign" and min(own.powers.values()) < 0 < max(own.powers.values())
     }
-    for _ in range(SWEEPS if scales else 0):  # the sum of all squared weights is convex, and falls with each visit
+    for _ in range(VISITS if scales else 0):  # the sum of all squared weights is convex, and falls with each visit
         largest = 1.0
         for name, own in scales.items():
             factors = _least_factors(spec, own, folded).reshape(element[name].shape)

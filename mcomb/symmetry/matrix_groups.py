@@ -293,7 +293,17 @@ class SymmetrySpec(PermutationSpec):
         return part
 
     def multiply(self, labels: tuple[Layout, ...], part: Any, axis: int, matrix: Any) -> Any:
-        """Multiply an axis of a part by a matrix."""
+        """Multiply an axis of a part of a leaf by a matrix.
+
+        Args:
+            labels: The layouts of the part's axes.
+            part: The part.
+            axis: The axis with the units of a space.
+            matrix: A matrix, or one for each entry of the space's batch axes.
+
+        Returns:
+            The product, an array of the part's shape.
+        """
         xp: Any = np if isinstance(part, np.ndarray) and isinstance(matrix, np.ndarray) else jnp
         front = unit_axes(self, labels, axis)
         first = xp.moveaxis(part, front, range(len(front)))
@@ -301,7 +311,16 @@ class SymmetrySpec(PermutationSpec):
         return xp.moveaxis(product.reshape(first.shape), range(len(front)), front)
 
     def along(self, labels: tuple[Layout, ...], axis: int, values: Any) -> Any:
-        """Return the values of a space's units in a shape that broadcasts against a part."""
+        """Return the values of a space's units in a shape that broadcasts against a part of a leaf.
+
+        Args:
+            labels: The layouts of the part's axes.
+            axis: The axis with the units of the space.
+            values: A value for each unit, with the batch axes first.
+
+        Returns:
+            The values, with an axis of size 1 for each other axis of the part.
+        """
         front = unit_axes(self, labels, axis)
         order = sorted(range(len(front)), key=front.__getitem__)
         sizes = dict(zip(front, values.shape, strict=True))
@@ -336,7 +355,18 @@ class SymmetrySpec(PermutationSpec):
     def check_in_double(
         self, run: Callable[..., Any], params: Params, inputs: Inputs, *, perms: Element | None, draws: int
     ) -> None:
-        """Check a function that computes in float64."""
+        """Check a function that computes in float64.
+
+        Args:
+            run: The function, called as `run(params, inputs)` under `jax.enable_x64(True)`.
+            params: Parameters of a network.
+            inputs: Example inputs.
+            perms: A further element to check, or None.
+            draws: Number of random elements.
+
+        Raises:
+            UserError: An element changes the output.
+        """
         wide = jax.tree.map(lambda leaf: np.asarray(leaf, float) if is_inexact(leaf) else leaf, params)
         before = named_leaves(run(wide, inputs))
         candidates = [self.random(jax.random.key(draw)) for draw in range(draws)] + ([perms] if perms else [])

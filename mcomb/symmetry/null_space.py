@@ -47,10 +47,10 @@ from mcomb.symmetry.places import Place, part_at, places_of, unit_rows
 from mcomb.symmetry.spec import PermutationSpec
 from mcomb.trees import Apply, Inputs, Params, named_leaves
 
-Moments = dict[Place, Float[np.ndarray, "draws batch n n"]]
+GradientMoments = dict[Place, Float[np.ndarray, "draws batch n n"]]
 """The matrices C_o of each place, for several random combinations of the outputs."""
 
-EXAMPLES = 16  # inputs, at most
+GROUP_EXAMPLES = 16  # inputs, at most
 FEWEST_DRAWS, MOST_DRAWS = 6, 64  # random combinations of the outputs
 MOST_EQUATIONS = 3_000  # of one system
 VANISHES = 1e-9  # a singular value or a residual below this fraction of the largest
@@ -184,7 +184,7 @@ class _Finder:
     def _is_float(self, place: Place) -> bool:
         return np.asarray(self.leaves[place.leaf]).dtype == np.float64
 
-    def _moments(self, places: Mapping[str, Mapping[Place, Any]]) -> Moments:
+    def _moments(self, places: Mapping[str, Mapping[Place, Any]]) -> GradientMoments:
         """Return the matrices C_o of all places, for several random combinations of the outputs."""
         found: dict[Place, list[np.ndarray]] = {place: [] for own in places.values() for place in own}
         for gradients in self._gradients(self._draws(places)):
@@ -221,7 +221,7 @@ class _Finder:
             wanted = max(wanted, 8 * len(own) // (int(np.prod(batch)) * n * max(1, (n - 1) // 2)) + 1)
         return min(wanted, MOST_DRAWS)
 
-    def _search(self, name: str, places: Mapping[Place, tuple[Any, ...]], moments: Moments) -> _Found:
+    def _search(self, name: str, places: Mapping[Place, tuple[Any, ...]], moments: GradientMoments) -> _Found:
         """Return the symmetries of a space that hold on the function."""
         size = max(np.abs(own).max() for own in moments.values())
         dead = [place for place in places if np.abs(moments[place]).max() <= VANISHES * size]
@@ -241,7 +241,7 @@ class _Finder:
         return _Found()
 
     def _candidates(
-        self, name: str, scales: list[dict[Place, float]], gains: list[Place], moments: Moments, writer: Place
+        self, name: str, scales: list[dict[Place, float]], gains: list[Place], moments: GradientMoments, writer: Place
     ) -> Iterator[_Found]:
         """Yield symmetries of a space, from the largest to the smallest."""
         for powers in scales:
@@ -270,7 +270,7 @@ class _Finder:
         """Return whether a part has no axes but those of a space and its batch axes, in their order."""
         return labels == (*self.plain.batched_over.get(name, ()), name)
 
-    def _scales(self, moments: Moments) -> list[dict[Place, float]]:
+    def _scales(self, moments: GradientMoments) -> list[dict[Place, float]]:
         """Return a basis of the scalings, as the powers of the places that each moves.
 
         The first places have power 1 in one scaling and 0 in the others, as far as possible.
@@ -292,7 +292,7 @@ class _Finder:
         values = np.pad(values, (0, len(rows) - len(values)))
         return rows[values <= VANISHES * values.max(initial=0)] / norms
 
-    def _is_invertible(self, powers: Mapping[Place, float], moments: Moments) -> bool:
+    def _is_invertible(self, powers: Mapping[Place, float], moments: GradientMoments) -> bool:
         """Return whether a matrix may multiply the places of power 1, and its inverse transpose those of power −1."""
         if set(powers.values()) != {1, -1}:
             return False
@@ -300,7 +300,7 @@ class _Finder:
         return bool(np.abs(sum(terms)).max() <= VANISHES * max(np.abs(term).max() for term in terms))
 
     def _rotation(
-        self, kind: str, scales: list[dict[Place, float]], gains: list[Place], moments: Moments
+        self, kind: str, scales: list[dict[Place, float]], gains: list[Place], moments: GradientMoments
     ) -> dict[int, Place] | None:
         """Return the gain that each scaling folds, or None if rotations of this kind are no symmetry.
 
@@ -451,8 +451,8 @@ class _Finder:
 def first_examples(inputs: Inputs) -> Inputs:
     """Return the first examples if all arrays have the same number of them."""
     counts = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(inputs)}
-    if len(counts) == 1 and all(counts) and next(iter(counts))[0] > EXAMPLES:
-        return jax.tree.map(lambda leaf: leaf[:EXAMPLES], inputs)
+    if len(counts) == 1 and all(counts) and next(iter(counts))[0] > GROUP_EXAMPLES:
+        return jax.tree.map(lambda leaf: leaf[:GROUP_EXAMPLES], inputs)
     return inputs
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, PRNGKeyArray
 
-from mcomb.errors import UserError, list_some
+from mcomb.errors import UserError, brief, list_some
 from mcomb.symmetry.check import check_spec
 from mcomb.trees import Apply, Array, Inputs, Params, map_named, named_leaves
 
@@ -30,6 +30,14 @@ class Blocks:
 
     Blocks((49, "P")) is the axis of a flattened 7×7 image with the channels of P. P permutes each of its 49 blocks. In
     Blocks(("heads", "dims")), "heads" permutes the blocks and "dims" permutes the positions inside each block.
+
+    Args:
+        factors: The layout of each factor: a name, a size, or another layout.
+
+    Examples:
+        >>> axes = {"kernel": (mcomb.Blocks((49, "P")), None), "bias": ("P",)}
+        >>> mcomb.PermutationSpec(axes, {"P": 4}).length(mcomb.Blocks((49, "P")))
+        196
     """
 
     factors: tuple["str | int | Blocks | Segments", ...]
@@ -40,6 +48,14 @@ class Segments:
     """The layout of an axis that concatenates its parts.
 
     Segments(("P", 2, "Q")) is an axis with the units of P, then two entries that stay in place, then the units of Q.
+
+    Args:
+        parts: The layout of each part: a name, a size, or another layout.
+
+    Examples:
+        >>> axes = {"kernel": (mcomb.Segments(("P", 2)), None), "bias": ("P",)}
+        >>> mcomb.PermutationSpec(axes, {"P": 4}).length(mcomb.Segments(("P", 2)))
+        6
     """
 
     parts: tuple["str | int | Blocks | Segments", ...]
@@ -374,7 +390,9 @@ class PermutationSpec:
                     f"{self.shape(name)}."
                 )
             if not isinstance(perm, jax.core.Tracer) and (np.sort(perm, -1) != np.arange(self.sizes[name])).any():
-                raise UserError(f"Permutation {name} must have each index below {self.sizes[name]} exactly once.")
+                raise UserError(
+                    f"Permutation {name} is {brief(perm)}: pass each index from 0 to {self.sizes[name] - 1} once."
+                )
 
     def apply(self, perms: Perms, params: Params) -> Params:
         """Permute the hidden units of a network without changing its function.
@@ -520,7 +538,7 @@ class PermutationSpec:
         return "\n\n".join(tables if reasons else tables[:1])
 
     def _sketch(self, leaf: str, axis: int, name: str) -> str:
-        """Return the place of a permutation in an axis unless it fills the axis: `: 49×·`, or `: ·+12`."""
+        """Mark the permutation's place in an axis, such as `: 49×·` or `: ·+12`; empty if it fills the axis."""
 
         def sketch(layout: Layout) -> str:
             if isinstance(layout, Blocks):

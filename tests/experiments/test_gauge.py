@@ -38,7 +38,7 @@ def test_gauge_answer_compares_random_bases(trained, answer):
     values = {"as trained": trained, "balanced": 0.05, "learned": 0.04, "random 1": 0.2, "random 2": 0.4}
     barriers = {
         f"{sweep}, {basis}": {"test": {"loss": value, "accuracy": value}}
-        for sweep in gauge.SWEEPS
+        for sweep in gauge.GAUGE_SWEEPS
         for basis, value in values.items()
     }
     agrees, finding = gauge.judge(results_of(gauge.EXPERIMENT.results, {"barriers": barriers}))

@@ -29,7 +29,7 @@ def pair(config_of, tmp_path):
 @pytest.mark.slow
 def test_merge_measures_every_method_once(results, config_of, draws_pairs, monkeypatch):
     found = results(merge, *SMALL)
-    assert found["methods"].keys() == merge.METHODS.keys()
+    assert found["methods"].keys() == merge.COMPARED_METHODS.keys()
     assert found["seen"]["A"] + found["seen"]["B"] == 1400 - 280
     for name, letter in (("A", "A"), ("B", "B"), ("joint", "C")):
         scored = found["methods"][name]["test"]
@@ -39,7 +39,7 @@ def test_merge_measures_every_method_once(results, config_of, draws_pairs, monke
     assert test["learned per weight"]["loss"] < test["midpoint, aligned"]["loss"]
     assert test["A, bias corrected"]["loss"] < test["A"]["loss"]
     assert draws_pairs(merge, found)
-    assert merge.table(from_json(merge.MergeResults, found)).count("\n") == len(merge.METHODS)
+    assert merge.table(from_json(merge.MergeResults, found)).count("\n") == len(merge.COMPARED_METHODS)
     monkeypatch.setattr(merge, "score", lambda *args: pytest.fail("it is measured"))
     assert run(merge.EXPERIMENT, config_of(merge, *SMALL)).methods == found["methods"]
 
@@ -64,13 +64,13 @@ def test_merge_with_itself_is_identity(pair):
     examples = pair.withheld.inputs[:50]
     logits = np.asarray(pair.apply(pair.a, examples))
     for name in ("midpoint, aligned", "best sample", "learned per unit", "Fisher"):
-        merged = merge.METHODS[name](pair)
+        merged = merge.COMPARED_METHODS[name](pair)
         assert np.allclose(merged.apply(merged.params, examples), logits, atol=1e-4 * np.abs(logits).max()), name
 
 
 def test_ensemble_has_mean_logits_of_parents(pair):
     examples = pair.withheld.inputs[:50]
-    merged = merge.METHODS["ensemble"](pair)
+    merged = merge.COMPARED_METHODS["ensemble"](pair)
     each = [np.asarray(pair.apply(params, examples)) for params in (pair.a, pair.b)]
     assert np.allclose(merged.apply(merged.params, examples), np.mean(each, axis=0), atol=1e-5 * np.abs(each).max())
 
@@ -116,7 +116,10 @@ def test_merge_rejects_incompatible_flags(flags, problem):
 
 def pair_of(less=0.0, models=None, **accuracies):
     """Return results with equal methods, except for some accuracies; refit is best on withheld examples."""
-    scored = {name: {s: {"loss": 0.2 - less, "accuracy": 0.9 - less} for s in merge.MEASURED} for name in merge.METHODS}
+    scored = {
+        name: {s: {"loss": 0.2 - less, "accuracy": 0.9 - less} for s in merge.MEASURED}
+        for name in merge.COMPARED_METHODS
+    }
     for name, accuracy in accuracies.items():
         scored[name]["test"]["accuracy"] = accuracy
     scored["refit"]["withheld"]["loss"] = 0.1

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from entries import entry, png
 
-from experiments.report_page import STYLE, Missing, duration, number, render
+from experiments.report_page import STYLESHEET, Missing, duration, number, render
 from mcomb.errors import UserError
 
 VOID = {"img", "meta"}
@@ -90,9 +90,9 @@ def test_page_is_self_contained():
         assert not any(name.startswith("on") for name in attributes)
         assert attributes.get("src", "data:image/png;base64,").startswith("data:image/png;base64,")
         assert attributes.get("href", "#").startswith("#")
-    assert "url(" not in STYLE
-    assert "@import" not in STYLE
-    assert "//" not in STYLE
+    assert "url(" not in STYLESHEET
+    assert "@import" not in STYLESHEET
+    assert "//" not in STYLESHEET
 
 
 def test_links_have_unique_targets():
@@ -292,7 +292,7 @@ def luminance(colour):
 
 @pytest.mark.parametrize("mode", [0, 1], ids=["light", "dark"])
 def test_colours_meet_wcag_aa_contrast(mode):
-    palettes = re.findall(r":root \{(.*?)\}", STYLE, re.S)
+    palettes = re.findall(r":root \{(.*?)\}", STYLESHEET, re.S)
     assert len(palettes) == 2
     colours = dict(re.findall(r"--(\w+): (#\w{6})", palettes[mode]))
     for ground in ("page", "panel"):

@@ -147,7 +147,7 @@ def functional_run(differing=600):
         [[[round(differing * (1 - t)), 0], [round(differing * t), 0], [both_right, 0], [0, 0]]]
         for t in np.linspace(0, 1, 11)
     ]
-    sweeps = {name: {"parameter": parameter([]), "counts": counts} for name in functional.SWEEPS}
+    sweeps = {name: {"parameter": parameter([]), "counts": counts} for name in functional.FUNCTIONAL_SWEEPS}
     return BASE | {"differing": differing, "labels": EXAMPLES, "sweeps": sweeps}
 
 
@@ -158,13 +158,13 @@ def width_run():
         "models": {f"{letter}, width {w}": GOOD for letter in "AB" for w in (1, 4, 16)},
         "guessing": BASE["guessing"],
         "widths": [1, 4, 16],
-        "by_width": dict.fromkeys(width.SWEEPS, by_width),
+        "by_width": dict.fromkeys(width.WIDTH_SWEEPS, by_width),
     }
 
 
 def matchers_run():
     names = {"naive": LARGE} | dict.fromkeys(MATCHERS, SMALL)
-    barriers = {f"{sweep}, {name}": barrier for sweep in matchers.SWEEPS for name, barrier in names.items()}
+    barriers = {f"{sweep}, {name}": barrier for sweep in matchers.MATCHER_SWEEPS for name, barrier in names.items()}
     return BASE | {"barriers": barriers, "tried": [1.0, 1.1]}
 
 
@@ -180,7 +180,7 @@ SWEEP_BREAKS = [
 # For each experiment: a good run, and single changes that break it.
 def merge_run():
     at = lambda accuracy, loss: {split: {"accuracy": accuracy, "loss": loss} for split in ("withheld", "test")}  # noqa: E731
-    methods = {name: at(0.90, 0.3) for name in merge.METHODS}
+    methods = {name: at(0.90, 0.3) for name in merge.COMPARED_METHODS}
     methods |= {"midpoint, naive": at(0.5, 1.5), "midpoint, aligned": at(0.93, 0.25), "best sample": at(0.93, 0.24)}
     methods |= {"learned per unit": at(0.96, 0.12), "ensemble": at(0.96, 0.13), "joint": at(0.98, 0.05)}
     config = BASE["config"] | {"split": "biased", "candidates": 100}

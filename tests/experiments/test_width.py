@@ -27,7 +27,7 @@ def test_width_has_barriers_and_networks_of_sweeps(results, draws_pairs):
 def test_width_runs_every_sweep_narrowest_first(config_of):
     config = config_of(width, "--widths", "4", "1", "4", "2", *FEW)
     parts = width.sweeps(config)
-    assert list(parts) == [f"{name}, width {w}" for w in (1, 2, 4) for name in width.SWEEPS]
+    assert list(parts) == [f"{name}, width {w}" for w in (1, 2, 4) for name in width.WIDTH_SWEEPS]
     for name, (experiment, its_config) in parts.items():
         assert name == f"{experiment.name}, width {its_config.width}"
         assert (its_config.points, its_config.epochs, its_config.out) == (3, 40, config.out)
@@ -43,7 +43,7 @@ def test_width_compares_barriers_over_widths(config_of, tmp_path):
         barriers = {"naive": lost, "aligned": lost}
         return Curves(models=models, guessing=guess, barriers=barriers, ends=["A", "B"], curves={})
 
-    parts = {f"{name}, width {w}": part(w, name) for w in (1, 2, 4) for name in width.SWEEPS}
+    parts = {f"{name}, width {w}": part(w, name) for w in (1, 2, 4) for name in width.WIDTH_SWEEPS}
     found = width.measure(SimpleNamespace(config=config, parts=parts))
     assert found.widths == [1, 2, 4]
     assert [at["aligned"]["test"]["loss"] for at in found.by_width["uniform"]] == [1, 0.5, 0.25]

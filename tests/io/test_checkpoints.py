@@ -173,7 +173,7 @@ def test_safetensors_keeps_values_of_any_memory_layout(leaf, tmp_path):
 
 
 def test_safetensors_keeps_metadata(tmp_path):
-    write_checkpoint(tmp_path / "net.safetensors", PARAMS, {"seed": "3"})
+    write_checkpoint(tmp_path / "net.safetensors", PARAMS, metadata={"seed": "3"})
     with safe_open(tmp_path / "net.safetensors", "numpy") as file:
         assert file.metadata() == {"seed": "3", "fingerprint": fingerprint(named_leaves(PARAMS))}
         assert set(file.keys()) == {"dense/kernel", "dense/bias"}
@@ -184,7 +184,7 @@ def test_safetensors_of_same_network_is_same_file(tmp_path):
     about = {f"key {i}": "x" * i for i in range(8)}
     contents = set()
     for i in range(4):
-        write_checkpoint(tmp_path / f"{i}.safetensors", PARAMS, about)
+        write_checkpoint(tmp_path / f"{i}.safetensors", PARAMS, metadata=about)
         contents.add((tmp_path / f"{i}.safetensors").read_bytes())
     assert len(contents) == 1
     with safe_open(tmp_path / "0.safetensors", "numpy") as file:

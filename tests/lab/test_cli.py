@@ -176,7 +176,7 @@ def test_run_prints_missing_resource_in_one_line(error, said, capsys):
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
     """Keep interrupts from ending the test process at once, even on a busy machine."""
-    monkeypatch.setattr(interrupts, "PATIENCE", 600.0)
+    monkeypatch.setattr(interrupts, "EXIT_PATIENCE", 600.0)
 
 
 def test_run_treats_sigterm_like_interrupt(capsys):

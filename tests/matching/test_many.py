@@ -105,7 +105,7 @@ def test_align_many_ends_at_local_optimum(family):
     for i, network in enumerate(aligned):
         others = jax.tree.map(lambda *leaves: sum(leaves), *(aligned[:i] + aligned[i + 1 :]))
         matching = match_weights(spec, others, network)
-        assert matching.objective - matching.trace[0] <= many.TOLERANCE * alignment.objective + 16 * EPS * scale
+        assert matching.objective - matching.trace[0] <= many.ROUND_TOLERANCE * alignment.objective + 16 * EPS * scale
 
 
 def test_align_many_starts_from_current_permutations(monkeypatch):

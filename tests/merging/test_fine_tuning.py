@@ -128,7 +128,7 @@ def test_fine_tune_makes_given_number_of_steps(steps, monkeypatch):
             yield state, losses, report
 
     monkeypatch.setattr(fine_tuning, "fit", counting)
-    monkeypatch.setattr(fine_tuning, "PATIENCE", steps)
+    monkeypatch.setattr(fine_tuning, "STOPPING_PATIENCE", steps)
     fine_tune(apply, START, INPUTS, LABELS, steps=steps, batch_size=20, learning_rate=1e-4)
     assert sum(made) == steps
 

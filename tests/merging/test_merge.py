@@ -258,7 +258,7 @@ def test_add_units_sums_values_of_connected_units():
         ({"method": "ties"}, r"Method \"ties\" needs the networks' base: pass mcomb.ties\(base\)"),
         ({"method": mcomb.ties({"first": A["first"]})}, "The networks and their base differ"),
         ({"method": mcomb.ties(jax.tree.map(lambda x: x * np.inf, A))}, "in the base are not finite"),
-        ({"method": "slerp", "networks": (A, B, C)}, "slerp merges two networks, and 3 are given"),
+        ({"method": "slerp", "networks": (A, B, C)}, "slerp merges two networks, not 3: merge by average"),
         (
             {"method": mcomb.learned(per="neuron")},
             "Cannot learn shares per 'neuron': choose from network, layer, leaf, unit, weight",
@@ -266,7 +266,7 @@ def test_add_units_sums_values_of_connected_units():
         ({"method": mcomb.learned(steps=0)}, "steps is 0"),
         ({"labels": None}, "Cannot merge by learned without labels: pass them, or merge by refit or average"),
         ({"labels": None, "method": "fisher"}, "Cannot merge by fisher without labels"),
-        ({"networks": (A,)}, "Merging needs two or more networks"),
+        ({"networks": (A,)}, r"Cannot merge 1 network\(s\): pass a tuple of two or more"),
         ({"networks": (A, {"first": A["first"]})}, "The networks to merge differ"),
         ({"labels": LABELS[:5]}, "the labels 5"),
         ({"inputs": INPUTS[:1], "labels": LABELS[:1]}, "1 examples are too few"),

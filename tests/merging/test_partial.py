@@ -240,7 +240,7 @@ def test_partial_merge_without_permutations():
         ({"budget": 2.5}, r"budget is 2\.5"),
         ({"budget": np.nan}, "budget is nan"),
         ({"per": "weight"}, "Cannot keep each 'weight' apart: choose from unit, layer"),
-        ({"networks": (A,)}, "Merging needs two or more networks"),
+        ({"networks": (A,)}, r"Cannot merge 1 network\(s\): pass a tuple of two or more"),
         ({"apply": lambda params, x: apply(params, x).argmax(1)}, "not floats and have no mean"),
     ],
 )

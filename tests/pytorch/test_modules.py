@@ -331,6 +331,17 @@ def test_merge_returns_a_module_for_each_method(method):
     assert_same_state(merged, to_module(wanted.params, a))
 
 
+def test_merge_aligns_modules_by_all_groups():
+    a = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+    x = torch.randn(16, 6)
+    apply, params = from_module(a)
+    spec = mcomb.derive_spec(apply, params, to_arrays(x), groups="all")
+    b = to_module(spec.apply(spec.random(jax.random.key(0)), params), a)
+    merged = merge((a, b), x, method="average", groups="all")
+    for one, other in zip(a.parameters(), merged.parameters(), strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
+
+
 def test_partial_merges_are_refused():
     with pytest.raises(mcomb.UserError, match="architecture"):
         merge((build("mlp"), build("mlp", 1)), VECTORS, method=mcomb.partial(budget=1.5))

@@ -218,7 +218,7 @@ def test_processes_with_different_code_fail_together(tmp_path):
 
 @pytest.mark.slow
 def test_processes_name_missing_process():
-    program = "from mcomb.runtime import processes; processes.PATIENCE = 1; processes.join('localhost:{}', 2, 0)"
+    program = "from mcomb.runtime import processes; processes.START_PATIENCE = 1; processes.join('localhost:{}', 2, 0)"
     words = [sys.executable, "-c", program.format(free_port())]
     ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode not in (0, None)
@@ -251,7 +251,7 @@ def test_processes_name_port_in_use(capsys):
     ],
 )
 def test_processes_name_wrong_addresses(flags, words, capsys, monkeypatch):
-    monkeypatch.setattr(processes, "PATIENCE", 0)
+    monkeypatch.setattr(processes, "START_PATIENCE", 0)
     with pytest.raises(SystemExit) as stopped:
         cli.run(lambda: train.main(["--setup", "mlp-digits", *flags.split()]))
     assert stopped.value.code == 2

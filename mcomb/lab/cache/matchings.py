@@ -58,7 +58,7 @@ class MatchingKey:
         return f"{self.matcher} best of {self.restarts}" if self.restarts > 1 else str(self.matcher)
 
 
-B_TO_A = MatchingKey("B", "A")
+B_TO_A, C_TO_A = MatchingKey("B", "A"), MatchingKey("C", "A")
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class MatchingCache:
         if matcher != "weights":
             made_from += [load_data(self.config.setup, self.config.data_dir).fingerprint, *self.folders.other_dtype]
         made_from += [f"without {name}" for name in self.config.frozen]
-        made_from += [f"all groups, version {algorithm_versions.GROUPS}"] if self.config.groups == "all" else []
+        made_from += [f"all groups, version {algorithm_versions.MATRIX_GROUPS}"] if self.config.groups == "all" else []
         steps = self.config.matcher_steps
         made_from += [f"{steps} steps"] if matcher == LEARNED and steps != STEPS else []
         kept = from_first(read_matching, path, made_from, spec)

@@ -16,7 +16,7 @@ from mcomb.errors import UserError
 from mcomb.lab.data.datasets import ImageDataset, Split, Splits
 from mcomb.lab.data.download import Download, first_line, local_copy
 
-DOWNLOAD = Download(
+CIFAR10_DOWNLOAD = Download(
     name="CIFAR-10",
     url="https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
     url_variable="MCOMB_CIFAR10_URL",
@@ -44,7 +44,7 @@ CIFAR10_PYTHON = {
 }
 CIFAR10_MEMBERS = CIFAR10_BINARY | CIFAR10_PYTHON
 CIFAR10_PLACES = (
-    DOWNLOAD.file,
+    CIFAR10_DOWNLOAD.file,
     "cifar-10-python.tar.gz",
     "cifar-10-batches-bin",
     "cifar-10-batches-py",
@@ -61,7 +61,7 @@ def load_cifar10(data_dir: Path | None = None) -> Splits:
         UserError: The local copy is incomplete or damaged, or the download fails.
     """
     local = local_copy(data_dir)
-    return _read_archive(local) if local else _read_tfds() or DOWNLOAD.read_or_download(_read_archive)
+    return _read_archive(local) if local else _read_tfds() or CIFAR10_DOWNLOAD.read_or_download(_read_archive)
 
 
 CIFAR10 = ImageDataset(

@@ -30,7 +30,7 @@ class Split(NamedTuple):
         return type(self)(self.inputs[rows], self.labels[rows])
 
     def subset(self, count: int | None) -> "Split":
-        """Return `count` examples that represent all: the first, because images are in random order."""
+        """Return the first `count` examples, which represent all because images are in random order."""
         return self.first(count)
 
 
@@ -75,7 +75,7 @@ class Dataset(ABC):
 
     @abstractmethod
     def prepare(self, inputs: Array) -> Array:
-        """Convert raw inputs to those of a model."""
+        """Convert raw inputs to the inputs of a model."""
 
     @abstractmethod
     def random_inputs(self, count: int) -> UInt8[np.ndarray, "n *shape"]:

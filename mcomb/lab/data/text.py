@@ -20,7 +20,7 @@ CONTEXT = 64  # characters
 
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 SHAKESPEARE_BYTES = 1_115_394
-DOWNLOAD = Download(
+SHAKESPEARE_DOWNLOAD = Download(
     name="Tiny Shakespeare",
     url="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
     url_variable="MCOMB_SHAKESPEARE_URL",
@@ -68,12 +68,14 @@ def load_shakespeare(data_dir: Path | None = None) -> Splits:
     """
     local = local_copy(data_dir)
     if local is None:
-        return DOWNLOAD.read_or_download(_read_shakespeare)
-    return _read_shakespeare(local / DOWNLOAD.file if local.is_dir() else local)
+        return SHAKESPEARE_DOWNLOAD.read_or_download(_read_shakespeare)
+    return _read_shakespeare(local / SHAKESPEARE_DOWNLOAD.file if local.is_dir() else local)
 
 
 def _read_shakespeare(path: Path) -> Splits:
-    remedy = f"pass the official {DOWNLOAD.file} or its folder, or use --setup {DOWNLOAD.embedded}."
+    remedy = (
+        f"pass the official {SHAKESPEARE_DOWNLOAD.file} or its folder, or use --setup {SHAKESPEARE_DOWNLOAD.embedded}."
+    )
     try:
         content = path.read_bytes()
         text = content.decode()

@@ -46,7 +46,7 @@ class Tiny10(Model):
         return nn.Dense(self.classes, dtype=self.dtype, name="logits")(x.mean(axis=(1, 2)))
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """Residual block: conv–norm–ReLU–conv–norm plus a shortcut, with a strided conv and a norm if shapes differ."""
 
     channels: int
@@ -96,5 +96,5 @@ class ResNet20(Model):
         for group, channels in enumerate((16, 32, 64), 1):
             for block in (1, 2, 3):
                 stride = 2 if group > 1 and block == 1 else 1
-                x = Block(channels * self.width, stride, self.dtype, name=f"block{group}_{block}")(x)
+                x = ResidualBlock(channels * self.width, stride, self.dtype, name=f"block{group}_{block}")(x)
         return nn.Dense(self.classes, dtype=self.dtype, name="logits")(x.mean(axis=(1, 2)))

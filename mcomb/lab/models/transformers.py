@@ -56,7 +56,7 @@ class Transformer(Model):
         """Return the normalized output of all blocks."""
         rotary = self.positions == "rotary"
         for i in range(1, self.layers + 1):
-            x = Block(self.norm, rotary, self.gated, self.bias, causal, self.dtype, name=f"block{i}")(x)
+            x = TransformerBlock(self.norm, rotary, self.gated, self.bias, causal, self.dtype, name=f"block{i}")(x)
         return make_norm(self.norm, self.dtype, "norm")(x)
 
 
@@ -104,7 +104,7 @@ class ViT(Transformer):
         return nn.Dense(self.classes, dtype=self.dtype, name="logits")(x[:, 0])
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Pre-norm transformer block: attention and a feed-forward layer, each added to its input."""
 
     norm: str

@@ -28,7 +28,7 @@ from mcomb.runtime.batching import BATCH
 from mcomb.trees import named_leaves
 
 GRADIENT = 3  # operations relative to a forward pass
-SWEEPS = 2  # full sweeps with the cost of weight matching, whose later sweeps skip unchanged parts
+FULL_SWEEPS = 2  # full sweeps with the cost of weight matching, whose later sweeps skip unchanged parts
 # A network's intermediate arrays that are live at once, according to benchmarks.account:
 LIVE, COMPARED = 4, 8  # evaluation and activation matching, in multiples of the largest array
 KEPT = 0.25  # gradients, as a fraction of all arrays
@@ -161,7 +161,7 @@ def _matching(job: Job, work: Work) -> Iterator[Step]:
         if store.folders.matching(a, b, matcher, restarts).is_file():
             yield Step(what, "kept")
             continue
-        flop, memory = SWEEPS * work.matching_flop * restarts, 4 * size
+        flop, memory = FULL_SWEEPS * work.matching_flop * restarts, 4 * size
         if matcher == "activations":
             flop = 2 * work.flop * min(MATCHING_EXAMPLES, store.setup.dataset.count()[0])
             memory = 2 * size + _copies(devices) * 2 * BATCH * COMPARED * work.largest

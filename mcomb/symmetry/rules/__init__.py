@@ -109,10 +109,18 @@ CONTROL: dict[str, Callable[..., Any]] = {
 }
 """Functions that interpret the jaxprs inside an equation."""
 
-MOVES = ("broadcast_in_dim", "convert_element_type", "reshape", "slice", "squeeze", "stop_gradient", "transpose")
+MOVING_PRIMITIVES = (
+    "broadcast_in_dim",
+    "convert_element_type",
+    "reshape",
+    "slice",
+    "squeeze",
+    "stop_gradient",
+    "transpose",
+)
 
 FACT_RULES: dict[str, Rule] = {
-    **{name: lookups.move_positions(RULES[name]) for name in MOVES},
+    **{name: lookups.move_positions(RULES[name]) for name in MOVING_PRIMITIVES},
     "add": lookups.shift_positions,
     "concatenate": lookups.join_columns,
     "eq": lookups.compare_positions,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from jax.extend import core
 
 from mcomb.symmetry.axes import Axis, unite
-from mcomb.symmetry.facts import Array, ArrayAxes, Relation, shape_of
+from mcomb.symmetry.facts import ArrayAxes, ArrayFacts, Relation, shape_of
 from mcomb.symmetry.jaxpr_walk import called_jaxpr, open_jaxpr, split_list, split_scan
 from mcomb.symmetry.rules.elementwise import BY_POSITION
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     from mcomb.symmetry.interpreter import Interpreter
 
 
-def call(interp: "Interpreter", eqn: core.JaxprEqn, *operands: Array) -> list[Array]:
+def call(interp: "Interpreter", eqn: core.JaxprEqn, *operands: ArrayFacts) -> list[ArrayFacts]:
     """Interpret the inner jaxpr of jit, remat or custom derivatives, keeping all facts about the arguments."""
     return interp.interpret(*called_jaxpr(eqn), operands)
 
 
-def cond(interp: "Interpreter", eqn: core.JaxprEqn, which: Array, *operands: Array) -> list[Array]:
+def cond(interp: "Interpreter", eqn: core.JaxprEqn, which: ArrayFacts, *operands: ArrayFacts) -> list[ArrayFacts]:
     """Unite the results of all branches."""
     interp.plain(which)
     branches = [interp.interpret_plain(*open_jaxpr(branch), operands) for branch in eqn.params["branches"]]
-    return [Array(_unite(interp, results)) for results in zip(*branches, strict=True)]
+    return [ArrayFacts(_unite(interp, results)) for results in zip(*branches, strict=True)]
 
 
-def while_(interp: "Interpreter", eqn: core.JaxprEqn, *operands: Array) -> list[Array]:
+def while_(interp: "Interpreter", eqn: core.JaxprEqn, *operands: ArrayFacts) -> list[ArrayFacts]:
     """Return the carry, with the same axes before and after each step, and apply the constraints of the condition."""
     p = eqn.params
     cond_consts, body_consts, first = split_list(operands, p["cond_nconsts"], p["body_nconsts"])
@@ -36,7 +36,7 @@ def while_(interp: "Interpreter", eqn: core.JaxprEqn, *operands: Array) -> list[
     return carry
 
 
-def scan(interp: "Interpreter", eqn: core.JaxprEqn, *operands: Array) -> list[Array]:
+def scan(interp: "Interpreter", eqn: core.JaxprEqn, *operands: ArrayFacts) -> list[ArrayFacts]:
     """Interpret the body, in which all arrays except the constants and the carry have a step axis.
 
     The layers of a scanned transformer keep separate orders, because each step reads its own weights. The order of the
@@ -49,12 +49,12 @@ def scan(interp: "Interpreter", eqn: core.JaxprEqn, *operands: Array) -> list[Ar
     for axes in scanned:
         if axes[0] is not None:
             unite(steps, axes[0], reason)
-    entries = [Array(x.axes[1:], frozenset(i - 1 for i in x.distinct if i)) for x in xs]
+    entries = [ArrayFacts(x.axes[1:], frozenset(i - 1 for i in x.distinct if i)) for x in xs]
     # A constant is the same in all steps. Positions are recorded with the axis that they index.
     same = [(*array.axes, array.positions.along) if array.positions else array.axes for array in consts]
     ys: list[ArrayAxes] = []
 
-    def body(carry: list[Array]) -> list[ArrayAxes]:
+    def body(carry: list[ArrayFacts]) -> list[ArrayAxes]:
         results = interp.interpret_step(steps, *called_jaxpr(eqn), [*consts, *carry, *entries], same)
         ys[:] = [(steps, *y) for y in results[len(carry) :]]
         return results[: len(carry)]
@@ -62,20 +62,20 @@ def scan(interp: "Interpreter", eqn: core.JaxprEqn, *operands: Array) -> list[Ar
     carry = _loop_carry(interp, first, body)
     interp.record_again([*same, *scanned, *ys])  # outside the scan, constants have no step axis
     interp.record_loop(ys)
-    return [*carry, *map(Array, ys)]
+    return [*carry, *map(ArrayFacts, ys)]
 
 
 def _loop_carry(
-    interp: "Interpreter", first: Sequence[Array], body: Callable[[list[Array]], list[ArrayAxes]]
-) -> list[Array]:
+    interp: "Interpreter", first: Sequence[ArrayFacts], body: Callable[[list[ArrayFacts]], list[ArrayAxes]]
+) -> list[ArrayFacts]:
     """Return the carry of a loop, after uniting its axes with those that the body returns until nothing changes."""
     carry = [interp.plain(array) for array in first]
     while True:
-        pairs = zip(carry, body([*map(Array, carry)]), strict=True)
+        pairs = zip(carry, body([*map(ArrayFacts, carry)]), strict=True)
         united = [_unite(interp, pair) for pair in pairs]
         interp.record_loop(united)
         if [[axis is None for axis in axes] for axes in united] == [[axis is None for axis in axes] for axes in carry]:
-            return [*map(Array, united)]
+            return [*map(ArrayFacts, united)]
         carry = united
 
 
@@ -85,16 +85,16 @@ def _unite(interp: "Interpreter", arrays: Sequence[ArrayAxes]) -> ArrayAxes:
     return interp.relate(Relation([(axes, labels) for axes in arrays], [labels]), [labels])[0]
 
 
-def shard_map(interp: "Interpreter", eqn: core.JaxprEqn, *operands: Array) -> list[Array]:
+def shard_map(interp: "Interpreter", eqn: core.JaxprEqn, *operands: ArrayFacts) -> list[ArrayFacts]:
     """Interpret the inner jaxpr with sharded axes frozen."""
     interp.explain(eqn.primitive.name, BY_POSITION)
     reason, jaxpr = interp.reason, eqn.params["jaxpr"]
 
-    def convert(axes: ArrayAxes, spec: Iterable[Any], shape: Sequence[int]) -> Array:
+    def convert(axes: ArrayAxes, spec: Iterable[Any], shape: Sequence[int]) -> ArrayFacts:
         """Replace sharded axes by frozen axes of the size on the other side."""
         shared = [axis for axis, names in enumerate(spec) if names is not None and names != ()]
         interp.freeze(axes[axis] for axis in shared)
-        return Array(tuple(Axis(shape[i], reason) if i in shared else axis for i, axis in enumerate(axes)))
+        return ArrayFacts(tuple(Axis(shape[i], reason) if i in shared else axis for i, axis in enumerate(axes)))
 
     inner = zip(map(interp.plain, operands), eqn.params["in_specs"], map(shape_of, jaxpr.invars), strict=True)
     interp.shards += 1

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from mcomb.symmetry.axes import atoms
-from mcomb.symmetry.facts import Array, ArrayAxes, Compound, Relation
+from mcomb.symmetry.facts import ArrayAxes, ArrayFacts, Compound, Relation
 
 ANALYTIC = {
     *("add", "add_any", "convert_element_type", "copy", "cos", "cosh", "div", "erf", "exp", "exp2", "expm1"),
@@ -25,7 +25,7 @@ ANALYTIC = {
 
 
 def distinct_axes(
-    eqn: core.JaxprEqn, operands: Sequence[Array], relation: Relation, results: Sequence[ArrayAxes]
+    eqn: core.JaxprEqn, operands: Sequence[ArrayFacts], relation: Relation, results: Sequence[ArrayAxes]
 ) -> list[frozenset[int]]:
     """Return, for each result, the axes along which its entries are proven to be distinct.
 

@@ -5,7 +5,7 @@ from typing import Any, SupportsIndex
 
 from jax.extend import core
 
-from mcomb.symmetry.facts import Array, Relation, shape_of
+from mcomb.symmetry.facts import ArrayFacts, Relation, shape_of
 
 Rule = Callable[..., Relation | None]
 """A pure function of an equation and the facts about its operands that returns the relation of its arrays, if any."""
@@ -13,7 +13,7 @@ Rule = Callable[..., Relation | None]
 BY_POSITION = "devices split the array by position"
 
 
-def freeze_everything(eqn: core.JaxprEqn, operands: Sequence[Array], why: str) -> Relation:
+def freeze_everything(eqn: core.JaxprEqn, operands: Sequence[ArrayFacts], why: str) -> Relation:
     """Freeze all axes, because an unknown primitive may depend on the order of all entries."""
     before = [[("operand", i, axis) for axis in range(len(operand.axes))] for i, operand in enumerate(operands)]
     after = [[("result", i, axis) for axis in range(len(shape_of(var)))] for i, var in enumerate(eqn.outvars)]
@@ -21,13 +21,13 @@ def freeze_everything(eqn: core.JaxprEqn, operands: Sequence[Array], why: str) -
     return Relation(labelled, after, {label for labels in (*before, *after) for label in labels}, why)
 
 
-def elementwise(eqn: core.JaxprEqn, *operands: Array) -> Relation:
+def elementwise(eqn: core.JaxprEqn, *operands: ArrayFacts) -> Relation:
     """Unite the axes of all operands one by one; scalars have no axes."""
     rank = len(shape_of(eqn.outvars[0]))
     return Relation([(array.axes, range(len(array.axes))) for array in operands], [range(rank)] * len(eqn.outvars))
 
 
-def one_by_one(eqn: core.JaxprEqn, *operands: Array) -> Relation:
+def one_by_one(eqn: core.JaxprEqn, *operands: ArrayFacts) -> Relation:
     """Return each operand itself, or combine its entries on several devices elementwise.
 
     `vmap` turns a named axis into a numbered one. Such an axis is dropped, because a sum, maximum or minimum reduces it
@@ -40,7 +40,7 @@ def one_by_one(eqn: core.JaxprEqn, *operands: Array) -> Relation:
 
 
 def positional(
-    eqn: core.JaxprEqn, operands: Sequence[Array], ordered: Iterable[int], order_blind: bool = False
+    eqn: core.JaxprEqn, operands: Sequence[ArrayFacts], ordered: Iterable[int], order_blind: bool = False
 ) -> Relation:
     """Freeze the `ordered` axes, along which the order of entries matters; treat all others elementwise.
 

@@ -1,8 +1,8 @@
 """Rules of indexed reads and writes, and of choices: `argmax`, `top_k` and `sort`.
 
 A program chooses an expert or a code word by its position, and then looks up entries at that position. Experts and code
-words may therefore change places. Some rules follow such positions (`Array.positions`). They return None for any other
-use of positions, which freezes their axis.
+words may therefore change places. Some rules follow such positions (`ArrayFacts.positions`). For any other use of
+positions they return None, which freezes the axis.
 """
 
 import math
@@ -16,31 +16,31 @@ from jax.extend import core
 
 from mcomb.symmetry.axes import Axis
 from mcomb.symmetry.constants import counts_up
-from mcomb.symmetry.facts import Array, ArrayAxes, Grouping, Positions, Relation, shape_of
+from mcomb.symmetry.facts import ArrayAxes, ArrayFacts, Grouping, Positions, Relation, shape_of
 from mcomb.symmetry.rules.distinct import is_float
 from mcomb.symmetry.rules.elementwise import Rule, elementwise, other_axes, positional, resized_axes
 from mcomb.symmetry.rules.reductions import reduction
 
 
-def arg_reduction(eqn: core.JaxprEqn, operand: Array) -> Relation:
+def arg_reduction(eqn: core.JaxprEqn, operand: ArrayFacts) -> Relation:
     """Return positions along the reduced axis: the nearest code word (VQ-VAE), or the best expert (Switch)."""
     return _choose(eqn, operand, eqn.params["axes"][0], reduction(eqn, operand))
 
 
-def top_k(eqn: core.JaxprEqn, operand: Array) -> Relation:
+def top_k(eqn: core.JaxprEqn, operand: ArrayFacts) -> Relation:
     """Return the largest entries and their positions: the best experts of a token (Mixtral)."""
     axis = eqn.params.get("axis", -1) % len(operand.axes)
     return _choose(eqn, operand, axis, positional(eqn, [operand], [axis], order_blind=True))
 
 
-def _choose(eqn: core.JaxprEqn, operand: Array, axis: int, relation: Relation) -> Relation:
+def _choose(eqn: core.JaxprEqn, operand: ArrayFacts, axis: int, relation: Relation) -> Relation:
     """Return positions as the last result, and freeze the axis of the choice unless its entries are distinct."""
     along = operand.axes[axis]
     if along is None:
         return relation
     if axis in operand.distinct and is_float(eqn.invars[0]) and _holds_positions(eqn.outvars[-1]):
-        values = [Array()] * (len(eqn.outvars) - 1)
-        return replace(relation, facts=[*values, Array(positions=Positions(along))])
+        values = [ArrayFacts()] * (len(eqn.outvars) - 1)
+        return replace(relation, facts=[*values, ArrayFacts(positions=Positions(along))])
     label = relation.operands[0][1][axis]
     return replace(relation, frozen={*relation.frozen, label}, why="of equal entries it takes the first")
 
@@ -51,7 +51,7 @@ def _holds_positions(atom: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize >= 4)
 
 
-def sort(eqn: core.JaxprEqn, *operands: Array) -> Relation:
+def sort(eqn: core.JaxprEqn, *operands: ArrayFacts) -> Relation:
     """Freeze the axis of the result, and that of the operands only if there are operands other than keys.
 
     The sorted keys do not depend on the order of the keys, as in a median. Zeros of both signs count as equal.
@@ -60,7 +60,7 @@ def sort(eqn: core.JaxprEqn, *operands: Array) -> Relation:
     return positional(eqn, operands, [eqn.params["dimension"]], order_blind=keys_alone)
 
 
-def sort_positions(eqn: core.JaxprEqn, *operands: Array) -> Relation | None:
+def sort_positions(eqn: core.JaxprEqn, *operands: ArrayFacts) -> Relation | None:
     """Return the order that sorts a vector of positions, as `argsort` does.
 
     Dropless mixtures of experts sort rows by expert, and restore them with the `argsort` of that order (MaxText).
@@ -72,9 +72,9 @@ def sort_positions(eqn: core.JaxprEqn, *operands: Array) -> Relation | None:
     if axis is None or not counts_up(numbers, 0) or not (found.once or eqn.params["is_stable"]):
         return None
     arrays = [((axis,), ["keys"]), ((found.along,), ["groups"])]
-    order = Array(positions=Positions(axis, once=True))
+    order = ArrayFacts(positions=Positions(axis, once=True))
     if found.once:  # the inverse permutation
-        return Relation(arrays, [["rank"], ["groups"]], ["rank"], facts=[Array(), order], positions=[0])
+        return Relation(arrays, [["rank"], ["groups"]], ["rank"], facts=[ArrayFacts(), order], positions=[0])
     rows = Axis(axis.size)
     return Relation(
         arrays,
@@ -82,13 +82,13 @@ def sort_positions(eqn: core.JaxprEqn, *operands: Array) -> Relation | None:
         ["keys"],
         "rows of one group stay in their order",
         new={"rows": rows},
-        facts=[Array(positions=found), order],
+        facts=[ArrayFacts(positions=found), order],
         positions=[0],
         sort=Grouping(rows, found.along, found.source),
     )
 
 
-def gather(eqn: core.JaxprEqn, operand: Array, indices: Array) -> Relation:
+def gather(eqn: core.JaxprEqn, operand: ArrayFacts, indices: ArrayFacts) -> Relation:
     """Freeze the axes that are looked up, and treat axes that every slice covers elementwise.
 
     If the indices are positions along the looked-up axis, the two axes are united instead: the weights of an expert, or
@@ -124,7 +124,7 @@ def _with_windows(windows: Mapping[int, Hashable], rank: int) -> list[Hashable]:
     return [windows[i] if i in windows else ("index", next(of_index)) for i in range(rank)]
 
 
-def _indices(indices: Array, found: Mapping[Any, Array]) -> list[tuple[ArrayAxes, Sequence[Hashable]]]:
+def _indices(indices: ArrayFacts, found: Mapping[Any, ArrayFacts]) -> list[tuple[ArrayAxes, Sequence[Hashable]]]:
     """Return the indices as labelled arrays, each with its own axes and the axis that its positions index."""
     labels = [("index", i) for i in range(len(indices.axes))]
     columns = [(label, column, column.positions) for label, column in found.items()]
@@ -139,8 +139,8 @@ def _in_order(eqn: core.JaxprEqn, batched: Sequence[SupportsIndex]) -> bool:
 
 
 def _found_by(
-    indices: Array, by: Sequence[SupportsIndex], shape: Sequence[int], indexed: Mapping[int, int], in_order: bool
-) -> dict[int, Array]:
+    indices: ArrayFacts, by: Sequence[SupportsIndex], shape: Sequence[int], indexed: Mapping[int, int], in_order: bool
+) -> dict[int, ArrayFacts]:
     """Return the positions that index each axis, or nothing if they do not select exactly one entry each.
 
     The indices have a column for each axis in `by`, and take `indexed[axis]` entries at once. A permutation would break
@@ -149,7 +149,7 @@ def _found_by(
     columns = indices.columns or (indices,)
     if in_order or len(columns) != len(by):
         return {}
-    found: dict[int, Array] = {}
+    found: dict[int, ArrayFacts] = {}
     for axis, column in zip(map(int, by), columns, strict=True):
         if column.positions is not None:
             if indexed.get(axis) != 1 or column.positions.shifted or shape[axis] != column.positions.along.size:
@@ -160,7 +160,7 @@ def _found_by(
     return found
 
 
-def join_columns(eqn: core.JaxprEqn, *operands: Array) -> Relation | None:
+def join_columns(eqn: core.JaxprEqn, *operands: ArrayFacts) -> Relation | None:
     """Return indices into several axes: MaxText writes gates to pairs of token and expert."""
     last = len(shape_of(eqn.outvars[0])) - 1
     if eqn.params["dimension"] != last or any(shape_of(atom)[last] != 1 for atom in eqn.invars):
@@ -169,10 +169,10 @@ def join_columns(eqn: core.JaxprEqn, *operands: Array) -> Relation | None:
         return None
     labels, every = [*range(last), "column"], range(len(operands))
     relation = Relation([(operand.axes, labels) for operand in operands], [labels], ["column"])
-    return replace(relation, facts=[Array(columns=operands)], positions=every)
+    return replace(relation, facts=[ArrayFacts(columns=operands)], positions=every)
 
 
-def scatter(eqn: core.JaxprEqn, operand: Array, indices: Array, updates: Array) -> Relation:
+def scatter(eqn: core.JaxprEqn, operand: ArrayFacts, indices: ArrayFacts, updates: ArrayFacts) -> Relation:
     """Freeze the axes that updates do not cover; treat all others elementwise.
 
     If the indices are positions along an axis, entries move together with the units that chose them. The last of
@@ -208,12 +208,12 @@ def scatter(eqn: core.JaxprEqn, operand: Array, indices: Array, updates: Array) 
             *(("update", i) for i in windows),
             *(("index", i) for i in (*rows, len(indices.axes) - 1)),
         },
-        facts=[Array(counts=_counted(eqn, operand, indices, updates))] if found else (),
+        facts=[ArrayFacts(counts=_counted(eqn, operand, indices, updates))] if found else (),
         positions=[1] if found else [],
     )
 
 
-def _counted(eqn: core.JaxprEqn, operand: Array, indices: Array, updates: Array) -> object:
+def _counted(eqn: core.JaxprEqn, operand: ArrayFacts, indices: ArrayFacts, updates: ArrayFacts) -> object:
     """Return the source of the positions that a scatter counts exactly, or None if it does not count."""
     zeros, ones = operand.value, updates.value
     if eqn.primitive.name != "scatter-add" or zeros is None or ones is None or indices.positions is None:
@@ -222,12 +222,12 @@ def _counted(eqn: core.JaxprEqn, operand: Array, indices: Array, updates: Array)
     return indices.positions.source if is_count else None
 
 
-def dynamic_slice(eqn: core.JaxprEqn, operand: Array, *starts: Array) -> Relation:
+def dynamic_slice(eqn: core.JaxprEqn, operand: ArrayFacts, *starts: ArrayFacts) -> Relation:
     """Freeze the axes that are only partly read."""
     return positional(eqn, [operand], resized_axes(eqn.invars[0], eqn.outvars[0]))
 
 
-def dynamic_update_slice(eqn: core.JaxprEqn, operand: Array, update: Array, *starts: Array) -> Relation:
+def dynamic_update_slice(eqn: core.JaxprEqn, operand: ArrayFacts, update: ArrayFacts, *starts: ArrayFacts) -> Relation:
     """Freeze the axes that are only partly replaced."""
     return positional(eqn, [operand, update], resized_axes(*eqn.invars[:2]))
 
@@ -235,48 +235,48 @@ def dynamic_update_slice(eqn: core.JaxprEqn, operand: Array, update: Array, *sta
 def move_positions(rule: Rule) -> Rule:
     """Return a rule that reshapes, converts, selects or copies positions."""
 
-    def move(eqn: core.JaxprEqn, operand: Array, *rest: Array) -> Relation | None:
+    def move(eqn: core.JaxprEqn, operand: ArrayFacts, *rest: ArrayFacts) -> Relation | None:
         found, relation = operand.positions, rule(eqn, operand, *rest)
         if found is None or relation is None or not _holds_positions(eqn.outvars[0]):
             return None
         if math.prod(shape_of(eqn.invars[0])) != math.prod(shape_of(eqn.outvars[0])):
             found = Positions(found.along, found.reason, found.shifted)
         once = found.once and len(shape_of(eqn.outvars[0])) == 1
-        return replace(relation, facts=[Array(positions=replace(found, once=once))], positions=[0])
+        return replace(relation, facts=[ArrayFacts(positions=replace(found, once=once))], positions=[0])
 
     return move
 
 
-def shift_positions(eqn: core.JaxprEqn, operand: Array, by: Array) -> Relation | None:
+def shift_positions(eqn: core.JaxprEqn, operand: ArrayFacts, by: ArrayFacts) -> Relation | None:
     """Return positions counted from the end, as indexing computes them for negative indices."""
     if operand.positions is None or by.value is None:
         return None
     shifted = Positions(operand.positions.along, operand.positions.reason, shifted=True)
-    return replace(elementwise(eqn, operand, by), facts=[Array(positions=shifted)], positions=[0])
+    return replace(elementwise(eqn, operand, by), facts=[ArrayFacts(positions=shifted)], positions=[0])
 
 
-def is_negative(eqn: core.JaxprEqn, operand: Array, bound: Array) -> Relation | None:
+def is_negative(eqn: core.JaxprEqn, operand: ArrayFacts, bound: ArrayFacts) -> Relation | None:
     """Return False for all entries if the operand holds positions, which are never negative."""
     if operand.positions is None or operand.positions.shifted or bound.value is None or bound.value.any():
         return None
     shape = shape_of(eqn.outvars[0])
-    return Relation([], [range(len(shape))], facts=[Array(value=np.broadcast_to(False, shape))], positions=[0])
+    return Relation([], [range(len(shape))], facts=[ArrayFacts(value=np.broadcast_to(False, shape))], positions=[0])
 
 
-def choose_positions(eqn: core.JaxprEqn, which: Array, *cases: Array) -> Relation | None:
+def choose_positions(eqn: core.JaxprEqn, which: ArrayFacts, *cases: ArrayFacts) -> Relation | None:
     """Return the chosen case, if the choice is known."""
     numbers = set() if which.value is None else set(which.value.ravel().tolist())
     chosen = [case for i, case in enumerate(cases) if i in numbers]
     return _same(chosen[0], len(cases) + 1) if len(numbers) == len(chosen) == 1 else None
 
 
-def _same(array: Array, operands: int) -> Relation:
+def _same(array: ArrayFacts, operands: int) -> Relation:
     """Return the relation whose result is an array, with all facts about it."""
     labels = range(len(array.axes))
     return Relation([(array.axes, labels)], [labels], facts=[array], positions=range(operands))
 
 
-def clip_positions(eqn: core.JaxprEqn, left: Array, right: Array) -> Relation | None:
+def clip_positions(eqn: core.JaxprEqn, left: ArrayFacts, right: ArrayFacts) -> Relation | None:
     """Return the positions unchanged if a maximum with zero cannot change them, as in `bincount`."""
     (found, bound), atom = ((left, right), eqn.invars[0]) if left.positions else ((right, left), eqn.invars[1])
     if found.positions is None or found.positions.shifted or bound.value is None or not (bound.value <= 0).all():
@@ -284,7 +284,7 @@ def clip_positions(eqn: core.JaxprEqn, left: Array, right: Array) -> Relation | 
     return _same(found, 2) if shape_of(atom) == shape_of(eqn.outvars[0]) else None
 
 
-def compare_positions(eqn: core.JaxprEqn, left: Array, right: Array) -> Relation | None:
+def compare_positions(eqn: core.JaxprEqn, left: ArrayFacts, right: ArrayFacts) -> Relation | None:
     """Return one-hot vectors, made by comparing positions with all positions of their axis along a new axis."""
     found, known = (left, right) if left.positions else (right, left)
     varying = [axis for axis, one in enumerate(known.axes) if one is not None]

@@ -5,16 +5,16 @@ from dataclasses import replace
 
 from jax.extend import core
 
-from mcomb.symmetry.facts import Array, Relation, blocks, shape_of
+from mcomb.symmetry.facts import ArrayFacts, Relation, blocks, shape_of
 
 
-def dot_general(eqn: core.JaxprEqn, left: Array, right: Array) -> Relation:
+def dot_general(eqn: core.JaxprEqn, left: ArrayFacts, right: ArrayFacts) -> Relation:
     """Unite the batch axes of both sides, and the contracted axes, because sums may be in any order."""
     return _product(left, right, *eqn.params["dimension_numbers"])
 
 
 def _product(
-    left: Array, right: Array, contracted: tuple, batch: tuple, dropped: tuple[Hashable, ...] = ()
+    left: ArrayFacts, right: ArrayFacts, contracted: tuple, batch: tuple, dropped: tuple[Hashable, ...] = ()
 ) -> Relation:
     """Return the relation of a product, whose result has the batch axes and then those of each side."""
     labels: list[list[Hashable]] = []
@@ -28,7 +28,7 @@ def _product(
     return Relation([(left.axes, labels[0]), (right.axes, labels[1])], [[*batches, *kept]])
 
 
-def convolution(eqn: core.JaxprEqn, image: Array, kernel: Array) -> Relation:
+def convolution(eqn: core.JaxprEqn, image: ArrayFacts, kernel: ArrayFacts) -> Relation:
     """Contract the channels of each group, and freeze spatial positions.
 
     In the derivative of a grouped convolution, the images are grouped, with one group for each group of filters.
@@ -60,7 +60,7 @@ def convolution(eqn: core.JaxprEqn, image: Array, kernel: Array) -> Relation:
     return Relation([(image.axes, labels["image"]), (kernel.axes, labels["kernel"])], [labels["result"]], frozen)
 
 
-def ragged_dot(eqn: core.JaxprEqn, rows: Array, matrices: Array, sizes: Array) -> Relation | None:
+def ragged_dot(eqn: core.JaxprEqn, rows: ArrayFacts, matrices: ArrayFacts, sizes: ArrayFacts) -> Relation | None:
     """Multiply each group of rows with its own matrix, and freeze rows and groups."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (contracted, batch), (ragged,) = numbers.dot_dimension_numbers, numbers.lhs_ragged_dimensions
@@ -72,7 +72,9 @@ def ragged_dot(eqn: core.JaxprEqn, rows: Array, matrices: Array, sizes: Array) -
     return Relation(operands, product.results, {(0, ragged), group}, "groups take the rows in turn")
 
 
-def ragged_dot_of_groups(eqn: core.JaxprEqn, rows: Array, matrices: Array, sizes: Array) -> Relation | None:
+def ragged_dot_of_groups(
+    eqn: core.JaxprEqn, rows: ArrayFacts, matrices: ArrayFacts, sizes: ArrayFacts
+) -> Relation | None:
     """Leave the groups free if the rows were sorted by the same groups that are counted (MaxText).
 
     Each row then meets the matrix of its group in any order of the groups.

@@ -6,32 +6,32 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 from jax.extend import core
 
-from mcomb.symmetry.facts import Array, Relation, blocks, segments, shape_of
+from mcomb.symmetry.facts import ArrayFacts, Relation, blocks, segments, shape_of
 from mcomb.symmetry.rules.elementwise import elementwise, other_axes
 
 
-def bitcast(eqn: core.JaxprEqn, operand: Array) -> Relation | None:
+def bitcast(eqn: core.JaxprEqn, operand: ArrayFacts) -> Relation | None:
     """Treat the operand elementwise unless the operation regroups the bytes of several entries (dropout)."""
     return elementwise(eqn, operand) if shape_of(eqn.invars[0]) == shape_of(eqn.outvars[0]) else None
 
 
-def broadcast(eqn: core.JaxprEqn, operand: Array, *sizes: Array) -> Relation:
+def broadcast(eqn: core.JaxprEqn, operand: ArrayFacts, *sizes: ArrayFacts) -> Relation:
     """Add axes along which all entries are equal."""
     return Relation([(operand.axes, eqn.params["broadcast_dimensions"])], [range(len(shape_of(eqn.outvars[0])))])
 
 
-def transpose(eqn: core.JaxprEqn, operand: Array) -> Relation:
+def transpose(eqn: core.JaxprEqn, operand: ArrayFacts) -> Relation:
     """Return the same axes in another order."""
     return Relation([(operand.axes, range(len(operand.axes)))], [eqn.params["permutation"]])
 
 
-def squeeze(eqn: core.JaxprEqn, operand: Array) -> Relation:
+def squeeze(eqn: core.JaxprEqn, operand: ArrayFacts) -> Relation:
     """Remove axes of size one."""
     rank = len(operand.axes)
     return Relation([(operand.axes, range(rank))], [other_axes(rank, eqn.params["dimensions"])])
 
 
-def reshape(eqn: core.JaxprEqn, operand: Array, *sizes: Array) -> Relation | None:
+def reshape(eqn: core.JaxprEqn, operand: ArrayFacts, *sizes: ArrayFacts) -> Relation | None:
     """Split and join axes.
 
     An axis is labelled by its factors. Each factor is the stretch between two multiples, counted from the first axis:
@@ -65,12 +65,12 @@ def reshape(eqn: core.JaxprEqn, operand: Array, *sizes: Array) -> Relation | Non
 UNSPLIT = "its parts end where those of a product or a concatenation do not"
 
 
-def iota(eqn: core.JaxprEqn, *sizes: Array) -> Relation:
+def iota(eqn: core.JaxprEqn, *sizes: ArrayFacts) -> Relation:
     """Freeze the counting axis, because its entries are all different."""
     return Relation([], [range(len(shape_of(eqn.outvars[0])))], [eqn.params["dimension"]])
 
 
-def concatenate(eqn: core.JaxprEqn, *operands: Array) -> Relation:
+def concatenate(eqn: core.JaxprEqn, *operands: ArrayFacts) -> Relation:
     """Make each operand's axis a segment whose entries may move inside it; treat all others elementwise."""
     dimension, rank = eqn.params["dimension"], len(operands[0].axes)
     whole = segments(*((("part", i), shape_of(atom)[dimension]) for i, atom in enumerate(eqn.invars)))
@@ -81,26 +81,26 @@ def concatenate(eqn: core.JaxprEqn, *operands: Array) -> Relation:
     return Relation([(operand.axes, labels(("part", i))) for i, operand in enumerate(operands)], [labels(whole)])
 
 
-def stack(eqn: core.JaxprEqn, *operands: Array) -> Relation:
+def stack(eqn: core.JaxprEqn, *operands: ArrayFacts) -> Relation:
     """Add a frozen axis whose entries are the operands."""
     new, labels = eqn.params["axis"], list(range(len(operands[0].axes)))
     return Relation([(operand.axes, labels) for operand in operands], [[*labels[:new], "new", *labels[new:]]], ["new"])
 
 
-def unstack(eqn: core.JaxprEqn, operand: Array) -> Relation:
+def unstack(eqn: core.JaxprEqn, operand: ArrayFacts) -> Relation:
     """Freeze an axis, and return its entries without it."""
     axis, rank = eqn.params["axis"], len(operand.axes)
     return Relation([(operand.axes, range(rank))], [other_axes(rank, [axis])] * len(eqn.outvars), [axis])
 
 
-def tile(eqn: core.JaxprEqn, operand: Array) -> Relation:
+def tile(eqn: core.JaxprEqn, operand: ArrayFacts) -> Relation:
     """Make each axis the product of its equal copies and itself."""
     sizes = enumerate(zip(eqn.params["reps"], shape_of(eqn.invars[0]), strict=True))
     result = [blocks((("copy", axis), count), (axis, size)) for axis, (count, size) in sizes]
     return Relation([(operand.axes, range(len(result)))], [result])
 
 
-def split(eqn: core.JaxprEqn, operand: Array) -> Relation:
+def split(eqn: core.JaxprEqn, operand: ArrayFacts) -> Relation:
     """Split an axis into segments, so that no permutation moves an entry between segments."""
     split, sizes = eqn.params["axis"], eqn.params["sizes"]
 
@@ -111,7 +111,7 @@ def split(eqn: core.JaxprEqn, operand: Array) -> Relation:
     return Relation([(operand.axes, labels(segments(*parts)))], [labels(part) for part, _ in parts])
 
 
-def slice_(eqn: core.JaxprEqn, operand: Array) -> Relation:
+def slice_(eqn: core.JaxprEqn, operand: ArrayFacts) -> Relation:
     """Cut contiguous slices out of their axes as segments.
 
     A slice of every third entry takes one entry from each block of three. The blocks may be permuted, but the entries
@@ -136,7 +136,7 @@ def slice_(eqn: core.JaxprEqn, operand: Array) -> Relation:
     return Relation([(operand.axes, before)], [after], frozen)
 
 
-def pad(eqn: core.JaxprEqn, operand: Array, filler: Array) -> Relation:
+def pad(eqn: core.JaxprEqn, operand: ArrayFacts, filler: ArrayFacts) -> Relation:
     """Add the padding before and after an axis as separate segments."""
     before: list[Hashable] = list(range(len(operand.axes)))
     after, frozen = list(before), list[Hashable]()

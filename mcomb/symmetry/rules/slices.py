@@ -14,10 +14,10 @@ from typing import Any
 
 from jax.extend import core
 
-from mcomb.symmetry.facts import Array, Compound, Relation, blocks, segments, shape_of
+from mcomb.symmetry.facts import ArrayFacts, Compound, Relation, blocks, segments, shape_of
 from mcomb.symmetry.rules.shapes import broadcast, reshape, squeeze, transpose
 
-MOVES = {"broadcast_in_dim": broadcast, "squeeze": squeeze, "transpose": transpose}
+MOVE_RULES = {"broadcast_in_dim": broadcast, "squeeze": squeeze, "transpose": transpose}
 
 
 def moved_axes(eqn: core.JaxprEqn) -> list[int | None] | None:
@@ -27,9 +27,9 @@ def moved_axes(eqn: core.JaxprEqn) -> list[int | None] | None:
     PyTorch's `MultiheadAttention` does so between its product and its slices.
     """
     old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
-    if eqn.primitive.name not in MOVES or math.prod(old) != math.prod(new):
+    if eqn.primitive.name not in MOVE_RULES or math.prod(old) != math.prod(new):
         return None
-    relation = MOVES[eqn.primitive.name](eqn, Array((None,) * len(old)))
+    relation = MOVE_RULES[eqn.primitive.name](eqn, ArrayFacts((None,) * len(old)))
     (_, before), (after,) = relation.operands[0], relation.results
     return [list(before).index(label) if label in before else None for label in after]
 
@@ -43,7 +43,7 @@ def compose(first: Relation | None, second: Relation) -> Relation:
 
 
 def first_factor(relation: Relation, label: Hashable) -> tuple[int, Compound] | None:
-    """Return the operand's axis, and its label, whose first factor has the given label."""
+    """Return the axis of the operand whose first factor has the given label, and the label of the whole axis."""
     labels = enumerate(relation.operands[0][1])
     compounds = [(axis, own) for axis, own in labels if isinstance(own, Compound) and own.parts]
     return next(((axis, own) for axis, own in compounds if own.parts[0][0] == label), None)
@@ -52,7 +52,7 @@ def first_factor(relation: Relation, label: Hashable) -> tuple[int, Compound] | 
 def deferrable_reshapes(eqns: Sequence[core.JaxprEqn], outvars: Sequence[Any]) -> set[Any]:
     """Return the results of reshapes, and of their transposes, that are only read in slices.
 
-    The slices must be along the first of several new axes that an old axis becomes.
+    The slices must be along the first of the axes that an old axis is split into.
     """
     uses: dict[Any, list[core.JaxprEqn]] = {}
     for eqn in eqns:
@@ -76,7 +76,7 @@ def deferrable_reshapes(eqns: Sequence[core.JaxprEqn], outvars: Sequence[Any]) -
     deferred: set[Any] = set()
     for eqn in eqns:
         if eqn.primitive.name == "reshape":
-            relation = reshape(eqn, Array((None,) * len(shape_of(eqn.invars[0]))))
+            relation = reshape(eqn, ArrayFacts((None,) * len(shape_of(eqn.invars[0]))))
             labels = relation.results[0] if relation else ()
             first = [axis for axis, label in enumerate(labels) if relation and first_factor(relation, label)]
             deferred |= set((first and sliced_only(eqn.outvars[0], first)) or ())
@@ -94,7 +94,7 @@ def sliced_axis(eqn: core.JaxprEqn) -> int | None:
     return sliced[0] if len(sliced) == 1 else None
 
 
-def slice_reshape(eqn: core.JaxprEqn, operand: Array) -> Relation:
+def slice_reshape(eqn: core.JaxprEqn, operand: ArrayFacts) -> Relation:
     """Relate the source of a deferred reshape to the reshaped slices."""
     axis, relation, name = sliced_axis(eqn), operand.reshape, eqn.primitive.name
     assert relation is not None, "the operand is deferred"

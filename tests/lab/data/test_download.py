@@ -74,7 +74,9 @@ def serve(monkeypatch, tmp_path):
         server = Server(answer)
         servers.append(server)
         threading.Thread(target=server.serve_forever, args=(0.01,)).start()
-        monkeypatch.setenv(data.DOWNLOAD.url_variable, f"http://127.0.0.1:{server.server_port}/cifar-10-binary.tar.gz")
+        monkeypatch.setenv(
+            data.CIFAR10_DOWNLOAD.url_variable, f"http://127.0.0.1:{server.server_port}/cifar-10-binary.tar.gz"
+        )
         return server
 
     yield start
@@ -142,7 +144,7 @@ def test_download_of_other_file_is_rejected_and_removed(serve, archive, monkeypa
         data.CIFAR10.load(None)
     text = str(raised.value)
     assert "\n" not in text
-    for remedy in (data.DOWNLOAD.url_variable, download.DATA_VARIABLE, "--data-dir", "--setup mlp-digits"):
+    for remedy in (data.CIFAR10_DOWNLOAD.url_variable, download.DATA_VARIABLE, "--data-dir", "--setup mlp-digits"):
         assert remedy in text
     assert cached() == []
     serve(lambda handler: send(handler, archive))  # the same command succeeds later
@@ -153,7 +155,8 @@ def test_download_of_other_file_is_rejected_and_removed(serve, archive, monkeypa
 
 def test_download_without_network_prints_remedy(serve, archive, monkeypatch):
     serve(lambda handler: None)
-    monkeypatch.setenv(data.DOWNLOAD.url_variable, "http://127.0.0.1:9/cifar-10-binary.tar.gz")  # nothing listens there
+    unreachable = "http://127.0.0.1:9/cifar-10-binary.tar.gz"  # nothing listens there
+    monkeypatch.setenv(data.CIFAR10_DOWNLOAD.url_variable, unreachable)
     with pytest.raises(UserError, match=r"Cannot download CIFAR-10 from http://127\.0\.0\.1:9/"):
         data.CIFAR10.load(None)
     assert cached() == []

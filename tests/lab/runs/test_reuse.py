@@ -185,8 +185,8 @@ def test_results_without_digest_are_measured_again(config, capsys):
 
 @pytest.mark.slow
 def test_results_depend_on_results_of_parts(config, monkeypatch, capsys):
-    two = {name: width.SWEEPS[name] for name in ("linear", "bernoulli")}
-    monkeypatch.setattr(width, "SWEEPS", two)
+    two = {name: width.WIDTH_SWEEPS[name] for name in ("linear", "bernoulli")}
+    monkeypatch.setattr(width, "WIDTH_SWEEPS", two)
     gathering = convert_config(config, width.WidthConfig, widths=(2, 1), samples=1)
     before = run(width.EXPERIMENT, gathering)
     assert before.widths == [1, 2]
