@@ -1,7 +1,7 @@
 """Weight matching: find the order of network B's units in which its weights are closest to network A's.
 
 This is permutation coordinate descent (the paper's Algorithm 1). A sweep visits all permutations in a random order. A
-visit changes one permutation and keeps the others: it solves the assignment problem whose score (i, j) is the inner
+visit changes one permutation and keeps the others. It solves an assignment problem: the score (i, j) is the inner
 product of the weights of A's unit i with those of B's unit j.
 
 Wide networks spend most of the time on computing scores, and trained networks on solving assignment problems. Four

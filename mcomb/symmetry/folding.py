@@ -41,8 +41,8 @@ def require_gain(place: Place, gain: Array) -> None:
 def balancing(spec: "SymmetrySpec", params: Params) -> "Element":
     """Return the element that folds gains, and balances spaces of invertible matrices and scales.
 
-    For invertible matrices, such as those of queries and keys, let X have the weights that write into the space and Y
-    those that read from it, with a column for each unit. The function depends on X Yᵀ = P Σ Rᵀ, and the balanced
+    For invertible matrices, such as those of queries and keys, let X be the weights that write into the space, and Y
+    the weights that read from it, with a column for each unit. The function depends on X Yᵀ = P Σ Rᵀ, and the balanced
     weights are P Σ^½ and R Σ^½.
     """
     element = folding(spec, params)
