@@ -121,7 +121,7 @@ def _sum_over(part: WeightPart, axes: tuple[int, ...]) -> WeightPart:
 
 
 def _without_pairs(part: WeightPart, name: str) -> list[WeightPart]:
-    """Return the part or, if a permutation acts on two of its axes, quantities that do not depend on other units.
+    """Return the part; if a permutation acts on two of its axes, return values for each unit instead.
 
     For a recurrent kernel, these are the diagonal, and the sums of incoming and outgoing weights of each unit.
     """

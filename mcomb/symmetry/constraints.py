@@ -1,4 +1,4 @@
-"""Impose the relations that rules find: axes that move together, frozen axes, and the arrays of each operation."""
+"""Impose the relations that rules find: unite and freeze axes, and record the arrays of each operation."""
 
 import collections
 import itertools

@@ -343,7 +343,7 @@ class _Finder:
         return folded if still == set(folded.values()) else None
 
     def _adopt(self, found: _Found, dead: list[Place]) -> _Found:
-        """Move places without effect on these inputs, such as biases of keys, like the other leaves of their module."""
+        """Let places without effect on these inputs, such as biases of keys, move like the rest of their module."""
 
         def adopt(powers: Mapping[Place, Any]) -> dict[Place, Any]:
             new = dict(powers)
