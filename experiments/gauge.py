@@ -40,7 +40,7 @@ from mcomb.trees import Params
 # The distribution and the last value of each sweep.
 GAUGE_SWEEPS = {"linear": (linear, 1.0), "uniform": (uniform, 0.5), "bernoulli": (bernoulli, 1.0)}
 GAUGE_MARKS = {"linear": ("o", "#0072B2"), "uniform": ("s", "#D55E00"), "bernoulli": ("D", "#CC79A7")}
-TRAINED, BALANCED, LEARNED = FIXED = ("as trained", "balanced", "learned")  # bases that are not random
+TRAINED, BALANCED, LEARNED_BASIS = FIXED = ("as trained", "balanced", "learned")  # bases that are not random
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,11 @@ def measure(run: Run) -> Curves:
     combine, last = GAUGE_SWEEPS["uniform"]
     examples, apply = run.store.data.train.subset(MATCHING_EXAMPLES), run.store.apply
     learned = learn_basis(spec, networks, apply, *examples, combine, last, seed=config.seed, steps=config.basis_steps)
-    elements: dict[str, Element] = {TRAINED: spec.identity(), BALANCED: balancing(spec, networks[0]), LEARNED: learned}
+    elements: dict[str, Element] = {
+        TRAINED: spec.identity(),
+        BALANCED: balancing(spec, networks[0]),
+        LEARNED_BASIS: learned,
+    }
     elements |= {name: spec.random(stream(config.seed, "basis", name)) for name in bases(config)[len(FIXED) :]}
     tasks: dict[str, Task] = {}
     for sweep, (combine, last) in GAUGE_SWEEPS.items():

@@ -116,7 +116,7 @@ def learn_basis(
     learning_rate: float = 0.01,
     batch_size: int = 100,
 ) -> Element:
-    """Return an element that lowers the loss of mixtures if it moves both networks.
+    """Learn an element that lowers the loss of the networks' mixtures if it moves both networks.
 
     The line between two networks does not depend on their common basis, but mixtures with a share for each weight do.
     The descent starts at the canonical form of the first network, and minimises the loss of mixtures whose shares come
@@ -129,8 +129,8 @@ def learn_basis(
     held_out = jax.tree.map(lambda x: x[train_count:], (inputs, labels))
 
     def held_out_loss(move: Element) -> float:
-        moved = [spec.apply(move, params) for params in (a, b)]
-        mixtures = (sample(*moved, distribution, point, seed=draw) for draw in range(HELD_OUT_DRAWS))
+        one, other = (spec.apply(move, params) for params in (a, b))
+        mixtures = (sample(one, other, distribution, point, seed=draw) for draw in range(HELD_OUT_DRAWS))
         return float(np.mean([score(apply, mixture, *held_out, loss=loss).loss for mixture in mixtures]))
 
     best, _ = _descend(
