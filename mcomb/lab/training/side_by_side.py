@@ -16,6 +16,7 @@ from mcomb.errors import UserError
 from mcomb.lab.data.datasets import Split
 from mcomb.lab.tables import readable_bytes
 from mcomb.lab.training.checkpoints import TrainingCheckpoints
+from mcomb.lab.training.time_estimate import EMBEDDED, say_if_long
 from mcomb.lab.training.train import (
     Needs,
     Recipe,
@@ -27,16 +28,12 @@ from mcomb.lab.training.train import (
     training_bar,
 )
 from mcomb.runtime.batching import MEMORY_VARIABLE, free_memory
-from mcomb.runtime.devices import describe_devices, device_mesh, matrix_rate, meshes_of, replicate
+from mcomb.runtime.devices import describe_devices, device_mesh, meshes_of, replicate
 from mcomb.runtime.interrupts import unsaved
 from mcomb.runtime.processes import are_several, from_first
 from mcomb.runtime.progress import say
 from mcomb.runtime.training_loop import TrainState, all_finite
 from mcomb.trees import Apply, Params
-
-HOUR = 3600.0  # seconds
-EMBEDDED = "mlp-digits"  # the setup for a first look
-SLOWEST = 1e10  # floating-point operations per second that any machine reaches
 
 T = TypeVar("T")
 
@@ -206,16 +203,6 @@ class Trainer:
         epoch, within = divmod(int(state.step), examples // self.recipe.batch_size)
         if int(state.step) > before and not are_several() and all_finite(state.params):
             checkpoints.save(None if within else epoch, state, mesh)
-
-
-def say_if_long(flop: float, mesh: Mesh, describe: str) -> None:
-    """Print a lower bound on the training time, from the speed of matrix products, if it exceeds an hour."""
-    if flop < HOUR * SLOWEST:
-        return
-    hours = flop / matrix_rate(mesh) / HOUR
-    if hours > 1:
-        time = f"{hours / 24:,.0f} days" if hours > 48 else f"{hours:.0f} hours"
-        say(f"{describe} takes {time} or more on {describe_devices(mesh)}: --setup {EMBEDDED} takes a minute")
 
 
 def device_share(networks: int) -> int:

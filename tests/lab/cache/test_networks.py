@@ -211,15 +211,6 @@ def test_network_exceeding_memory_is_rejected(width, memory, tmp_path, monkeypat
     assert not [path for path in tmp_path.rglob("networks/*") if path.is_dir()]
 
 
-def test_training_announces_a_long_duration(monkeypatch, capsys):
-    mesh = device_mesh()
-    monkeypatch.setattr(side_by_side, "matrix_rate", lambda mesh: 1e12)
-    side_by_side.say_if_long(3e15, mesh, "training seed-0")
-    assert capsys.readouterr().err == ""
-    side_by_side.say_if_long(1e18, mesh, "training seed-0")
-    assert "training seed-0 takes 12 days or more on" in capsys.readouterr().err
-
-
 def test_training_that_diverges_keeps_last_good_checkpoint(tmp_path, monkeypatch):
     """Diverge in the third epoch by an absurd learning rate."""
     real = training.learning_rate
