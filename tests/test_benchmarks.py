@@ -42,7 +42,7 @@ def test_benchmark_matching_compares_matchers(capsys, tmp_path):
 
 
 def test_benchmark_training_compares_ways(capsys):
-    training.main(training.TrainingConfig(setups=("mlp-digits",), widths=(1,), steps=2, rounds=1))
+    training.main(training.TrainingSpeedConfig(setups=("mlp-digits",), widths=(1,), steps=2, rounds=1))
     _, head, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == ["width", "way", "networks", "examples/s", "against", "before", "CPU", "s/step"]
     ways = ["before", "data-parallel", "side by side", *(["PyTorch"] if importlib.util.find_spec("torch") else [])]

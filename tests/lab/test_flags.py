@@ -89,7 +89,7 @@ def test_command_roundtrips_through_parse(kind, data):
 def every_flag():
     """Yield each flag once with an experiment that has it; the default tests use every third."""
     found = {}
-    for module in listing.EXPERIMENTS:
+    for module in listing.LISTED_EXPERIMENTS:
         for name, flag in cli.flags(module.EXPERIMENT.config).items():
             found.setdefault((name, flag.help), (module.EXPERIMENT, name))
     return [
