@@ -118,7 +118,7 @@ def align_many(
     """
     count = len(networks) if isinstance(networks, Sequence) else 1
     if count < 2:
-        raise UserError(f"Cannot align {count} network(s): pass a list of two or more parameter trees.")
+        raise UserError(f"Cannot align fewer than two networks (got {count}): pass a list of parameter trees.")
     for i, network in enumerate(networks):
         require_alike("The networks to align", networks[0], network, ("network 0", f"network {i}"))
     if reference is not None:

@@ -31,7 +31,7 @@ def require_networks(networks: Sequence[Params]) -> None:
     """Raise an error unless there are two or more finite networks with the same names and shapes."""
     count = len(networks) if isinstance(networks, Sequence) else 1
     if count < 2:
-        raise UserError(f"Cannot merge {count} network(s): pass a tuple of two or more parameter trees.")
+        raise UserError(f"Cannot merge fewer than two networks (got {count}): pass a tuple of parameter trees.")
     for i, network in enumerate(networks):
         require_alike("The networks to merge", networks[0], network, ("network 0", f"network {i}"))
         require_finite(f"network {i}", network)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, PRNGKeyArray
 
-from mcomb.errors import UserError, brief, list_some
+from mcomb.errors import UserError, list_some
 from mcomb.symmetry.check import check_spec
 from mcomb.trees import Apply, Array, Inputs, Params, map_named, named_leaves
 
@@ -389,10 +389,13 @@ class PermutationSpec:
                     f"Permutation {name} has shape {np.shape(perm)} and dtype {dtype}: pass indices of shape "
                     f"{self.shape(name)}."
                 )
-            if not isinstance(perm, jax.core.Tracer) and (np.sort(perm, -1) != np.arange(self.sizes[name])).any():
-                raise UserError(
-                    f"Permutation {name} is {brief(perm)}: pass each index from 0 to {self.sizes[name] - 1} once."
-                )
+            if isinstance(perm, jax.core.Tracer):
+                continue
+            every = np.arange(self.sizes[name])
+            for row in np.reshape(perm, (-1, len(every))):
+                if len(missing := np.setdiff1d(every, row)):
+                    remedy = f"pass each index from 0 to {every[-1]} once"
+                    raise UserError(f"Permutation {name} lacks index {missing[0]}: {remedy}.")
 
     def apply(self, perms: Perms, params: Params) -> Params:
         """Permute the hidden units of a network without changing its function.

@@ -419,7 +419,7 @@ SHORT = {
 # One sampled sweep represents all, because they differ only in the distribution. Matchers take long. The default
 # tests use one sweep and one other experiment.
 LIKE_UNIFORM = (bernoulli, hyperplane, subcube)
-OF_EVERY_DAY = ((uniform, "mlp-digits"), (stitching, "decoder-text"), (functional, "decoder-text"))
+OF_EVERY_DAY = ((uniform, "mlp-digits"), (stitching, "decoder-text"))
 VISION_TRANSFORMER = (uniform, stitching, robustness)  # depend on layers and units; labels are as those of the MLP
 
 

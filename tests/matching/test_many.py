@@ -151,7 +151,8 @@ def test_align_many_is_deterministic_and_pure():
 
 
 @pytest.mark.parametrize(
-    ("count", "reference", "words"), [(1, 0, "but got 1"), (3, 3, "no network 3 among 3"), (3, -1, "from 0 to 2")]
+    ("count", "reference", "words"),
+    [(1, 0, "fewer than two networks"), (3, 3, "no network 3 among 3"), (3, -1, "from 0 to 2")],
 )
 def test_align_many_rejects_misuse(count, reference, words):
     spec, networks = unrelated_networks("VGG", 3)

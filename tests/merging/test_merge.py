@@ -266,7 +266,7 @@ def test_add_units_sums_values_of_connected_units():
         ({"method": mcomb.learned(steps=0)}, "steps is 0"),
         ({"labels": None}, "Cannot merge by learned without labels: pass them, or merge by refit or average"),
         ({"labels": None, "method": "fisher"}, "Cannot merge by fisher without labels"),
-        ({"networks": (A,)}, r"Cannot merge 1 network\(s\): pass a tuple of two or more"),
+        ({"networks": (A,)}, r"fewer than two networks \(got 1\): pass a tuple"),
         ({"networks": (A, {"first": A["first"]})}, "The networks to merge differ"),
         ({"labels": LABELS[:5]}, "the labels 5"),
         ({"inputs": INPUTS[:1], "labels": LABELS[:1]}, "1 examples are too few"),

@@ -240,7 +240,7 @@ def test_partial_merge_without_permutations():
         ({"budget": 2.5}, r"budget is 2\.5"),
         ({"budget": np.nan}, "budget is nan"),
         ({"per": "weight"}, "Cannot keep each 'weight' apart: choose from unit, layer"),
-        ({"networks": (A,)}, r"Cannot merge 1 network\(s\): pass a tuple of two or more"),
+        ({"networks": (A,)}, r"fewer than two networks \(got 1\): pass a tuple"),
         ({"apply": lambda params, x: apply(params, x).argmax(1)}, "not floats and have no mean"),
     ],
 )

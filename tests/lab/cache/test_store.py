@@ -34,7 +34,7 @@ def test_matching_roundtrips_through_file(store):
     perms = {name: np.arange(size) for name, size in store.spec.sizes.items()}
     assert_equal(store.permute(b, Matching(perms, 0.0, ())), b.params)
     twice = perms | {"dense1": np.zeros_like(perms["dense1"])}
-    with pytest.raises(UserError, match="Permutation dense1 must have each index"):
+    with pytest.raises(UserError, match="Permutation dense1 lacks index 1: pass each index from 0 to 15 once"):
         store.permute(b, Matching(twice, 0.0, ()))
 
 
