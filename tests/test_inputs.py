@@ -758,7 +758,7 @@ MISUSE = {
     "no spec to repair": (lambda: repair(spec="spec"), "spec is an object of type str: derive it with"),
     "no list to align": (
         lambda: mcomb.align_many(apply, A, X),
-        r"Cannot align 1 network\(s\): pass a list of two or more",
+        r"Cannot align fewer than two networks \(got 1\): pass a list",
     ),
     "the spec of another width": (lambda: SPEC.apply(MATCHING.perms, WIDE), "permutation up has 4: derive the spec"),
 }
