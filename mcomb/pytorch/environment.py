@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from mcomb.errors import UserError, name_error
+from mcomb.trees import at_least_float32
 
 
 @contextmanager
@@ -63,7 +64,8 @@ def get_environment() -> Any:
         own[operation] = dataclasses.replace(own[operation], func=function)
 
     aten = torch.ops.aten
-    top_k, copy, get_item = (own[operation].func for operation in (aten.topk, aten.copy_, torch.Tensor.__getitem__))
+    replaced = (aten.topk, aten.copy_, torch.Tensor.__getitem__, aten.native_layer_norm)
+    top_k, copy, get_item, layer_norm = (own[operation].func for operation in replaced)
 
     def top_k_unsorted(*args: Any, **kwargs: Any) -> Any:
         """Skip the sort, because JAX's top_k is sorted and another sort would turn positions into plain numbers."""
@@ -82,9 +84,14 @@ def get_environment() -> Any:
             return get_item(x, indices)
         return get_item(x, index)
 
+    def layer_norm_in_float32(x: Any, *args: Any, **kwargs: Any) -> Any:
+        """Normalise half precision in float32, as PyTorch does; in float16, gradients of the variance overflow."""
+        return tuple(part.astype(x.dtype) for part in layer_norm(at_least_float32(x), *args, **kwargs))
+
     replace(aten.topk, top_k_unsorted)
     replace(aten.copy_, copy_view)
     replace(torch.Tensor.__getitem__, slice_one)
+    replace(aten.native_layer_norm, layer_norm_in_float32)
     return environment
 
 

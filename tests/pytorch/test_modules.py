@@ -95,6 +95,27 @@ class Depthwise(nn.Sequential):
         super().__init__(nn.Conv2d(3, 5, 1), depthwise, nn.SiLU(), nn.Conv2d(5, 6, 1), nn.Flatten(), nn.Linear(384, 3))
 
 
+class VGG(nn.Sequential):
+    def __init__(self):
+        first = nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)
+        second = nn.Conv2d(4, 6, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)
+        super().__init__(*first, *second, nn.Flatten(), nn.Linear(24, 10), nn.ReLU(), nn.Linear(10, 3))
+
+
+class Mixer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.patches, self.norm1, self.norm2 = nn.Conv2d(3, 8, 4, 4), nn.LayerNorm(8), nn.LayerNorm(8)
+        self.tokens = nn.Sequential(nn.Linear(4, 5), nn.GELU(), nn.Linear(5, 4))
+        self.channels = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.patches(x).flatten(2).mT
+        x = x + self.tokens(self.norm1(x).mT).mT
+        return self.head((x + self.channels(self.norm2(x))).mean(1))
+
+
 class Tied(nn.Module):
     """A language model whose output has the weights of its embedding; two Parameter objects share one memory."""
 
@@ -143,6 +164,10 @@ CASES = {
     "unet": (UNet, IMAGES, [(4,), (2,), (2, 3), (5,), (7,)]),
     # A depthwise filter moves with its channel.
     "depthwise": (Depthwise, IMAGES, [(5,), (6,)]),
+    # Each filter of the second convolution has four weights in the dense layer.
+    "vgg": (VGG, IMAGES, [(4,), (6,), (10,)]),
+    # The residual stream, and the hidden units of both MLPs. Patches keep their places.
+    "mixer": (Mixer, IMAGES, [(8,), (5,), (12,)]),
     # The residual stream is the embedding's and the output's.
     "tied": (Tied, TOKENS, [(8,), (10,)]),
     "shared_memory": (lambda: Tied(share_memory=True), TOKENS, [(8,), (10,)]),
@@ -273,6 +298,17 @@ def test_modules_keep_half_precision(dtype):
     found = from_module(a)[0](from_module(a)[1], to_arrays(x))
     assert str(found.dtype) == str(dtype).removeprefix("torch.")
     torch.testing.assert_close(torch.tensor(np.asarray(found, np.float32)), call(a, x).float(), rtol=0.02, atol=0.02)
+
+
+def test_layer_norm_in_float16_equals_pytorch():
+    """PyTorch normalises in float32. In float16, the gradient of a small variance overflows."""
+    norm, x = nn.LayerNorm(64).half(), (0.01 * torch.randn(4, 64)).half()
+    apply, params = from_module(norm)
+    torch.testing.assert_close(torch.from_numpy(np.array(apply(params, to_arrays(x)))), norm(x), rtol=1e-3, atol=0)
+    x.requires_grad_(True)
+    norm(x)[:, 0].sum().backward()
+    found = jax.grad(lambda inputs: apply(params, inputs)[:, 0].sum())(to_arrays(x))
+    torch.testing.assert_close(torch.from_numpy(np.array(found)), x.grad, rtol=0.01, atol=0.1)
 
 
 def test_constant_buffers_are_no_weights():
