@@ -199,10 +199,11 @@ def load_model(text: str) -> LoadedModel:
     return LoadedModel(*found)
 
 
-def require_model(command: str, text: str | None) -> LoadedModel:
+def require_model(command: str, text: str | None, otherwise: str = "") -> LoadedModel:
     """Return the model of a command that requires one."""
     if not text:
-        raise UserError(f"{command} needs the model of the networks: pass --model SETUP:WIDTH or MODULE:FUNCTION.")
+        remedy = f"pass --model SETUP:WIDTH or MODULE:FUNCTION{otherwise}"
+        raise UserError(f"{command} needs the model of the networks: {remedy}.")
     return load_model(text)
 
 
@@ -286,15 +287,15 @@ def align(config: AlignConfig) -> None:
     """Match the units of network B to A's, and write the result with the names and layouts of B's file."""
     options = {"seed": config.seed} if config.matcher != "activations" else {}  # not random
     matcher = MATCHERS[config.matcher](**options)
-    if is_pytorch(config.torch, config.a, config.b):
-        if config.groups != "permutations":
-            raise UserError('--groups all needs --model: drop it, or call mcomb.pytorch.align with groups="all".')
+    if is_pytorch(config, config.a, config.b):
         paths, data = [Path(config.a), Path(config.b)], Path(config.data) if config.data else None
-        match = files.align_files(paths, Path(config.to), matcher, config.torch, data, config.force)
+        to = Path(config.to)
+        match = files.align_files(paths, to, matcher, config.torch, data, config.force, config.groups)
         show_alignment(match, config.to)
         return
     require_new(config.to, config.a, config.b)
-    model, table = require_model("align", config.model), read_table(config.names) if config.names else None
+    model = require_model("align", config.model, ", or --torch MODULE:FUNCTION for PyTorch modules")
+    table = read_table(config.names) if config.names else None
     a, b = (read_network(path, table, model) for path in (config.a, config.b))
     spec = symmetries(model, a, config.groups)
     inputs, labels = model.first(MATCHER_EXAMPLES)
@@ -306,10 +307,15 @@ def align(config: AlignConfig) -> None:
     show_alignment(match, config.to)
 
 
-def is_pytorch(torch: str | None, *paths: AnyPath) -> bool:
-    """Return whether networks are PyTorch's state dicts or Hugging Face folders."""
+def is_pytorch(config: AlignConfig | MergeFilesConfig, *paths: AnyPath) -> bool:
+    """Return whether networks are PyTorch's state dicts or Hugging Face folders; reject flags for the other kind."""
     is_pickled = any(path.suffix in files.PICKLES for path in paths)
-    return torch is not None or is_pickled or any(map(files.is_model_folder, paths))
+    found = config.torch is not None or is_pickled or any(map(files.is_model_folder, paths))
+    for flag in ("model", "names") if found else ("data",):
+        if getattr(config, flag) is not None:
+            reason = "is not for PyTorch's state dicts and folders" if found else "is for Hugging Face folders"
+            raise UserError(f"--{flag} {getattr(config, flag)!s:.80} {reason}: drop it.")
+    return found
 
 
 def show_alignment(match: Match, to: AnyPath) -> None:
@@ -341,9 +347,9 @@ def merge(config: MergeFilesConfig) -> None:
         raise UserError(f"Cannot merge {config.networks[0]} alone: pass two or more networks, then the result.")
     method = configure_method(config)
     similarity = None
-    if is_pytorch(config.torch, *config.networks, *base):
+    if is_pytorch(config, *config.networks, *base):
         if config.groups:
-            raise UserError(f"--groups {config.groups} needs --model: align PyTorch networks first, with mcomb align.")
+            raise UserError(f"--groups {config.groups} is not for PyTorch networks: align them first by mcomb align.")
         paths, data = [Path(path) for path in config.networks], Path(config.data) if config.data else None
         of_base = Path(config.base) if config.base else None
         similarity = files.merge_files(paths, Path(config.to), method, config.torch, data, of_base)

@@ -1,6 +1,9 @@
 """`python -m mcomb` inspects, aligns, combines and evaluates networks in files."""
 
 import json
+import re
+import subprocess
+import sys
 from functools import partial
 
 import jax
@@ -347,3 +350,14 @@ def test_command_align_skips_related_networks(networks, capsys, tmp_path):
     assert "no alignment is needed" in said(capsys, "align", *words, tmp_path / "b.npz", *MODEL)
     jax.tree.map(np.testing.assert_array_equal, read_checkpoint(tmp_path / "b.npz"), near)
     assert "units moved" in said(capsys, "align", *words, tmp_path / "c.npz", *MODEL, "--force")
+
+
+def test_commands_name_missing_pytorch(tmp_path):
+    for name in ("a.pt", "b.pt"):
+        (tmp_path / name).touch()
+    code = "import sys; sys.modules['torch'] = None; from mcomb.__main__ import console; console()"
+    for words in (["merge", "a.pt", "b.pt", "c.pt"], ["align", "a.pt", "b.pt", "c.pt", "--torch", "mine:model"]):
+        program = [sys.executable, "-c", code, *words]
+        done = subprocess.run(program, check=False, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 2
+        assert re.fullmatch(r"error: .*need PyTorch and torchax .*: install mcomb\[pytorch\]\.\n", done.stderr)

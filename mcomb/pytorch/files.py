@@ -27,6 +27,7 @@ from mcomb.merging.merge import merge as merge_params
 from mcomb.merging.task_vectors import LeafByLeaf
 from mcomb.pytorch.environment import get_environment
 from mcomb.pytorch.hugging_face import (
+    CONFIG,
     LOCAL,
     align_folders,
     differ_in,
@@ -61,12 +62,12 @@ class Networks:
     loss: Objective = cross_entropy
     has_data: bool = True  # whether inputs are data instead of random numbers
 
-    def align(self, to: Path, matcher: Matcher, force: bool) -> Match:
+    def align(self, to: Path, matcher: Matcher, force: bool, groups: str) -> Match:
         """Align the second network to the first, and write it to a new file or folder."""
         if matcher.name != "weights" and not self.has_data:
             raise UserError(f"Matching by {matcher.name} needs data: pass --data, or match by weights.")
         apply, (a, b) = self._same_function()
-        spec = derive_spec(apply, a, self.inputs)
+        spec = derive_spec(apply, a, self.inputs, groups=groups)
         data = {"apply": apply, "inputs": self.inputs, "labels": self.labels, "loss": self.loss}
         match = match_unless_related(matcher, spec, a, b, force=force, **data)
         spec.check(apply, b, self.inputs, perms=match.matching.perms, draws=1)
@@ -103,20 +104,28 @@ class Networks:
 
 
 def align_files(
-    paths: Sequence[Path], to: Path, matcher: Matcher, function: str | None, data: Path | None, force: bool
+    paths: Sequence[Path],
+    to: Path,
+    matcher: Matcher,
+    function: str | None,
+    data: Path | None,
+    force: bool,
+    groups: str,
 ) -> Match:
     """Align the second state dict or folder to the first, and write it to a new file or folder."""
     require_new_place(to, paths)
+    require_used(paths, function, data)
     if function:
-        return read_state_dicts(paths, function).align(to, matcher, force)
+        return read_state_dicts(paths, function).align(to, matcher, force, groups)
     if not any(map(is_model_folder, paths)):
         raise UserError(f"{paths[0]} is a state dict: pass --torch MODULE:FUNCTION, which returns {TORCH_RETURNS}.")
-    if matcher.name == "weights" and data is None and all(map(is_model_folder, paths)):
+    by_tensors = matcher.name == "weights" and groups == "permutations" and data is None
+    if by_tensors and all(map(is_model_folder, paths)):
         get_environment()
         make_inputs = lambda module: to_arrays(example_inputs(module))  # noqa: E731
         if match := align_folders(paths, to, matcher, force, make_inputs, require_same_outputs):
             return match
-    return read_folders(paths, data).align(to, matcher, force)
+    return read_folders(paths, data).align(to, matcher, force, groups)
 
 
 def merge_files(
@@ -125,6 +134,7 @@ def merge_files(
     """Merge state dicts or folders into a new file or folder; return the cosine similarity of A and B, if known."""
     every = [*paths, *([base] if base else [])]
     require_new_place(to, every)
+    require_used(every, function, data)
     if function:
         read_state_dicts(every, function).merge(to, method)
         return None
@@ -141,6 +151,7 @@ def merge_states(paths: Sequence[Path], to: Path, method: Method, base: Path | N
     """Merge state dicts leaf by leaf, without their module."""
     if not isinstance(method.function, LeafByLeaf):
         raise UserError(f"Merging by {method.name} needs the module: pass --torch MODULE:FUNCTION.")
+    get_environment()
     every = [*paths, *([base] if base else [])]
     states = [to_arrays(_read_state(path)) for path in every]
     for path, state in zip(every, states, strict=True):
@@ -274,6 +285,15 @@ def require_new_place(to: Path, paths: Sequence[Path]) -> None:
         raise UserError(f"{to} has no known format: choose a name that ends in one of {', '.join(endings)}.")
 
 
+def require_used(paths: Sequence[Path], function: str | None, data: Path | None) -> None:
+    """Raise an error if a flag does not apply to these files or folders."""
+    folder = next(filter(is_model_folder, paths), None)
+    if folder and function:
+        raise UserError(f"{folder} is a Hugging Face folder, whose {CONFIG} names its architecture: drop --torch.")
+    if data and not folder:
+        raise UserError("--data is for Hugging Face folders: return inputs and labels from the function of --torch.")
+
+
 def _call(function: str) -> Any:
     """Call the user's function."""
     import torch
@@ -367,10 +387,15 @@ def _write_tensors(state: Mapping[str, Any], to: Path, like: Path) -> None:
 def _load_folder(path: Path) -> Module:
     """Load the model in a Hugging Face folder, without running code from the folder."""
     _, model_class = read_model_class(path)
+    options = {"dtype": "auto", "output_loading_info": True, "ignore_mismatched_sizes": True, **LOCAL}
     try:
-        module, report = model_class.from_pretrained(path, dtype="auto", output_loading_info=True, **LOCAL)
+        module, report = model_class.from_pretrained(path, **options)
     except Exception as error:  # broken folders raise many kinds of errors
         raise UserError(f"{path} cannot be loaded ({first_words(error)}): save it with save_pretrained.") from error
     if report["missing_keys"]:
         raise UserError(f"{path} lacks {list_some(sorted(report['missing_keys']))}: pass a folder with all weights.")
+    if report["mismatched_keys"]:
+        name, stored, wanted = min(report["mismatched_keys"])
+        shapes = f"{tuple(stored)} in {path} and {tuple(wanted)} by its {CONFIG}"
+        raise UserError(f"{name} is {shapes}: download the folder again.")
     return module.eval()

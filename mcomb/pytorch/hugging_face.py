@@ -261,6 +261,13 @@ def read_model_class(path: Path) -> tuple[Any, Any]:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     require_model_folder(path)
+    settings = _read_json(path / CONFIG)
+    model_type = settings.get("model_type") if isinstance(settings, dict) else None
+    if model_type and model_type not in transformers.CONFIG_MAPPING:
+        raise UserError(
+            f"transformers does not know the model type {model_type!s:.50} of {path}, and mcomb never runs code from a "
+            "folder: use a model type of transformers."
+        )
     try:
         config = transformers.AutoConfig.from_pretrained(path, **LOCAL)
     except Exception as error:  # broken folders raise many kinds of errors

@@ -91,6 +91,42 @@ def test_align_writes_a_state_dict(mine, tmp_path, endings):
         assert torch.equal(tensor, module.state_dict()[name]), name
 
 
+def test_align_of_state_dicts_finds_planted_rotations(mine, tmp_path):
+    module, inputs = mine.model()
+    apply, params = from_module(module)
+    spec = mcomb.derive_spec(apply, params, to_arrays(inputs), groups="all")
+    rotated = to_module(spec.apply(spec.random(jax.random.key(0)), params), module)
+    paths = [str(tmp_path / name) for name in ("a.pt", "b.pt", "c.pt")]
+    save(module, tmp_path / "a.pt")
+    save(rotated, tmp_path / "b.pt")
+    assert (rotated.embed.weight - module.embed.weight).abs().max() > 0.1
+    main(["align", *paths, "--torch", "mine_in_torch:model", "--groups", "all"])
+    for name, tensor in read(tmp_path / "c.pt").items():
+        torch.testing.assert_close(tensor, module.state_dict()[name], rtol=1e-4, atol=1e-5)
+
+
+def test_flags_without_effect_are_rejected(mine, tmp_path):
+    for name in ("a.pt", "b.pt"):
+        save(mine.model()[0], tmp_path / name)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "config.json").write_text("{}")
+    own = ["--torch", "mine_in_torch:model"]
+    for words, told in {
+        ("a.pt", "b.pt", "c.pt", *own, "--data", "data.npz"): "--data is for Hugging Face folders: return inputs",
+        ("a.pt", "b.pt", "c.pt", *own, "--names", "pytorch"): "--names pytorch is not for PyTorch's state dicts",
+        ("folder", "folder", "out", "--model", "mlp-digits:4"): "--model mlp-digits:4 is not for .* folders: drop it",
+        ("folder", "folder", "out", *own): "folder is a Hugging Face folder, .*: drop --torch",
+        ("a.npz", "b.npz", "c.npz", "--data", "data.npz"): "--data data.npz is for Hugging Face folders: drop it",
+        ("a.safetensors", "b.safetensors", "c.safetensors"): "pass --model .*, or --torch MODULE:FUNCTION for PyTorch",
+    }.items():
+        with pytest.raises(UserError, match=told):
+            main(["align", *words])
+        if words[0] != "a.safetensors":
+            with pytest.raises(UserError, match=told):
+                main(["merge", *words])
+    assert sorted(path.name for path in tmp_path.glob("[co]*.*")) == []
+
+
 def test_state_dicts_that_are_wrong_are_named(mine, tmp_path):
     module = mine.model()[0]
     good, bad, out = (str(tmp_path / name) for name in ("a.pt", "b.pt", "c.pt"))

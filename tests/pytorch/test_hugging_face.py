@@ -199,6 +199,12 @@ def change_json(path, **changes):
             "merge",
             r"differ in model_type \(llama and opt\)",
         ),
+        (lambda b: change_json(b / "config.json", model_type="odd"), "align", "not know the model type odd of b, and"),
+        (
+            lambda b: change_json(b / "config.json", num_attention_heads=2),
+            "align",
+            r"_proj\.weight is \(32, 32\) in b and \(32, 16\) by its config\.json: download the folder again",
+        ),
         (lambda b: (b / "config.json").unlink(), "both", "b is not a Hugging Face folder: pass one with a config.json"),
         (shutil.rmtree, "both", "There is no folder b: check the path"),
     ],
@@ -211,6 +217,36 @@ def test_folders_that_are_wrong_are_named_and_none_is_written(place, change, com
             main([name, "a", "b", "out"])
         assert problem.value.exit_code == 2
         assert sorted(place.iterdir()) == before
+
+
+def test_code_in_folders_is_never_run(place):
+    for folder in ("a", "b"):
+        own = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+        change_json(place / folder / "config.json", model_type="own", architectures=["Model"], auto_map=own)
+        (place / folder / "code.py").write_text(f"open({str(place / 'executed')!r}, 'w')")
+    with pytest.raises(UserError, match="not know the model type own of a, and mcomb never runs code from a folder"):
+        main(["align", "a", "b", "out"])
+    for folder in ("a", "b"):
+        change_json(place / folder / "config.json", model_type="llama")
+    with pytest.raises(UserError, match="a needs code for Model, which mcomb never runs"):
+        main(["align", "a", "b", "out"])
+    assert not (place / "executed").exists()
+    assert not (place / "out").exists()
+
+
+def test_align_of_folders_finds_planted_rotations(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    family = FAMILIES["Llama"]
+    module = family.build()
+    apply, params = from_module(module)
+    spec = mcomb.derive_spec(apply, params, to_arrays(family.example()), groups="all")
+    save(module, tmp_path / "a")
+    save(to_module(spec.apply(spec.random(jax.random.key(0)), params), module), tmp_path / "b")
+    main(["align", "a", "b", "out", "--groups", "all"])
+    a, b, out = (state_of(tmp_path / name) for name in ("a", "b", "out"))
+    assert max(np.abs(b[name] - a[name]).max() for name in a) > 0.1
+    for name, tensor in a.items():
+        np.testing.assert_allclose(out[name], tensor, rtol=1e-3, atol=1e-5, err_msg=name)
 
 
 def test_merge_with_a_wrong_base_is_named(place):
