@@ -130,6 +130,8 @@ def test_match_groups_by_activations_finds_planted_elements(name):
     moved = spec.apply(spec.random(jax.random.key(5)), network.params)
     aligned = align(network.apply, network.params, moved, network.inputs, spec=spec, matcher="activations")
     assert_close(aligned.params, network.params, roundings=5_000)
+    by_weights = align(network.apply, network.params, moved, network.inputs, spec=spec).matching
+    assert aligned.matching.objective == pytest.approx(by_weights.objective, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["MLP, ReLU", "attention", "stream, LayerNorm with bias"])
@@ -149,8 +151,10 @@ def test_learned_alignment_lowers_the_loss_between_networks(name):
         matcher=matcher,
         loss=mcomb.squared_error,
     )
-    losses = aligned.matching.losses
+    losses, trace = aligned.matching.losses, aligned.matching.trace
     assert min(losses) < 0.95 * losses[0]
+    assert len(trace) == len(losses)
+    assert aligned.matching.objective == trace[losses.index(min(losses))] < trace[0]
     before, after = (network.apply(own, network.inputs) for own in (other, aligned.params))
     assert_close(after, before, roundings=2_000)
 
