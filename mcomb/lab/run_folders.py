@@ -69,15 +69,16 @@ class RunFolders:
         subset = [training.subset.name] if training.subset else []
         return ",".join([f"seed-{training.seed}", *subset, *changed, *self.other_dtype])
 
-    def matching(self, a: str, b: str, matcher: str, restarts: int = 1) -> AnyPath:
+    def matching(self, a: str, b: str, matcher: str, restarts: int = 1, groups: str | None = None) -> AnyPath:
         """Return the file of the matching of network `b` to network `a`, given their names."""
+        groups = groups or self.config.groups
         name = f"{b}-to-{a}"
         name += ",".join(["", f"matcher={matcher}", *self.other_dtype]) if matcher != "weights" else ""
         name += f",restarts={restarts}" if restarts > 1 else ""
         steps = self.config.matcher_steps
         name += f",steps={steps}" if matcher == LEARNED and steps != STEPS else ""
         name += f",frozen={_in_a_name(self.config.frozen)}" if self.config.frozen else ""
-        name += f",groups={self.config.groups}" if self.config.groups != "permutations" else ""
+        name += f",groups={groups}" if groups != "permutations" else ""
         if len(name.encode()) > 180:  # file systems allow 255 bytes, and temporary files and locks extend the name
             name = f"{shorten_name(name, 150)}-{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}"
         return self.home / "matchings" / f"{name}.npz"

@@ -35,22 +35,27 @@ MATCHING_FIELDS = tuple(field.name for field in fields(Matching) if field.name !
 class MatchingKey:
     """Key of a matching: the two networks and the method.
 
-    In results and tables the key reads `B to A`, or `B to A, ste` if the experiment chooses the matcher.
+    In results and tables the key reads `B to A`, or `B to A, ste, all groups` if the experiment chooses the matcher and
+    the symmetries.
 
     Attributes:
         moved: The letter of the network whose units are reordered.
         reference: The letter of the network that `moved` is matched to.
         matcher: The matcher's name, or None for the value of `--matcher`.
         restarts: The number of restarts of weight matching.
+        groups: The symmetries to match by, or None for the value of `--groups`.
     """
 
     moved: str
     reference: str
     matcher: str | None = None
     restarts: int = 1
+    groups: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.moved} to {self.reference}" + (f", {self.method}" if self.matcher else "")
+        by = f", {self.method}" if self.matcher else ""
+        by += f", {'all groups' if self.groups == 'all' else self.groups}" if self.groups else ""
+        return f"{self.moved} to {self.reference}{by}"
 
     @property
     def method(self) -> str:
@@ -87,13 +92,14 @@ class MatchingCache:
             NotKeptError: The matching is not cached and `make` is False.
         """
         a, b, matcher = networks[key.reference], networks[key.moved], key.matcher or self.config.matcher
-        path, spec = self.folders.matching(a.name, b.name, matcher, key.restarts), self.spec
+        groups = key.groups or self.config.groups
+        path, spec = self.folders.matching(a.name, b.name, matcher, key.restarts, groups), self.spec(groups)
         name = path.name.removesuffix(".npz")
         made_from = [a.fingerprint, b.fingerprint, f"version {algorithm_versions.MATCHING}"]
         if matcher != "weights":
             made_from += [load_data(self.config.setup, self.config.data_dir).fingerprint, *self.folders.other_dtype]
         made_from += [f"without {name}" for name in self.config.frozen]
-        made_from += [f"all groups, version {algorithm_versions.MATRIX_GROUPS}"] if self.config.groups == "all" else []
+        made_from += [f"all groups, version {algorithm_versions.MATRIX_GROUPS}"] if groups == "all" else []
         steps = self.config.matcher_steps
         made_from += [f"{steps} steps"] if matcher == LEARNED and steps != STEPS else []
         kept = from_first(read_matching, path, made_from, spec)
@@ -104,20 +110,19 @@ class MatchingCache:
             with lock(path.parent / f".{name}.lock", f"matching {b.name} to {a.name}"):
                 kept = from_first(read_matching, path, made_from, spec, tell=False)
                 if kept is None:
-                    kept = from_first(write_matching, path, made_from, self._find(a, b, matcher, key.restarts))
+                    kept = from_first(write_matching, path, made_from, self._find(spec, a, b, matcher, key.restarts))
         return kept
 
-    @property
-    def spec(self) -> PermutationSpec:
-        """The symmetries that the matchings belong to."""
-        return self.setup.spec(self.config.width, self.config.dtype, self.config.frozen, self.config.groups)
+    def spec(self, groups: str | None = None) -> PermutationSpec:
+        """Return the symmetries that matchings by these groups belong to; None stands for the value of `--groups`."""
+        return self.setup.spec(self.config.width, self.config.dtype, self.config.frozen, groups or self.config.groups)
 
-    def _find(self, a: Network, b: Network, matcher: str, restarts: int) -> KeptMatching:
+    def _find(self, spec: PermutationSpec, a: Network, b: Network, matcher: str, restarts: int) -> KeptMatching:
         how = matcher if restarts == 1 else f"{matcher}, best of {restarts} restarts"
         say(f"matching {b.name} to {a.name} by {how} …")
         import scipy.optimize  # noqa: F401 (import it before the timer starts, because it is slow)
 
-        spec, compiled, start = self.spec, compilation_seconds(), time.monotonic()
+        compiled, start = compilation_seconds(), time.monotonic()
         with self.durations.timed("matching"):
             if matcher == "weights":
                 matching = from_first(weights(restarts=restarts).match, spec, a.params, b.params)

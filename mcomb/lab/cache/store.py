@@ -59,7 +59,7 @@ class Store:
     @property
     def symmetries(self) -> PermutationSpec:
         """The symmetries that matchings belong to."""
-        return self.matchings.spec
+        return self.matchings.spec()
 
     def folder(self, experiment: str) -> AnyPath:
         """Return the folder of an experiment's results."""
@@ -67,8 +67,8 @@ class Store:
         given = {letter: network.name for letter in letters if (network := self.networks.given(letter))}
         return self.folders.experiment(experiment, given)
 
-    def permute(self, network: Network, matching: Matching) -> Params:
+    def permute(self, network: Network, matching: Matching, groups: str | None = None) -> Params:
         """Return the parameters with matched units, and check that the network's outputs do not change."""
-        inputs = jnp.asarray(self.data.test.inputs[:64])
-        self.symmetries.check(self.apply, network.params, inputs, perms=matching.perms)
-        return self.symmetries.apply(matching.perms, network.params)
+        inputs, spec = jnp.asarray(self.data.test.inputs[:64]), self.matchings.spec(groups)
+        spec.check(self.apply, network.params, inputs, perms=matching.perms)
+        return spec.apply(matching.perms, network.params)

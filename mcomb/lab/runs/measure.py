@@ -69,7 +69,8 @@ class Run:
     def align(self, key: MatchingKey = B_TO_A) -> Params:
         """Return a network's parameters with its units matched to another network."""
         if key not in self._aligned:
-            self._aligned[key] = self.store.permute(self.networks[key.moved], self.matchings[key].matching)
+            network, matching = self.networks[key.moved], self.matchings[key].matching
+            self._aligned[key] = self.store.permute(network, matching, key.groups)
         return self._aligned[key]
 
     @cached_property
@@ -118,7 +119,7 @@ class Run:
             for name, data in self.splits.items()
         }
         metrics = {"accuracy": on_label(accuracy), "agreement": agreement}
-        measured = self._evaluate_on(sets, tasks, {"loss": on_label(cross_entropy), "metrics": metrics})
+        measured = self.evaluate_on(sets, tasks, {"loss": on_label(cross_entropy), "metrics": metrics})
         counts = {name: data.labels.size for name, data in self.splits.items()}
 
         def count_agreement(metrics: Metrics, split: str) -> Metrics:
@@ -136,7 +137,7 @@ class Run:
         found = [measure_examples(self.store.apply, params, *data, only)["predicted"][0] for params in networks]
         return np.stack(found, axis=1)
 
-    def _evaluate_on(
+    def evaluate_on(
         self, sets: Mapping[str, tuple[Any, Any]], tasks: Mapping[str, Task], objectives: Mapping[str, Any]
     ) -> dict[str, dict[str, Metrics]]:
         """Return the loss and the metrics of each task on each set of examples."""
@@ -228,7 +229,7 @@ class Run:
                 }
                 for letter in ends
             }
-        measured = self._evaluate_on(halves, tasks, objectives)
+        measured = self.evaluate_on(halves, tasks, objectives)
         counts = [len(data.labels) for data in halves.values()]
         return temperatures.calibrate(networks, measured, counts, shape, between)
 

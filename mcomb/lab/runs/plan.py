@@ -158,7 +158,8 @@ def _matching(job: Job, work: Work) -> Iterator[Step]:
         b, a = (store.networks.name(letter) for letter in (key.moved, key.reference))
         matcher, restarts = key.matcher or store.config.matcher, key.restarts
         what = f"match {b} to {a} by {matcher}" + (f", {restarts} restarts" if restarts > 1 else "")
-        if store.folders.matching(a, b, matcher, restarts).is_file():
+        what += ", all groups" if key.groups == "all" else ""
+        if store.folders.matching(a, b, matcher, restarts, key.groups).is_file():
             yield Step(what, "kept")
             continue
         flop, memory = FULL_SWEEPS * work.matching_flop * restarts, 4 * size
