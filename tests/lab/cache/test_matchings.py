@@ -35,6 +35,8 @@ def match(store, a, b, matcher="weights", restarts=1, make=True):
         (MatchingKey("C", "B", "weights"), "C to B, weights"),
         (MatchingKey("B", "A", "ste"), "B to A, ste"),
         (MatchingKey("B", "A", "weights", 8), "B to A, weights best of 8"),
+        (MatchingKey("A", "B", groups="permutations"), "A to B, permutations"),
+        (MatchingKey("A", "B", "ste", groups="all"), "A to B, ste, all groups"),
     ],
 )
 def test_matching_key_has_its_name_in_results(key, name):
