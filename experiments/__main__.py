@@ -25,10 +25,10 @@ from mcomb.lab.setups import SETUPS
 from mcomb.lab.tables import TABLE_WIDTH
 from mcomb.runtime.progress import coloured, show, show_json
 
-from . import decay, gauge, generate, pretrained, report, train
+from . import decay, gauge, generate, pretrained, report, train, transport
 from .width import WidthConfig
 
-LISTED_EXPERIMENTS = (*dict.fromkeys(report.ORDER), decay, gauge)
+LISTED_EXPERIMENTS = (*dict.fromkeys(report.ORDER), decay, gauge, transport)
 PROGRAMS = (train, report, generate, pretrained)
 SHOWN_RUNS = 3  # the maximum number of other runs listed for each experiment
 IGNORED_FLAGS = [
@@ -124,7 +124,7 @@ def main(argv: list[str] | None = None) -> None:
         "",
         *other_runs(listed),
         f"run one:    {todo['command']}",
-        f"run all:    {command('report', whole)}  # all except decay",
+        f"run all:    {command('report', whole)}  # all except decay, gauge and transport",
         *(
             f"{program['name'] + ':':11} {textwrap.shorten(program['about'], max(24, width - 12), placeholder=' …')}"
             for program in programs

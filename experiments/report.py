@@ -1,6 +1,6 @@
 """Write the results of all experiments to one self-contained page, report.html.
 
-    python -m experiments.report --setup mlp-digits --run    # run all except decay: some minutes on two CPU cores
+    python -m experiments.report --setup mlp-digits --run    # run most of them: some minutes on two CPU cores
     python -m experiments.report --width 32                  # collect existing results
     python -m experiments.report --setup mlp-digits mlp-cifar10 --width 8 32    # several setups and widths
 
@@ -55,7 +55,7 @@ ORDER = (
     *(schematic, uniform, subcube, hyperplane, bernoulli, stitching, linear),
     *(linear, centered, minmax, transitivity, triangle, functional, edges, robustness, matchers, width),
     *(landscape, merge),
-)  # linear twice, between and beyond the networks; without decay, which trains thirty networks
+)  # linear twice, between and beyond the networks; without decay, which trains thirty networks, gauge and transport
 BEYOND = (-1.0, 2.0)
 
 
@@ -80,7 +80,7 @@ class PageJob(NamedTuple):
 
 
 def plan(config: ReportConfig) -> list[PageJob]:
-    """Return all experiments except decay for all setups and widths, in the paper's order.
+    """Return all experiments in ORDER for all setups and widths.
 
     `schematic` appears once, because it needs no networks, and `width` once for each setup.
     """

@@ -1,6 +1,6 @@
 """Fine-tune A on a new task, and carry the update to B, which has never seen the task.
 
-    python -m experiments.transport --setup mlp-digits    # two minutes on two CPU cores, networks included
+    python -m experiments.transport --setup mlp-digits    # a few minutes on two CPU cores, networks included
     python -m experiments.transport --setup vit-digits --pretrained
     python -m experiments.transport --setup decoder-text --pretrained --pairs abc
 
