@@ -60,7 +60,7 @@ from mcomb.trees import Params
 
 KEYS = {"permutations": MatchingKey("A", "B", groups="permutations"), "all groups": MatchingKey("A", "B", groups="all")}
 WAYS = {"naive": COLOURS["naive"], "permutations": COLOURS["aligned"], "all groups": "#009E73", "random order": "0.6"}
-BEST = ", best scale"
+BEST = ", best"  # scale
 SCALES = np.linspace(-0.5, 1.5, 9, dtype=np.float32)
 ANGLE = 45  # degrees
 MODULES = ("argparse", "inspect", "tarfile")  # the last one is longer than the test split
@@ -183,13 +183,13 @@ def rows_of(results: TransportResults) -> dict[str, Mapping[str, Number]]:
 
 
 def table(results: TransportResults) -> str:
-    """Format the scale, the test scores, and the fractions of B's gains of each network."""
-    rows = [("", "scale", *(f"test {m}" for m in METRICS), *(f"gain in {m}" for m in METRICS))]
+    """Format the scale and the test scores of each network, and its shares of B's gains in loss and in accuracy."""
+    rows = [("", "scale", *(f"test {m}" for m in METRICS), "share of gain")]
     for name, scores in rows_of(results).items():
         each = [rows_of(side)[name] for side in sides(results)]
         scale = f"{scores['scale']:.2f}" if "scale" in scores else ""
-        arrived = [f"{gain:.0%}" if "+" in name else "" for gain in gains(results, scores)]
-        rows.append((name, scale, *(with_range([one[m] for one in each]) for m in METRICS), *arrived))
+        arrived = " / ".join(f"{gain:.0%}" for gain in gains(results, scores)) if "+" in name else ""
+        rows.append((name, scale, *(with_range([one[m] for one in each]) for m in METRICS), arrived))
     return columns(rows)
 
 

@@ -17,13 +17,15 @@ from mcomb.lab.runs.results import METRICS
 from mcomb.lab.runs.rows import Rows
 
 MLP = ("--setup", "mlp-digits", "--width", "2", "--epochs", "40")
-VIT = ("--setup", "vit-digits", "--width", "1", "--epochs", "1")
+VIT = ("--setup", "vit-digits", "--width", "1", "--epochs", "20")
 SMALL = ("--steps", "20", "--train-examples", "200", "--test-examples", "397")
 
 
 @pytest.fixture
-def measure_copy(out, tmp_path):
+def measure_copy(out, tmp_path, monkeypatch):
     """Measure transport from A to a copy of A, moved by a random element of a group."""
+
+    monkeypatch.setattr(transport, "SCALES", np.array([0, 1], np.float32))
 
     def of(groups, *flags):
         config = cli.parse(transport.TransportConfig, "", [*flags, *SMALL, "--out", out])
@@ -43,7 +45,7 @@ def measure_copy(out, tmp_path):
 def tuned_loss(found):
     """Return the loss of A before and after fine-tuning, and check that it falls."""
     before, after = (of["A"]["test"]["loss"] for of in (found.before, found.after))
-    assert after < 0.8 * before
+    assert after < before - 0.1
     assert found.before["B"]["test"]["loss"] == pytest.approx(before, rel=1e-3)
     return before, after
 
@@ -61,10 +63,8 @@ def test_transport_carries_whole_gain_to_moved_copy(measure_copy, groups, flags,
     before, after = tuned_loss(found)
     for way in transport.WAYS:
         reached = found.carried[way]["loss"]
-        if way in exact:
-            assert reached == pytest.approx(after, rel=1e-3), way
-        else:
-            assert reached > after + 0.2 * (before - after), way
+        assert (reached == pytest.approx(after, rel=1e-3)) is (way in exact), way
+        assert way in transport.KEYS or reached > after + 0.2 * (before - after), way
 
 
 def test_transport_to_itself_equals_naive_addition(measure_copy):
@@ -138,8 +138,22 @@ def test_transport_table_has_range_over_pairs():
     one, two = scored({}), scored({"all groups": 1.4})
     row = {line.split("  ")[0]: line for line in transport.table(pool([one, two])).splitlines()}
     assert row["B + all groups"].split() == [
-        *("B", "+", "all", "groups", "1.00", "1.3000", "(1.2000–1.4000)", "0.6750", "(0.6500–0.7000)", "70%", "70%")
+        *(
+            "B",
+            "+",
+            "all",
+            "groups",
+            "1.00",
+            "1.3000",
+            "(1.2000–1.4000)",
+            "0.6750",
+            "(0.6500–0.7000)",
+            "70%",
+            "/",
+            "70%",
+        )
     ]
+    assert max(map(len, row.values())) <= 100
     assert row["B"].split() == ["B", "2.0000", "(2.0000–2.0000)", "0.5000", "(0.5000–0.5000)"]
 
 
@@ -151,7 +165,7 @@ def test_new_task_of_images_turns_them(monkeypatch):
     assert np.array_equal(turned.labels, split.labels)
     assert not turned.inputs[:, 0, 0].any()  # the corners are outside of the image
     monkeypatch.setattr(transport, "ANGLE", 90)
-    assert np.array_equal(transport.turn(images), np.rot90(images, axes=(2, 1)))
+    assert np.array_equal(transport.turn(images), np.rot90(images, axes=(1, 2)))
 
 
 def test_new_task_of_text_is_python_code():
