@@ -165,7 +165,7 @@ def judge(results: TransportResults) -> Verdict:
     """Answer whether all groups carry more than the naive update and the control, in loss and in accuracy."""
     arrived = {way: gains(results, results.carried[f"{way}{BEST}"]) for way in WAYS}
     least = [max(0.0, *others) for others in zip(arrived["naive"], arrived["random order"], strict=True)]
-    each = [f"{way} {loss:.0%} and {accuracy:.0%}" for way, (loss, accuracy) in arrived.items()]
+    each = [f"{way} {loss:z.0%} and {accuracy:z.0%}" for way, (loss, accuracy) in arrived.items()]
     start, end = (of["B"]["test"] for of in (results.before, results.after))
     return Verdict(
         all(gain > limit for gain, limit in zip(arrived["all groups"], least, strict=True)),
@@ -188,7 +188,7 @@ def table(results: TransportResults) -> str:
     for name, scores in rows_of(results).items():
         each = [rows_of(side)[name] for side in sides(results)]
         scale = f"{scores['scale']:.2f}" if "scale" in scores else ""
-        arrived = " / ".join(f"{gain:.0%}" for gain in gains(results, scores)) if "+" in name else ""
+        arrived = " / ".join(f"{gain:z.0%}" for gain in gains(results, scores)) if "+" in name else ""
         rows.append((name, scale, *(with_range([one[m] for one in each]) for m in METRICS), arrived))
     return columns(rows)
 
@@ -207,7 +207,6 @@ def draw(results: TransportResults, folder: AnyPath) -> None:
                 axes.plot(SCALES, values, color=colour, marker="o", markersize=2.5, label=way)
             axes.set_xlabel("scale of A's update, added to B")
             axes.set_ylabel(f"test {metric} on the new task")
-        axes.set_ylim(0, 1)
         handles, labels = axes.get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
         figure.suptitle(results.title, fontsize=9)
