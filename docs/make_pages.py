@@ -68,7 +68,7 @@ def run_and_write(name: str, experiment: Experiment, line: str, out: Path) -> st
     printed = "\n".join(part.rstrip() for part in "\n".join([results.title, *numbers]).splitlines())
     figure = FOLDER / f"{name}.png"
     reduce_picture(Image.open(Store(config).folder(name) / figure.name), figure)
-    whose, words = ("Open question in the paper", {}) if results.is_open else ("The paper's claim", WORDS)
+    whose, words = ("Open question", {}) if results.is_open else ("The paper's claim", WORDS)
     claim = f"\n{whose}: *{results.claim}* {words.get(results.agrees, '')}".rstrip() + "\n" if numbers else ""
     return (
         f"\n## Output\n\n{shown(figure, results.alt)}\n"
