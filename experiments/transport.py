@@ -14,8 +14,10 @@ three modules of the standard library. The update is fine-tuned A minus A. It is
 
 A scale multiplies each update. The line of networks B + scale · update is measured from −0.5 to 1.5, so it includes B
 at 0 and, at negative scales, updates with the opposite sign. The scale with the lowest train loss counts. Gains are
-fractions of the gain of B when it is fine-tuned itself. Published gains in accuracy, for CLIP on EuroSAT, are −7.6
-points naive, 1.0 by permutations and 5.0 by all symmetries.
+fractions of the gain of B when it is fine-tuned itself. Compare accuracies first: confident wrong answers cost so much
+that a random update of a large scale also lowers the loss. On digits, expect test accuracies of B of 0.22 before, 0.15
+naive, 0.91 by permutations, 0.86 by all groups, 0.17 in random order, and 0.99 if B is fine-tuned itself. Published
+gains in accuracy, for CLIP on EuroSAT, are −7.6 points naive, 1.0 by permutations and 5.0 by all symmetries.
 
 Only weights are carried. Momentum can be carried as well, but not Adam's second moments, because a rotation mixes the
 gradients of several weights: an optimizer has to estimate them again.
