@@ -46,8 +46,8 @@ def test_matchers_cache_matchings_with_seconds(found, results, config_of, monkey
     pair = "seed-1,epochs=40-to-seed-0,epochs=40"
     ways = ("", ",restarts=2", ",matcher=activations", ",matcher=ste")
     assert {f"{pair}{way}.npz" for way in ways} <= kept
-    for name in ("as_matcher", "weights"):
-        monkeypatch.setattr(matchings, name, lambda *args, **options: pytest.fail("matched again"))
+    monkeypatch.setattr(matchings, "MATCHERS", {})
+    monkeypatch.setattr(matchings, "weights", lambda **options: pytest.fail("matched again"))
     again = results(
         matchers, *FLAGS, "--restarts", "2", "--train-examples", "50"
     )  # evaluation flags do not change matchings
