@@ -39,6 +39,7 @@ from matplotlib.figure import Figure
 from mcomb.combination import linear
 from mcomb.evaluation.evaluate import score
 from mcomb.evaluation.objectives import accuracy, cross_entropy
+from mcomb.io.fingerprints import fingerprint
 from mcomb.io.paths import AnyPath
 from mcomb.keys import stream
 from mcomb.lab.cache.matchings import MatchingKey
@@ -96,9 +97,18 @@ class TransportResults(Results):
 def new_task(setup: str, splits: Splits) -> Splits:
     """Return examples of the new task."""
     if isinstance(SETUPS[setup].dataset, TextDataset):
-        code = "".join(inspect.getsource(import_module(name)) for name in MODULES)
-        return split_text(encode(code), splits.train.inputs.shape[1])
+        return split_text(python_code(), splits.train.inputs.shape[1])
     return Splits(*(Split(turn(split.inputs), split.labels) for split in splits))
+
+
+def python_code() -> np.ndarray:
+    """Return the source code of MODULES as tokens."""
+    return encode("".join(inspect.getsource(import_module(name)) for name in MODULES))
+
+
+def code_fingerprint(config: TransportConfig) -> str:
+    """Return the fingerprint of the source code if the new task reads it, because it differs between Pythons."""
+    return fingerprint(python_code()) if isinstance(SETUPS[config.setup].dataset, TextDataset) else ""
 
 
 def turn(images: np.ndarray) -> np.ndarray:
@@ -222,6 +232,7 @@ EXPERIMENT = Experiment(
     is_open=True,
     alt="Test loss and accuracy of B on a new task over the scale of A's update, added in four ways.",
     matchings=lambda config: tuple(KEYS.values()),
+    extra_data=code_fingerprint,
     config=TransportConfig,
     combinations=lambda config: len(WAYS) * len(SCALES),
     results=TransportResults,

@@ -5,6 +5,6 @@ Networks, matchings and results record the version that made them. Caches ignore
 
 TRAINING = 1
 MATCHING = 3
-MATRIX_GROUPS = 1  # of symmetries beyond permutations, and of matchings by them
+MATRIX_GROUPS = 2  # of symmetries beyond permutations, and of matchings by them
 MEASUREMENT = 3
 FIGURES = 4  # a new version redraws figures but keeps results

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from mcomb.errors import UserError, list_some, require_whole
 from mcomb.matching.assignment import solve_assignment
 from mcomb.matching.matching import Matching, WeightPart, check_networks, objective, weight_parts
-from mcomb.matching.procrustes import Part, canonical_parts, descend, inner_product, wide
+from mcomb.matching.procrustes import Part, canonical_parts, canonical_product, descend, wide
 from mcomb.matching.weights import coordinate_descent, visit_orders
 from mcomb.runtime.batching import BATCH, Sizes, compile_to_fit, in_batches
 from mcomb.runtime.devices import AXIS, device_mesh, on_each_device, replicate
@@ -131,7 +131,10 @@ def match_groups_by_activations(
     parts += [Part(None, i, *part) for i, part in enumerate(_as_weights(spec.permutations, scores, weights))]
     best = descend(spec, parts)
     perms = spec.compose(spec.invert(to_a), spec.compose(best.perms, to_b))
-    trace = inner_product(spec, *networks), inner_product(spec, networks[0], spec.apply(best.perms, networks[1]))
+    trace = (
+        canonical_product(spec, *networks),
+        canonical_product(spec, networks[0], spec.apply(best.perms, networks[1])),
+    )
     return replace(best, perms=perms, objective=trace[-1], trace=trace, tried=())
 
 

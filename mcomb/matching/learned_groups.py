@@ -32,7 +32,7 @@ from mcomb.evaluation.objectives import Objective, count_training, cross_entropy
 from mcomb.keys import stream
 from mcomb.matching.assignment import solve_assignment
 from mcomb.matching.matching import Matching
-from mcomb.matching.procrustes import Alternation, canonical_parts, inner_product, match_groups, wide
+from mcomb.matching.procrustes import Alternation, canonical_parts, canonical_product, match_groups, wide
 from mcomb.runtime.devices import replicate
 from mcomb.runtime.processes import from_first
 from mcomb.runtime.progress import progress_bar
@@ -85,7 +85,7 @@ def match_by_learning(
 
     def held_out_loss(move: Element) -> float:
         moved = spec.apply(move, networks[1])
-        trace.append(inner_product(spec, networks[0], moved))
+        trace.append(canonical_product(spec, networks[0], moved))
         return score(apply, combine(networks[0], moved, 0.5), *held_out, loss=loss).loss
 
     best, losses = _descend(

@@ -134,7 +134,7 @@ def canonical_parts(spec: SymmetrySpec, a: Params, b: Params) -> Iterator[Part]:
                     yield Part(name, index, labels, _normalized(part_a), _normalized(part_b))
 
 
-def inner_product(spec: SymmetrySpec, a: Params, b: Params) -> float:
+def canonical_product(spec: SymmetrySpec, a: Params, b: Params) -> float:
     """Return the inner product of the weights of two networks in canonical form."""
     return sum(float(np.vdot(part.a, part.b)) for part in canonical_parts(spec, wide(a), wide(b)))
 

@@ -14,6 +14,7 @@ from mcomb.lab.data.text import SYMBOLS, decode
 from mcomb.lab.runs.measure import Run
 from mcomb.lab.runs.pairs import pool
 from mcomb.lab.runs.results import METRICS
+from mcomb.lab.runs.reuse import result_identity
 from mcomb.lab.runs.rows import Rows
 
 MLP = ("--setup", "mlp-digits", "--width", "2", "--epochs", "40")
@@ -40,6 +41,17 @@ def measure_copy(out, tmp_path, monkeypatch):
         return transport.measure(run)
 
     return of
+
+
+@pytest.mark.parametrize(("setup", "differs"), [("decoder-text", True), ("mlp-digits", False)])
+def test_transport_results_depend_on_python_code(setup, differs, tmp_path, monkeypatch):
+    store = Store(cli.parse(transport.TransportConfig, "", ["--setup", setup, "--width", "1", "--out", str(tmp_path)]))
+    network = {"A": Network("a", {}, "fingerprint")}
+    before = result_identity(transport.EXPERIMENT, store, network, {}, {})
+    monkeypatch.setattr(transport, "MODULES", ("argparse",))
+    after = result_identity(transport.EXPERIMENT, store, network, {}, {})
+    assert (before != after) == differs
+    assert before["data"].startswith(store.data_fingerprint)
 
 
 def tuned_loss(found):

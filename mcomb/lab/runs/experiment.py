@@ -43,6 +43,7 @@ class Experiment:
     combinations: Callable[[Any], int] = lambda config: 0  # number of evaluations on each split
     matchings: Callable[[Any], Sequence[MatchingKey]] = lambda config: (B_TO_A,)
     parts: Callable[[Any], Parts] = lambda config: {}
+    extra_data: Callable[[Any], str] = lambda config: ""  # the fingerprint of data that the setup does not have
     table: Callable[[Any], str] = table
     paper: Mapping[str, Paper] | None = None  # by setup
     in_paper: Mapping[str, tuple[int, ...]] = field(  # the widths of the paper's networks, by setup

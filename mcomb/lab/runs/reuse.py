@@ -84,21 +84,22 @@ def flags_identity(experiment: str, config: Config) -> Identity:
 
 
 def result_identity(
-    experiment: str,
+    experiment: Experiment,
     store: Store,
     networks: Mapping[str, Network],
     matchings: Mapping[MatchingKey, KeptMatching],
     parts: Mapping[str, Results],
 ) -> Identity:
     """Return the identity of a result, which contains all its inputs."""
-    identity = flags_identity(experiment, store.config) | {
+    identity = flags_identity(experiment.name, store.config) | {
         "networks": {letter: network.fingerprint for letter, network in networks.items()},
         "matchings": {str(key): kept.fingerprint for key, kept in matchings.items()},
         "parts": {name: identity_hash(results) for name, results in parts.items()},
     }
     if networks:
         # Code compiled for another kind or number of devices may round differently.
-        identity |= {"data": store.data_fingerprint, "devices": describe_devices()}
+        data = store.data_fingerprint + experiment.extra_data(store.config)
+        identity |= {"data": data, "devices": describe_devices()}
     return json.loads(json.dumps(identity, default=str))
 
 
@@ -159,7 +160,7 @@ def find_results(experiment: Experiment, config: Config, store: Store | None = N
         networks, matchings = make_inputs(experiment, store, make=False)
     except NotKeptError:
         return None
-    identity = result_identity(experiment.name, store, networks, matchings, parts)
+    identity = result_identity(experiment, store, networks, matchings, parts)
     return from_first(read_finished, folder, identity, experiment.results, tell=False)
 
 

@@ -53,7 +53,7 @@ def run(experiment: Experiment, config: Config, store: Store | None = None) -> R
         store.networks.train([part.training_of(letter) for _, part in planned.values() for letter in letters])
     parts = {name: run(*part) for name, part in planned.items()}
     networks, matchings = make_inputs(experiment, store)
-    identity = result_identity(experiment.name, store, networks, matchings, parts)
+    identity = result_identity(experiment, store, networks, matchings, parts)
     with lock(folder / LOCK, f"running {experiment.name} in {folder}"):
         results = from_first(read_finished, folder, identity, experiment.results)
         if results is None:
