@@ -294,6 +294,8 @@ def align(config: AlignConfig) -> None:
         show_alignment(match, config.to)
         return
     require_new(config.to, config.a, config.b)
+    if missing := [path for path in (config.a, config.b) if not path.exists()]:
+        raise UserError(f"There is no file or folder {missing[0]}: check the path.")
     model = require_model("align", config.model, ", or --torch MODULE:FUNCTION for PyTorch modules")
     table = read_table(config.names) if config.names else None
     a, b = (read_network(path, table, model) for path in (config.a, config.b))

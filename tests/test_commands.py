@@ -295,6 +295,7 @@ def test_command_runs_experiments(capsys):
         (["unifrom"], r"Unknown command unifrom: did you mean uniform\?$"),
         (["evalute"], r"Unknown command evalute: did you mean evaluate\?$"),
         (["xyzzyx"], "Unknown command xyzzyx: choose from inspect, align,"),
+        (["align", "A", "nowhere/", "C"], r"There is no file or folder .*nowhere: check the path"),
         (["merge", "A", "C"], r"Cannot merge .*a\.safetensors alone: pass two or more"),
         (["merge", "A", "B", "C", "--shares", "2"], r"shares has 2\.0: pass the share of B from 0 to 1"),
         (["merge", "A", "B", "C", "--shares", "dense1=x"], "--shares dense1=x is not understood: pass 0.3, or"),
