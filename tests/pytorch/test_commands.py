@@ -108,6 +108,7 @@ def test_align_of_state_dicts_finds_planted_rotations(mine, tmp_path):
 def test_flags_without_effect_are_rejected(mine, tmp_path):
     for name in ("a.pt", "b.pt"):
         save(mine.model()[0], tmp_path / name)
+        (tmp_path / name).with_suffix(".safetensors").touch()
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "config.json").write_text("{}")
     own = ["--torch", "mine_in_torch:model"]
